@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tests.sim.making import run
-from vllm_sched.bench.stats import percentile
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fluid import Fluid
-from vllm_sched.sim.models import of_profile
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.types import Event, Job, WorkerModel
 
 REQUESTS = 150

@@ -39,11 +39,11 @@ from benchmarks.router.processes import cpu_seconds, tree
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from vllm_sched.bench.client.endpoint import Asked, Endpoint, learn
 from vllm_sched.bench.client.player import Played, play
-from vllm_sched.bench.compare import REST_S, Narrator, running
+from vllm_sched.bench.compare.compare import REST_S, Narrator, running
 from vllm_sched.bench.traffic.fixed import Fixed
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli.demo import router_of
-from vllm_sched.cli.up import described, placed
+from vllm_sched.cli.fleet.demo import router_of
+from vllm_sched.cli.fleet.up import described, placed
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.workers.launch import Worker
 

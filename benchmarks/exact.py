@@ -15,9 +15,9 @@ import time
 from proxy.config import FleetConfig
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fleet import SimulatedFleet
-from vllm_sched.sim.models import of_profile
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
+from vllm_sched.sim.fleet.models import of_profile
 
 PROFILE, RATE = "h100-8b", 10.0
 

@@ -15,12 +15,12 @@ import random
 from collections import Counter, defaultdict
 from itertools import count
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
-from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 
 MODEL, WORKERS, PLACES = "m", 4, 16
 PREFILL_S, STEP_S = 1 / 20_000, 0.02  # a token of prompt, and one of output

@@ -21,25 +21,25 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.core.router import RouterSettings
-from proxy.core.tenants import TenantSpec
-from vllm_sched.bench.goodput import Targets, parse
-from vllm_sched.bench.knee import throughput_knee
+from proxy.core.tenants.tenants import TenantSpec
 from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_throughput
 from vllm_sched.bench.plots.steps import draw_steps, steps_of
 from vllm_sched.bench.plots.tails import draw_tail
-from vllm_sched.bench.stats import percentile_of_sorted
+from vllm_sched.bench.results.goodput import Targets, parse
+from vllm_sched.bench.results.knee import throughput_knee
+from vllm_sched.bench.results.stats import percentile_of_sorted
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli import chart
+from vllm_sched.cli.bench import chart
 from vllm_sched.cost import profiles
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fleet import SimulatedFleet
-from vllm_sched.sim.flow import Flow, Placed, Run
-from vllm_sched.sim.fluid import Fluid
-from vllm_sched.sim.models import of_profile
-from vllm_sched.sim.shapes import BOTH, LONG_PROMPT, Shape
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
+from vllm_sched.sim.fleet.models import of_profile
+from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, Shape
 from vllm_sched.sim.types import Job, WorkerModel
 
 TARGETS = "ttft:3000 tpot:100"

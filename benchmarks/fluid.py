@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from proxy.core.model.types import Role
 from proxy.core.router import RouterSettings
-from proxy.core.types import Role
-from vllm_sched.bench.goodput import parse
+from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.flow import Flow, Placed, Run
-from vllm_sched.sim.models import of_profile
+from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.fleet.models import of_profile
 
 SIZES = (4, 16, 64, 256)
 WORKLOAD = "azure-conv:0.95,mooncake-conv:0.05"

@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from proxy.compiled import places
+from proxy.compiled import locate
 from tests.fuzz import judge
 from tests.fuzz.judge import Tally
 from tests.fuzz.mutate import Mutator
@@ -45,7 +45,7 @@ def main() -> int:
     options.add_argument("--requests", type=int, default=100_000, help="so many messages of each")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
-    print(f"modules: {places.kind()}")
+    print(f"modules: {locate.kind()}")
     bad = 0
     for what in ("requests", "answers"):
         began = time.perf_counter()

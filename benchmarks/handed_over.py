@@ -19,13 +19,13 @@ from statistics import fmean
 
 from proxy.config import FleetConfig
 from tests.sim.making import Listed
-from vllm_sched.bench.outcome import Outcome
-from vllm_sched.bench.stats import percentile
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fleet import Played, SimulatedFleet
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import Played, SimulatedFleet
 from vllm_sched.sim.types import WorkerModel
 
 ONE_PROCESSOR = StepTime(

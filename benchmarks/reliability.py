@@ -24,9 +24,7 @@ from pathlib import Path
 from benchmarks.router.opponents import ROUND_ROBIN, Opponent, install, peers
 from tests.fuzz.test_bodies import HARD, REFUSED
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, chat, request
-from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
-from tests.proxy.wire.test_framing import (
+from tests.proxy.wire.client.test_framing import (
     AMBIGUOUS,
     BAD_CHUNKS,
     BODY,
@@ -37,6 +35,8 @@ from tests.proxy.wire.test_framing import (
     POST,
     SMUGGLED,
 )
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.raw_client import BrokenError, Client, chat, request
 from vllm_sched.workers.launch import Worker, free_port
 
 READY_S, SOON_S, PATIENCE_S, ASKED = 60.0, 2.0, 8.0, 20

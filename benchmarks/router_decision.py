@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.limits import Limits
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Role, Usage
+from proxy.core.request.routes import Route, find
 from proxy.core.router import Router, RouterSettings
-from proxy.core.routes import Route, find
-from proxy.core.tenants import Tenant, TenantSpec
-from proxy.core.types import Ask, Outcome, Role, Usage
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Tenant, TenantSpec
 
 MODEL = "tiny"
 ROUNDS = 7

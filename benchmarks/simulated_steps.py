@@ -35,16 +35,16 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.simulator import BUDGET, COSTS, FIGURES, Pair, cases, tell
 from proxy.config import parse
-from vllm_sched.bench import goodput
-from vllm_sched.bench.result import Result
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.result import Result
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine.simulated import SimulatedStep
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fleet import SimulatedFleet
-from vllm_sched.sim.models import worker_models
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
+from vllm_sched.sim.fleet.models import worker_models
 from vllm_sched.sim.types import MakeEngine, WorkerModel
 from vllm_sched.workers.tiny_model import tiny_model
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.cost.step_time import StepShape, StepTime
-from vllm_sched.sim.capacity import prefill_seconds
+from vllm_sched.sim.planning.capacity_bound import prefill_seconds
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import free_port
 from vllm_sched.workers.tiny_model import tiny_model

@@ -39,7 +39,7 @@ from typing import TypeVar
 import aiohttp
 import openai
 
-from proxy.compiled import places
+from proxy.compiled import locate
 from tests.faults import disk, names
 from tests.faults.crowd import LEFT, NOBODY, Crowd
 from tests.faults.night import Night
@@ -270,7 +270,7 @@ async def soak(given: argparse.Namespace) -> int:
         )
         router = Router(fleet, port, env, tls)
         await router.start()
-        modules = "compiled" if places.in_use() else "plain"
+        modules = "compiled" if locate.in_use() else "plain"
         print(f"seed {given.seed}, {given.processes} processes, {modules} modules")
         seconds = given.minutes * 60
         crowd = await asyncio.create_subprocess_exec(

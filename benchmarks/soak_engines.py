@@ -24,7 +24,7 @@ import aiohttp
 
 from tests.faults.crowd import REFUSALS, REFUSED, TORN, WHOLE, Crowd, WrongError
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer
+from tests.proxy.wire.raw_client import Answer
 from vllm_sched.workers.launch import free_port
 
 READY_S, CALM_S, PATIENCE_S = 600.0, 300.0, 240.0

@@ -36,11 +36,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench import engine_trace
-from vllm_sched.bench.compare import Narrator, running
-from vllm_sched.bench.engine_trace import PREFILL, WAITING
-from vllm_sched.bench.runner import request_body
-from vllm_sched.bench.workloads import TOKEN_IDS
+from vllm_sched.bench.compare.compare import Narrator, running
+from vllm_sched.bench.compare.runner import request_body
+from vllm_sched.bench.compare.workloads import TOKEN_IDS
+from vllm_sched.bench.results import engine_trace
+from vllm_sched.bench.results.engine_trace import PREFILL, WAITING
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import Side, Worker, trace_flags, tracing, worker
 from vllm_sched.workers.tiny_model import tiny_model
@@ -48,7 +48,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from vllm_sched.bench.engine_trace import Stories
+    from vllm_sched.bench.results.engine_trace import Stories
 
 SLOTS, CROWD = 64, 48  # places in the worker, and shorts that are not done at all times, at most
 NEVER_S = 1e6

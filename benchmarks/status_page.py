@@ -17,12 +17,12 @@ from pathlib import Path
 
 import uvloop
 
-from proxy.assembly import App
 from proxy.config import load
-from tests.proxy.control.browser import browser
+from proxy.setup.app import App
+from tests.proxy.status_page.browser import browser
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import Call, FakeWorker
+from tests.proxy.wire.raw_client import Client, chat
 
 OUT = Path("docs/images/status.png")
 ROLES = {

@@ -24,9 +24,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench.compare import Narrator, Plan, contender, measure, running
-from vllm_sched.bench.report import RATE, SECONDS, percentile, show, total_rate, ttfts
-from vllm_sched.bench.workloads import LONG, SHORT, long_blocks_short
+from vllm_sched.bench.compare.compare import Narrator, Plan, contender, measure, running
+from vllm_sched.bench.compare.report import RATE, SECONDS, percentile, show, total_rate, ttfts
+from vllm_sched.bench.compare.workloads import LONG, SHORT, long_blocks_short
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 from vllm_sched.workers.tiny_model import tiny_model
@@ -34,7 +34,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_sched.bench.compare import Contender
+    from vllm_sched.bench.compare.compare import Contender
 
 KNOB = "--long-prefill-token-threshold"
 MEASURES = "short TTFT p99, mean long TTFT and tokens/s"

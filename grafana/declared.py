@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from proxy.control import batch_counts, phases, scrape, tenant_counts, unseen
-from proxy.control.exposition import Family
+from proxy.metrics import batch_counts, no_first_token, phases, scrape, tenant_counts
+from proxy.metrics.exposition import Family
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts
 
@@ -33,7 +33,7 @@ def names(name: str, kind: str) -> set[str]:
 
 def router_families() -> list[Family]:
     """List the router's own."""
-    modules = scrape, phases, unseen, tenant_counts, batch_counts
+    modules = scrape, phases, no_first_token, tenant_counts, batch_counts
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grafana import declared
-from proxy.control.exposition import Family
+from proxy.metrics.exposition import Family
 
 FILE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """\

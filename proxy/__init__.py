@@ -1,6 +1,6 @@
 """The router in front of vLLM workers. It never imports vLLM, torch or `vllm_sched`."""
 
-from proxy.compiled import places
+from proxy.compiled import locate
 
-if (_folder := places.found()) is not None:
-    places.use(_folder, __path__)
+if (_folder := locate.found()) is not None:
+    locate.use(_folder, __path__)

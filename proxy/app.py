@@ -12,14 +12,14 @@ from pathlib import Path
 
 import uvloop
 
-from proxy.assembly import App, router_settings, specs, wire_settings
-from proxy.compiled import places
+from proxy.compiled import locate
 from proxy.config import FleetConfig, load
-from proxy.control.logs import Logs
 from proxy.processes.collector import settle
 from proxy.processes.signals import serve_until_told
 from proxy.processes.size import how_many
 from proxy.processes.supervisor import Supervisor
+from proxy.setup.app import App, router_settings, specs, wire_settings
+from proxy.telemetry.logs import Logs
 
 __all__ = [
     "App",
@@ -96,7 +96,7 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
 
     def tell(router: App | Supervisor) -> None:
         said = f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
-        said += f"; its modules are {places.kind()}"
+        said += f"; its modules are {locate.kind()}"
         if config.router.logs.format == "json":
             logger.warning(said)
         else:

@@ -42,7 +42,7 @@ for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):
 
 def pytest_sessionstart() -> None:
     """Refuse to test plain modules as compiled ones."""
-    from proxy.compiled.places import SWITCH, in_use, kind  # not before the switch above is set
+    from proxy.compiled.locate import SWITCH, in_use, kind  # not before the switch above is set
 
     if os.environ[SWITCH] == "1" and not in_use():
         pytest.exit(
@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what replaces a part of a module, or looks inside, where that is compiled."""
     if (mark := item.get_closest_marker("plain")) is None:
         return
-    from proxy.compiled.places import in_use  # not before the switch above is set
+    from proxy.compiled.locate import in_use  # not before the switch above is set
 
     if in_use():
         pytest.skip(f"{mark.args[0]}: for plain modules")

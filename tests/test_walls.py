@@ -21,8 +21,9 @@ FLOORS = {
         "errors",
     ],
     "proxy": [
-        "app", "processes", "assembly", "batches", "wire", "control", "transfer", "core", "config",
-        "compiled", "errors",
+        "app", "processes", "setup", "admin", "batches", "wire", "discovery", "status_page",
+        "health", "telemetry", "metrics", "http", "net", "transfer", "core", "config", "compiled",
+        "errors",
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")

@@ -28,8 +28,8 @@ from rich.console import Console
 
 from benchmarks.isolation import identical, moved, stage, verdict
 from benchmarks.policies import promise
-from vllm_sched.bench import report
-from vllm_sched.bench.compare import Comparison, Narrator, Plan, measure, running
+from vllm_sched.bench.compare import report
+from vllm_sched.bench.compare.compare import Comparison, Narrator, Plan, measure, running
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 

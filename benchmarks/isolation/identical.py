@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from vllm_sched.bench.workloads import TOKEN_IDS
+from vllm_sched.bench.compare.workloads import TOKEN_IDS
 
 OUTPUT = 16
 TIMEOUT_S = 300.0

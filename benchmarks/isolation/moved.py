@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 
 from benchmarks.policies.promise import Promise
-from proxy.core.types import Reason
-from vllm_sched.bench import report
-from vllm_sched.bench.compare import Plan
-from vllm_sched.bench.workloads import LONG
+from proxy.core.model.types import Reason
+from vllm_sched.bench.compare import report
+from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.workloads import LONG
 
 TIMEOUT_S = 10.0
 MOST = 1000  # decisions that a router tells at once

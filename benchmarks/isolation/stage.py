@@ -21,10 +21,17 @@ from proxy.config import (
     WorkerConfig,
     parse,
 )
-from vllm_sched.bench.compare import Contender
-from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT, STEP_TOKENS, Arrival, Workload
-from vllm_sched.cli.demo import router_of
-from vllm_sched.cli.up import described, placed
+from vllm_sched.bench.compare.compare import Contender
+from vllm_sched.bench.compare.workloads import (
+    BACKGROUND,
+    LONG,
+    SHORT,
+    STEP_TOKENS,
+    Arrival,
+    Workload,
+)
+from vllm_sched.cli.fleet.demo import router_of
+from vllm_sched.cli.fleet.up import described, placed
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Worker

@@ -14,10 +14,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from vllm_sched.bench import report
-from vllm_sched.bench.compare import Comparison
-from vllm_sched.bench.runner import Record, Round
-from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
+from vllm_sched.bench.compare import report
+from vllm_sched.bench.compare.compare import Comparison
+from vllm_sched.bench.compare.runner import Record, Round
+from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
 
 EACH_LONG = 1.15  # times what one takes on a general worker
 # Workers that prefill, on either side.

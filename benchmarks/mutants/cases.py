@@ -15,13 +15,14 @@ from benchmarks.mutants.operators import Mutant, mutants_of
 ROOT = Path(__file__).parents[2]
 # The folders of source, and the tests that are to catch what is wrong in them.
 ROUTER_TESTS = (
-    "tests/proxy/wire", "tests/proxy/core", "tests/proxy/control", "tests/proxy/batches",
-    "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config", "tests/faults",
-    "tests/fuzz",
+    "tests/proxy/wire", "tests/proxy/core", "tests/proxy/http", "tests/proxy/metrics",
+    "tests/proxy/batches", "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config",
+    "tests/faults", "tests/fuzz",
 )  # fmt: skip
 ENGINE_TESTS = ("tests/engine", "tests/policies", "tests/sim")
 AREAS = {
     "proxy/core": ROUTER_TESTS,
+    "proxy/http": ROUTER_TESTS,
     "proxy/wire": ROUTER_TESTS,
     "vllm_sched/engine": ENGINE_TESTS,
     "vllm_sched/policies": ENGINE_TESTS,

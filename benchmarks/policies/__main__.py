@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.policies.promise import table
 from benchmarks.policies.trials import TRIALS
-from vllm_sched.bench.compare import Narrator
+from vllm_sched.bench.compare.compare import Narrator
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.tiny_model import tiny_model
 

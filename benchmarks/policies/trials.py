@@ -11,8 +11,8 @@ from typing import Final
 from rich.table import Table
 
 from benchmarks.policies.promise import Promise
-from vllm_sched.bench import report, workloads
-from vllm_sched.bench.compare import (
+from vllm_sched.bench.compare import report, workloads
+from vllm_sched.bench.compare.compare import (
     Contender,
     Narrator,
     Plan,
@@ -21,8 +21,8 @@ from vllm_sched.bench.compare import (
     play_round,
     running,
 )
-from vllm_sched.bench.contest import Contest
-from vllm_sched.bench.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
+from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
 from vllm_sched.workers.launch import Side
 
 # Chunks of vLLM's own scheduler, between whose outer two the target of `chunk_budget` lies.

@@ -30,7 +30,7 @@ from benchmarks.router import measure, opponents, report
 from benchmarks.router.processes import running_on
 from benchmarks.router.stage import OURS, Cpus, Side, stage
 from benchmarks.router_decision import decision
-from proxy.compiled.places import in_use
+from proxy.compiled.locate import in_use
 from vllm_sched.errors import VllmSchedError
 
 DECISION = "decision"

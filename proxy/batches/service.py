@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from proxy.batches.desk import BatchDesk
-from proxy.batches.keeper import Keeper
-from proxy.batches.lane import Lane
-from proxy.batches.store import Bounds
+from proxy.batches.api import BatchDesk
+from proxy.batches.scheduler import Lane
+from proxy.batches.storage.store import Bounds
+from proxy.batches.storage.store_thread import Keeper
 
 if TYPE_CHECKING:
     from pathlib import Path

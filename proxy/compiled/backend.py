@@ -26,8 +26,8 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_wheel,
 )
 
-from proxy.compiled import build, places
-from proxy.compiled.places import BUILT, PACKAGE, SWITCH, CompileError
+from proxy.compiled import build, locate
+from proxy.compiled.locate import BUILT, PACKAGE, SWITCH, CompileError
 
 __all__ = [
     "build_editable",
@@ -51,7 +51,7 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     The builder loads all modules that it has compiled, and they import those.
     """
     needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
-    if os.environ.get(SWITCH) == "0" or places.found() is not None:
+    if os.environ.get(SWITCH) == "0" or locate.found() is not None:
         return needed
     try:
         build.require_compiler()
@@ -89,7 +89,7 @@ def _compiled() -> Path | None:
     if os.environ.get(SWITCH) == "0":
         _say(f"the wheel has plain modules: {SWITCH} is 0")
         return None
-    folder = places.found()
+    folder = locate.found()
     if folder is None:
         _say(f"compiling the router's modules, for some minutes; {SWITCH}=0 leaves that out")
         try:

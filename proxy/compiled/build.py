@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from proxy.compiled.places import (
+from proxy.compiled.locate import (
     BUILT,
+    FOLDERS,
     PACKAGE,
     PLATFORM,
     SWITCH,
@@ -35,7 +36,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 import proxy
-from proxy.compiled.places import use
+from proxy.compiled.locate import use
 use(Path(sys.argv[1]), proxy.__path__)
 for name in sys.argv[2:]:
     assert not import_module(name).__file__.endswith(".py"), name
@@ -150,7 +151,7 @@ def _compile(folder: Path) -> None:
         script_args=arguments,
     )
     compiled = set(hot())
-    for part in ("core", "wire"):
+    for part in FOLDERS:
         for path in (PACKAGE / part).rglob("*.py"):
             if path not in compiled:
                 place = folder / path.relative_to(PACKAGE.parent)

@@ -2,7 +2,7 @@
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
-from proxy.config.draft import Check, Draft
+from proxy.config.load import load, parse
 from proxy.config.models import (
     DiscoveryConfig,
     FleetConfig,
@@ -18,8 +18,8 @@ from proxy.config.models import (
     TransferConfig,
     WorkerConfig,
 )
-from proxy.config.reading import load, parse
-from proxy.config.showing import shown
+from proxy.config.partial import Check, Draft
+from proxy.config.redact import shown
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from proxy.config.admin import is_loopback
-from proxy.config.draft import Check, Draft
 from proxy.config.models import PoolConfig, TransferConfig, WorkerConfig
+from proxy.config.partial import Check, Draft
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxy.config.admin import is_loopback
-from proxy.config.draft import Check, Draft
+from proxy.config.partial import Check, Draft
 from proxy.config.tenants import TenantConfig
 from proxy.errors import Problem
 

@@ -19,24 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from proxy.core import accounts, placing, refusals
-from proxy.core.admission import queued_too_late
-from proxy.core.client_fields import ClientFields
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.handover import PATIENCE
-from proxy.core.leases import Leases
-from proxy.core.placer import NOBODY
-from proxy.core.reading import Reader
-from proxy.core.records import WorkerSpec
-from proxy.core.retries import MAX_DROPS, Falls, RetryBudget
-from proxy.core.routes import Route
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.lifecycle import billing
+from proxy.core.lifecycle.lease_book import Leases
+from proxy.core.lifecycle.retries import MAX_DROPS, Falls, RetryBudget
+from proxy.core.model import refusals
+from proxy.core.model.settings import RouterSettings
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Reason, Refusal, Ticket
+from proxy.core.queue.latency_admission import queued_too_late
+from proxy.core.request.client_fields import ClientFields
+from proxy.core.request.json_edit import CrowdedError
+from proxy.core.request.parser import Reader
+from proxy.core.request.routes import Route
+from proxy.core.routing import candidates
+from proxy.core.routing.handover_cost import PATIENCE
+from proxy.core.routing.placer import NOBODY
 from proxy.core.routing.registry import rule
-from proxy.core.settings import RouterSettings
-from proxy.core.splice import CrowdedError
-from proxy.core.tenants import Tenant, Tenants
-from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
-from proxy.core.worker import Worker
+from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
 
@@ -83,13 +85,13 @@ class Router(Leases):
 
     def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread where a limit keeps out whatever its tenant asks."""
-        refusal = None if tenant is None else accounts.spent(tenant, now)
+        refusal = None if tenant is None else billing.spent(tenant, now)
         return refusal and self._refused("", refusal)
 
     def was_read(self, tenant: Tenant | None, now: float) -> None:
         """Have a tenant pay for one that `read` refused."""
         if tenant is not None:
-            accounts.was_read(tenant, now)
+            billing.was_read(tenant, now)
 
     def counter_for(self, ask: Ask) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
@@ -103,12 +105,12 @@ class Router(Leases):
 
     def enter(self, ask: Ask, now: float) -> Refusal | None:
         """Let a request in that a worker is to count: `submit` is next, or `leave`."""
-        refusal = accounts.enter(ask, now, again=False, uncounted=True)
+        refusal = billing.enter(ask, now, again=False, uncounted=True)
         return refusal and self._refused(ask.model, refusal)
 
     def leave(self, ask: Ask, now: float) -> None:
         """Let one out whose client left meanwhile."""
-        accounts.leave(ask, now)
+        billing.leave(ask, now)
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's count."""
@@ -151,7 +153,7 @@ class Router(Leases):
         may have had many requests.
         """
         if self.draining and not tried:
-            accounts.leave(ask, now)
+            billing.leave(ask, now)
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
@@ -162,11 +164,11 @@ class Router(Leases):
             self._saw(ask, now)
         if ask.tenant is None:
             return self._submit(ask, now, tried, explain=explain)
-        if (refusal := accounts.enter(ask, now, again=bool(tried))) is not None:
+        if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
             return self._refused(ask.model, refusal)
         answer = self._submit(ask, now, tried, explain=explain)
         if isinstance(answer, Refusal):
-            accounts.leave(ask, now)
+            billing.leave(ask, now)
         return answer
 
     def retry(
@@ -207,7 +209,7 @@ class Router(Leases):
             answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
             if answer is not None:
                 return answer
-        refusal = placing.hopeless(self.fleet, ask, now, tried)
+        refusal = candidates.hopeless(self.fleet, ask, now, tried)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
             give_way = queue.make_room(ask)
@@ -230,14 +232,14 @@ class Router(Leases):
     def _evict(self, tickets: Iterable[Ticket], now: float) -> None:
         for ticket in tickets:
             self.queue.remove(ticket)
-            accounts.leave(ticket.ask, now)
+            billing.leave(ticket.ask, now)
             full = refusals.queue_full(self.queue.retry_after_s(now))
             self._evicted[ticket] = self._refused(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         """Take a request out of the queue, because its client left."""
         if self.queue.remove(ticket):
-            accounts.leave(ticket.ask, now)
+            billing.leave(ticket.ask, now)
         else:
             self._evicted.pop(ticket, None)
 
@@ -262,13 +264,13 @@ class Router(Leases):
             answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = placing.hopeless(self.fleet, ask, now, ticket.tried)
+            refusal = candidates.hopeless(self.fleet, ask, now, ticket.tried)
             return refusal and self._refused(ask.model, refusal)
 
         gone += queue.leave(end, now)
         for ticket, answer in gone:
             if isinstance(answer, Refusal):
-                accounts.leave(ticket.ask, now)
+                billing.leave(ticket.ask, now)
         return gone
 
     def _no_retry(

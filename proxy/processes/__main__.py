@@ -11,7 +11,7 @@ import sys
 
 import uvloop
 
-from proxy.processes.member import serve
+from proxy.processes.server_process import serve
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import cast
 
-from proxy.processes.messages import Message
+from proxy.processes.ipc_messages import Message
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from proxy.control.admin_server import admin_socket
+from proxy.admin.server import admin_socket
 
 if TYPE_CHECKING:
     from proxy.config.models import RouterConfig
-    from proxy.processes.messages import Address
+    from proxy.processes.ipc_messages import Address
 
 
 class Ports:

@@ -24,13 +24,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from proxy.assembly import url_of
 from proxy.config import FleetConfig, load
-from proxy.control.keys import Keys
 from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
 from proxy.processes.child import Child
-from proxy.processes.messages import (
+from proxy.processes.ipc_messages import (
     Answer,
     Ask,
     Begin,
@@ -46,12 +44,14 @@ from proxy.processes.messages import (
     Unanswered,
     Workers,
 )
+from proxy.processes.ipc_requests import Questions
+from proxy.processes.metrics_totals import Totals
 from proxy.processes.ports import Ports
-from proxy.processes.questions import Questions
+from proxy.processes.shared.shared_memory import ALIVE, Table
 from proxy.processes.size import how_many
-from proxy.processes.table import ALIVE, Table
-from proxy.processes.totals import Totals
-from proxy.wire.listening import once_free
+from proxy.setup.app import url_of
+from proxy.setup.secrets import Keys
+from proxy.wire.bind import once_free
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import orjson
 
-from proxy.core.splice import members, spliced
-from proxy.core.types import Ask
+from proxy.core.model.types import Ask
+from proxy.core.request.json_edit import members, spliced
 from proxy.transfer.types import NOTHING, Connector, Fields, Pair, Taken
 
 ONE, FALSE = b"1", b"false"

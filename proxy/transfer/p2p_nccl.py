@@ -8,7 +8,7 @@ has them. An id of this kind that a client sends is never passed on (see `is_ste
 
 from __future__ import annotations
 
-from proxy.core.client_fields import ADDRESSES
+from proxy.core.request.client_fields import ADDRESSES
 from proxy.transfer.types import Connector, Pair
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import orjson
 
 from proxy.config import TransferConfig
-from proxy.core.types import Usage
+from proxy.core.model.types import Usage
 
 Fields = Mapping[str, bytes | None]
 PARAMS = "kv_transfer_params"

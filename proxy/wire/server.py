@@ -20,31 +20,31 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from proxy.control.exposition import NONE
-from proxy.core.routes import find
-from proxy.core.types import Reason, Refusal, Ticket
+from proxy.core.model.types import NONE, Reason, Refusal, Ticket
+from proxy.core.request.routes import find
+from proxy.http.body_budget import Collecting
 from proxy.transfer.p2p_nccl import is_steering
-from proxy.wire import desk, local
-from proxy.wire.client import ClientConnection
-from proxy.wire.collecting import Collecting
-from proxy.wire.counting import TokenCount
-from proxy.wire.forsaken import Forsaken
-from proxy.wire.keys import identify
-from proxy.wire.outbox import Outbox
-from proxy.wire.record import Record
-from proxy.wire.relay import Exchange
+from proxy.wire import extension
+from proxy.wire.client import endpoints
+from proxy.wire.client.auth import identify
+from proxy.wire.client.connection import ClientConnection
+from proxy.wire.client.origin_check import page_refusal
+from proxy.wire.exchange.exchange import Exchange
+from proxy.wire.exchange.failover import Forsaken
+from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.tokenize import TokenCount
 from proxy.wire.settings import WireSettings
-from proxy.wire.upstream import Pools
-from proxy.wire.web_pages import page_refusal
+from proxy.wire.worker.pool import Pools
+from proxy.wire.write_batch import Outbox
 
 if TYPE_CHECKING:
-    from proxy.control.metrics import Metrics
+    from proxy.core.request.routes import Route
     from proxy.core.router import Router
-    from proxy.core.routes import Route
+    from proxy.http.request import Request, RequestHead
+    from proxy.metrics.registry import Metrics
     from proxy.transfer.types import Connector
-    from proxy.wire.desk import Conversation, Desk
-    from proxy.wire.release import Orphan, Release
-    from proxy.wire.request import Request, RequestHead
+    from proxy.wire.extension import Conversation, Desk
+    from proxy.wire.handover.release import Orphan, Release
 
 logger = logging.getLogger(__name__)
 
@@ -197,12 +197,12 @@ class Wire:
             head.refusal = page_refusal(head)
         if head.refusal is not None:
             return
-        if local.is_local(head.path):
-            head.refusal = local.local_refusal(head)
+        if endpoints.is_local(head.path):
+            head.refusal = endpoints.local_refusal(head)
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            ours = desk.absent(head) if self.desk is None else self.desk.find(head)
+            ours = extension.absent(head) if self.desk is None else self.desk.find(head)
             route = ours or route
         if isinstance(route, Refusal):
             head.refusal = route
@@ -213,7 +213,7 @@ class Wire:
         self, client: ClientConnection, request: Request, route: Route, came_at: float
     ) -> Conversation:
         """Answer a request that has a route."""
-        if self.desk is not None and route.name in desk.ROUTES:
+        if self.desk is not None and route.name in extension.ROUTES:
             return self.desk.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from vllm_sched.bench.compare import Comparison, Contender, Plan
-from vllm_sched.bench.runner import Record, Round
-from vllm_sched.bench.workloads import long_blocks_short
+from vllm_sched.bench.compare.compare import Comparison, Contender, Plan
+from vllm_sched.bench.compare.runner import Record, Round
+from vllm_sched.bench.compare.workloads import long_blocks_short
 from vllm_sched.workers.launch import Side
 
 

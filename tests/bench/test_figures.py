@@ -8,11 +8,11 @@ import statistics
 import pytest
 
 from tests.bench.canned import printed
-from vllm_sched.bench import goodput
-from vllm_sched.bench.goodput import Targets
-from vllm_sched.bench.outcome import Outcome
-from vllm_sched.bench.stats import interval
-from vllm_sched.bench.summary import by_class, details, summary, table
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.stats import interval
+from vllm_sched.bench.results.summary import by_class, details, summary, table
 from vllm_sched.errors import UsageError
 
 

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import both_pools
 from benchmarks.both_pools import ALONE, BOTH, DIRECT, Rate, fleet, main, promises, rate, sides
 from proxy.config import parse
-from proxy.core.types import Role
+from proxy.core.model.types import Role
 from vllm_sched.bench.client.player import Played
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 
 

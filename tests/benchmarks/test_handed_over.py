@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.handed_over import APART, LONG, LONG_TOKENS, SCENES, SHORT, STREAM, Scene, play, row
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.types import Request
 
 

@@ -20,8 +20,8 @@ from benchmarks.isolation.identical import Pass, Route
 from benchmarks.policies import promise
 from proxy.config import parse
 from tests.bench.canned import canned_comparison, record
-from vllm_sched.bench.compare import Plan
-from vllm_sched.bench.runner import Round
+from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 

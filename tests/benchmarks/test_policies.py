@@ -11,9 +11,9 @@ from benchmarks.policies import trials
 from benchmarks.policies.__main__ import main
 from benchmarks.policies.promise import Promise, table
 from tests.bench.canned import StillWorker, record
-from vllm_sched.bench.compare import Contender, Narrator, Plan
-from vllm_sched.bench.runner import Round
-from vllm_sched.bench.workloads import Workload
+from vllm_sched.bench.compare.compare import Contender, Narrator, Plan
+from vllm_sched.bench.compare.runner import Round
+from vllm_sched.bench.compare.workloads import Workload
 
 Asked = list[tuple[str, Workload]]
 

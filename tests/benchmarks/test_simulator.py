@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.simulator import BUDGET, COSTS, Pair, cases, order, tell
 from proxy.config import parse
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.sim.models import worker_models
+from vllm_sched.sim.fleet.models import worker_models
 
 
 def figures(scale: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from benchmarks.starvation import (
     waits_of,
     wrongs,
 )
-from vllm_sched.bench.engine_trace import PREFILL, WAITING, Phase
+from vllm_sched.bench.results.engine_trace import PREFILL, WAITING, Phase
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.policies.registry import build
 from vllm_sched.policies.types import EngineFacts

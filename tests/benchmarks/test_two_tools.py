@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks import two_tools
 from benchmarks.two_tools import EXACTLY, LATENCIES, RATES, Figure, Load, added, figures, table
 from tests.bench.fake_openai import FakeOpenAI
-from tests.cli.test_bench import served
+from tests.cli.bench.test_bench import served
 
 LOAD = Load("", "tiny", 100, 10.0, 200, 32)
 

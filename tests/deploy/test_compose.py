@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.deploy.rendered import ROOT
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet.fleet import read
 
 COMPOSE = ROOT / "deploy" / "compose"
 DOCKER = ROOT / "deploy" / "docker"

@@ -11,7 +11,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.deploy.rendered import OVERLAYS, ROOT, containers, overlay
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.serve import vllm_command
 from vllm_sched.workers import launch, transfer
 

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.config import FleetConfig
 from tests.deploy.rendered import ROOT
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.main import main
 
 FLEETS = ROOT / "deploy" / "fleets"

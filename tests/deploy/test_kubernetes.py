@@ -16,10 +16,10 @@ import yaml
 
 from grafana import rules
 from proxy.config import FleetConfig
-from proxy.control import scrape
-from proxy.control.exposition import Family
-from proxy.core.types import Role
-from proxy.wire import local
+from proxy.core.model.types import Role
+from proxy.metrics import scrape
+from proxy.metrics.exposition import Family
+from proxy.wire.client import endpoints
 from tests.deploy import custom
 from tests.deploy.rendered import (
     COMPONENTS,
@@ -38,7 +38,7 @@ from tests.deploy.rendered import (
     templates,
 )
 from tests.prometheus.tools import ALERTS, PROMETHEUS, groups, promtool
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.serve import vllm_command
 
 # The oldest that is still looked after by anybody, and the newest that there are schemas for.
@@ -319,7 +319,7 @@ def test_probes_ask_for_what_is_served(name: str) -> None:
             asked = container[kind]["httpGet"]
             assert asked["port"] in ports(template)
             assert asked["path"] in (
-                local.PATHS if component(template) == "router" else {"/health"}
+                endpoints.PATHS if component(template) == "router" else {"/health"}
             )
     # Alive without workers, ready only with some: or a fleet that loads would restart its routers.
     _, container = router(name)
@@ -537,7 +537,7 @@ def test_monitors_find_pods_and_their_ports() -> None:
             seen.append(component(template))
             for endpoint in each["spec"]["podMetricsEndpoints"]:
                 assert endpoint["port"] in ports(template)
-                assert endpoint["path"] in local.PATHS
+                assert endpoint["path"] in endpoints.PATHS
     assert sorted(seen) == ["router", "worker", "worker"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.config import FleetConfig, WorkerConfig
 from tests.deploy.rendered import ROOT
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.main import main
 
 SYSTEMD = ROOT / "deploy" / "systemd"

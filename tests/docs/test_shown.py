@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.assembly import App
 from proxy.config import load
+from proxy.setup.app import App
 from tests.docs.test_snippets import PAGES, ROOT, fenced, name_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.client_fields import HEADERS, WITH_PRIORITY, WITH_SALT
-from proxy.core.routes import ROUTES, Shape
+from proxy.core.request.client_fields import HEADERS, WITH_PRIORITY, WITH_SALT
+from proxy.core.request.routes import ROUTES, Shape
 from tests.upstream.source import agrees_with_table, installed_release
 
 SPEC = find_spec("vllm")

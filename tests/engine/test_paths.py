@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.routes import ROUTES, Route, find
-from proxy.wire.local import PATHS
+from proxy.core.request.routes import ROUTES, Route, find
+from proxy.wire.client.endpoints import PATHS
 from tests.upstream.source import TABLES_OF, agrees_with_table, installed_release
 
 SPEC = find_spec("vllm")

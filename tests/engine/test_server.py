@@ -19,7 +19,7 @@ from vllm.v1.executor.abstract import Executor
 
 from vllm_sched import metrics_folder
 from vllm_sched.cli.main import main
-from vllm_sched.engine import plugin, server, start
+from vllm_sched.engine import plugin, policy_setup, server
 from vllm_sched.engine.server import pass_on
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.workers import launch
@@ -170,11 +170,11 @@ def test_what_is_refused_before_the_model_loads_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     upstream = EngineArgs.create_engine_config
-    monkeypatch.setattr(start, "check", lambda _config, _kind: None)
+    monkeypatch.setattr(policy_setup, "check", lambda _config, _kind: None)
     assert COMMANDS[name]() == 0
     assert loaded == ["some"]
     monkeypatch.setattr(EngineArgs, "create_engine_config", upstream)
-    monkeypatch.setattr(start, "check", refuse)
+    monkeypatch.setattr(policy_setup, "check", refuse)
     assert COMMANDS[name]() == 2
     assert loaded == ["some"]
     assert capsys.readouterr().err == f"{name}: what it will be is too little\n"

@@ -17,14 +17,14 @@ import pytest
 from proxy.config import FleetConfig
 from tests.engine.arrivals import ARRIVALS, SETS
 from tests.sim.making import Listed
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.calibration import Measured, calibrate
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine.simulated import SimulatedStep
-from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.fleet import SimulatedFleet
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.types import MakeEngine, WorkerModel
 
 pytestmark = pytest.mark.engine

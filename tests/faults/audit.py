@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from proxy.core.decisions import Lease
-from proxy.core.types import Ask, Ticket
-from proxy.wire import desk
-from proxy.wire.client import ClientConnection
-from proxy.wire.counting import TokenCount
-from proxy.wire.relay import Exchange
-from proxy.wire.release import Release
-from proxy.wire.request import Request
-from proxy.wire.worker_connection import WorkerConnection
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.types import Ask, Ticket
+from proxy.http.request import Request
+from proxy.wire import extension
+from proxy.wire.client.connection import ClientConnection
+from proxy.wire.exchange.exchange import Exchange
+from proxy.wire.exchange.tokenize import TokenCount
+from proxy.wire.handover.release import Release
+from proxy.wire.worker.connection import WorkerConnection
 
 if TYPE_CHECKING:
-    from proxy.assembly import App
-    from proxy.core.worker import Worker
+    from proxy.core.fleet.worker import Worker
+    from proxy.setup.app import App
 
 # Made for each request or connection. Idle connections to workers stay, and each knows one head.
 PASSING = (Ask, Lease, Ticket, ClientConnection, TokenCount, Exchange, Release, Request)
@@ -69,7 +69,7 @@ def counted(app: App, but: str = "") -> Counter[int]:
     """Count the requests that the router says it answered, by status; one tenant's left out."""
     found: Counter[int] = Counter()
     for key, series in app.metrics.requests.items():
-        if key[0] not in desk.ROUTES:
+        if key[0] not in extension.ROUTES:
             found[key[5]] += series.count
     for (tenant, _, status), count in app.metrics.tenants._requests.items():
         if tenant == but:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, BrokenError, Client, bearer, request
 from tests.proxy.wire.kv import CHAT, COMPLETIONS, answer_to, prompts_of
+from tests.proxy.wire.raw_client import Answer, BrokenError, Client, bearer, request
 
 WHOLE, REFUSED, TORN, LEFT, NOBODY = "whole", "refused", "torn", "left", "nobody there"
 # Beyond the router's own patience with workers, its queue and all its retries.

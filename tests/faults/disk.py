@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from proxy.batches.service import Batches
-from proxy.batches.store import Store
+from proxy.batches.storage.store import Store
 from tests.proxy.wire.site import eventually
 
 ROOM = 1 << 20  # pages
@@ -18,7 +18,7 @@ NONE = 1  # means no more than there are
 CODE = """\
 from pathlib import Path
 
-from proxy.batches.keeper import Keeper
+from proxy.batches.storage.store_thread import Keeper
 
 call = Keeper.__call__
 

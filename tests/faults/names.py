@@ -12,7 +12,7 @@ CODE = """\
 import socket
 from pathlib import Path
 
-from proxy.control.dns import Dns
+from proxy.discovery.dns import Dns
 
 look_up = Dns._look_up
 

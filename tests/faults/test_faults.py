@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from proxy.assembly import App
-from proxy.batches import lane
+from proxy.batches import scheduler
 from proxy.config import load
-from proxy.control.dns import Dns
+from proxy.discovery.dns import Dns
+from proxy.setup.app import App
 from tests.faults import audit
 from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
 from tests.faults.disk import DiskHere
@@ -55,7 +55,7 @@ async def test_each_request_has_one_end_and_nothing_is_left(
         return await look_up(self)
 
     monkeypatch.setattr(Dns, "_look_up", at_times)
-    monkeypatch.setattr(lane, "FULL_DISK_S", 0.2)  # until it is tried again
+    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.2)  # until it is tried again
     tasks, open_before = asyncio.all_tasks(), sockets()
     await troupe.start()
     source = tmp_path / "fleet.yaml"

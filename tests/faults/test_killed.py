@@ -14,7 +14,7 @@ from benchmarks import soak
 from tests.faults import names
 from tests.faults.crowd import GONE, LEFT, NOBODY, REFUSED, TORN, WHOLE, Crowd
 from tests.faults.troupe import KEYS, Troupe
-from tests.proxy.wire.client import Client, get
+from tests.proxy.wire.raw_client import Client, get
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat, request
 from tests.proxy.wire.conftest import Start, start
 from tests.proxy.wire.fake_worker import SlowWire
+from tests.proxy.wire.raw_client import chat, request
 
 __all__ = ["start"]
 SLOWLY = SlowWire(piece=256, window=4096, gap_s=0.01)

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from proxy.core.types import Role
-from proxy.wire.answering import Answering
-from proxy.wire.relay import Exchange
+from proxy.core.model.types import Role
+from proxy.wire.exchange.exchange import Exchange
+from proxy.wire.exchange.response_writer import Answering
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start, start
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
+from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake
 
 __all__ = ["start"]

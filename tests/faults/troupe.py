@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from proxy.control.tls import server_context
+from proxy.net.tls import server_context
 from tests.faults.disk import Disk
 from tests.fuzz.mutate import Mutator
 from tests.proxy.certificates import Authority

@@ -17,7 +17,7 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.collector import Collector
-from vllm_sched.cli.up import described, placed
+from vllm_sched.cli.fleet.up import described, placed
 from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
 
 # With all paths that vLLM has for such a model.

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from tests.fleet.test_worker import Workers
-from vllm_sched.bench import steps
+from vllm_sched.bench.calibrate import step_times
 from vllm_sched.cli.main import main
 from vllm_sched.cost.fit import PLACES, kind_of
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -23,14 +23,14 @@ FACTOR = 2.0
 def test_what_it_saves_predicts_the_steps_of_that_worker(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = steps.Meter.meet
+    meet = step_times.Meter.meet
 
-    async def meet_one_of_short_context(meter: steps.Meter) -> None:
+    async def meet_one_of_short_context(meter: step_times.Meter) -> None:
         await meet(meter)
         meter.max_model_len = CONTEXT  # or it would take minutes
 
-    monkeypatch.setattr(steps.Meter, "meet", meet_one_of_short_context)
-    monkeypatch.setattr(steps, "LONE_REPEATS", 3)
+    monkeypatch.setattr(step_times.Meter, "meet", meet_one_of_short_context)
+    monkeypatch.setattr(step_times, "LONE_REPEATS", 3)
     cost = tmp_path / "cost.json"
     arguments = ["--url", workers["default"].url, "--budget", str(BUDGET), "--max-batch", "2"]
     assert main(["calibrate", *arguments, "--save", str(cost)]) == 0

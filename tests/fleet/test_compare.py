@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import pytest
 
-from vllm_sched.bench.report import GROUPS, show, show_ratio
+from vllm_sched.bench.compare.report import GROUPS, show, show_ratio
 
 # Two workers load in a minute or two, more beside others; what takes longer than this hangs.
 BOUND_S = 420.0

@@ -25,7 +25,7 @@ from tests.fleet.test_handover import (
 from tests.fleet.test_handover_kinds import TEXT
 from tests.fleet.test_router import Router, Workers, routing
 from tests.fleet.test_worker import complete, gauges, prompt, settled
-from vllm_sched.cli.up import placed
+from vllm_sched.cli.fleet.up import placed
 from vllm_sched.workers.launch import Worker
 
 # A prompt is one chunk, and nothing is cached but what is in the files: of such a worker both legs

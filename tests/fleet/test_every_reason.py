@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 
 from proxy.config import FleetConfig
-from proxy.core.handover import Why
-from proxy.core.types import Reason
-from proxy.wire.handing import REFUSED_PREFILL
+from proxy.core.model.types import Reason
+from proxy.core.routing.handover_cost import Why
+from proxy.wire.handover.two_legs import REFUSED_PREFILL
 from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
 from tests.fleet.test_handover import ABOVE, Ends, connected, listed
@@ -31,7 +31,7 @@ from tests.prometheus.scene import fake
 from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, bearer, chat, get, request
+from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
 from vllm_sched.workers.launch import free_port
 
 Json = dict[str, Any]

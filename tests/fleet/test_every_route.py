@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.control.metrics import ROUTES as NAMES
-from proxy.core.routes import ROUTES, Shape
+from proxy.core.request.routes import ROUTES, Shape
+from proxy.metrics.registry import ROUTES as NAMES
 from tests.fleet.conftest import ALONE
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.server import Prometheus, exhausted

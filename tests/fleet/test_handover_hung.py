@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from proxy.config import FleetConfig, ProbeConfig
-from proxy.wire.forsaken import GRACE_S
-from proxy.wire.patience import LATE
+from proxy.wire.exchange.failover import GRACE_S
+from proxy.wire.timeouts import LATE
 from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.test_handover import (
     ABOVE,

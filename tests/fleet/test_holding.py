@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from proxy.app import App
 from proxy.config import parse
-from proxy.core.worker import Worker as Known
+from proxy.core.fleet.worker import Worker as Known
 from tests.fleet.test_worker import DEADLINE_S, complete, prompt
 from vllm_sched.workers.launch import Worker
 

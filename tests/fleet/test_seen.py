@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from proxy.control.worker_metrics import parse
+from proxy.health.worker_metrics import parse
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
 from tests.fleet.test_worker import DEADLINE_S, client_of, complete, prompt, settled
 from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES

@@ -19,14 +19,14 @@ import pytest
 
 from grafana.boards import engine
 from proxy.config import FleetConfig
-from proxy.core import routes
+from proxy.core.request import routes
 from tests.fleet.test_router import port_of
 from tests.prometheus.corners import begin_batch
 from tests.prometheus.scene import Scene, fake
 from tests.prometheus.server import PUT, exhausted, plain, questions
 from tests.prometheus.tools import ALERTS, program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import bearer, chat, request
+from tests.proxy.wire.raw_client import bearer, chat, request
 from vllm_sched.workers.launch import Worker
 
 KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"

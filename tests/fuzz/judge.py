@@ -11,17 +11,17 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.core.records import WorkerSpec
-from proxy.core.routes import find
-from proxy.core.types import Refusal, Role
-from proxy.wire.http import REQUEST_HEADERS, RESPONSE_HEADERS, RefusedError
-from proxy.wire.outbox import Outbox
-from proxy.wire.request import Request, RequestHead
-from proxy.wire.request_reader import Reading, RequestReader
-from proxy.wire.response import AnswerError, AnswerReader
-from proxy.wire.sending import to_worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Refusal, Role
+from proxy.core.request.routes import find
+from proxy.http.headers import REQUEST_HEADERS, RESPONSE_HEADERS, RefusedError
+from proxy.http.request import Request, RequestHead
+from proxy.http.request_parser import Reading, RequestReader
+from proxy.http.response_parser import AnswerError, AnswerReader
 from proxy.wire.settings import WireSettings
-from proxy.wire.upstream import Pool
+from proxy.wire.worker.pool import Pool
+from proxy.wire.worker.request_bytes import to_worker
+from proxy.wire.write_batch import Outbox
 from tests.fuzz import reference
 from tests.fuzz.reference import Message, RejectedError
 

@@ -22,8 +22,8 @@ import uvloop
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import CHECKS
 
-from proxy.assembly import App
 from proxy.config import load
+from proxy.setup.app import App
 
 FLEET = """\
 model: tiny

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.proxy.batches.office import Office
-from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import request
 from tests.proxy.wire.site import eventually
 
 UPLOAD = b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary=b\r\n"

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.config import TransferConfig
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Refusal, Role
+from proxy.core.request.routes import ROUTES, Route, Shape
 from proxy.core.router import Router, RouterSettings
-from proxy.core.routes import ROUTES, Route, Shape
-from proxy.core.types import Ask, Outcome, Refusal, Role
-from proxy.core.worker import Worker
+from proxy.http.sse import EventStream, recounted, usage_in
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, usage_of
-from proxy.wire.release import read as read_answer
-from proxy.wire.sse import EventStream, recounted, usage_in
+from proxy.wire.handover.release import read as read_answer
 from tests.fuzz.texts import BODIES, RIGHT, WRONG
 
 MODEL = "tiny"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.config import FleetConfig, parse
-from proxy.config.showing import shown
+from proxy.config.redact import shown
 from proxy.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import tracemalloc
 
 import pytest
 
-from proxy.wire.http import RefusedError, seconds
-from proxy.wire.request_reader import RequestReader
-from proxy.wire.response import AnswerError, AnswerReader
+from proxy.http.headers import RefusedError, seconds
+from proxy.http.request_parser import RequestReader
+from proxy.http.response_parser import AnswerError, AnswerReader
 from tests.fuzz import corpus, judge
 from tests.fuzz.judge import Tally
 from tests.fuzz.mutate import Mutator

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from proxy.wire.request import Request
+from proxy.http.request import Request
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.raw_client import BrokenError, Client, chat
 from tests.proxy.wire.site import Site
 
 SEED, STREAMS, AT_ONCE, MANY_AT_ONCE = 12, 240, 24, 80

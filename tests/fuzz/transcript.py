@@ -16,12 +16,12 @@ from itertools import pairwise
 
 import uvloop
 
-from proxy.core import body
-from proxy.core.client_fields import ClientFields, forbidden_form
-from proxy.core.forms import form_fields, plain_model
-from proxy.core.routes import ROUTES
-from proxy.wire.response import AnswerReader
-from proxy.wire.sse import EventStream, recounted, usage_in, without_usage
+from proxy.core.request import token_estimate
+from proxy.core.request.client_fields import ClientFields, forbidden_form
+from proxy.core.request.multipart import form_fields, plain_model
+from proxy.core.request.routes import ROUTES
+from proxy.http.response_parser import AnswerReader
+from proxy.http.sse import EventStream, recounted, usage_in, without_usage
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, passes
@@ -102,7 +102,7 @@ def answers(count: int) -> Iterator[object]:
 
 def bodies(count: int) -> Iterator[object]:
     """Read bodies, send them on, and end their requests."""
-    body.PACE, body.PHASE = 0.75, 0.5  # which are random
+    token_estimate.PACE, token_estimate.PHASE = 0.75, 0.5  # which are random
     paths, kinds = sorted(ROUTES), (JSON_TYPE, JSON_TYPE, JSON_TYPE, FORM_TYPE, b"\xff")
     for number in range(count):
         mutator = Mutator(SEED, number)

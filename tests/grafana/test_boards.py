@@ -130,7 +130,7 @@ def test_variables_are_used_and_what_is_used_is_one(board: Board) -> None:
 
 
 def test_targets_are_buckets_of_the_histograms_that_they_are_asked_of() -> None:
-    from proxy.control.histogram import GAP_BOUNDS, TTFT_BOUNDS
+    from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS
 
     values = {v.name: v.values for board in BOARDS for v in board.variables if v.values}
     assert set(map(float, values["ttft_slo"])) <= set(TTFT_BOUNDS)

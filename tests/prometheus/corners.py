@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from proxy.control.metrics import ROUTES
-from proxy.core import routes
-from proxy.core.links import STRIKES
-from proxy.core.routes import Shape
-from proxy.core.types import Reason
+from proxy.core.fleet.kv_links import STRIKES
+from proxy.core.model.types import Reason
+from proxy.core.request import routes
+from proxy.core.request.routes import Shape
+from proxy.metrics.registry import ROUTES
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, bearer, chat, get, request
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
+from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
 from vllm_sched.workers.launch import free_port
 
 if TYPE_CHECKING:

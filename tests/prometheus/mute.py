@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack
 import aiohttp
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, chat
 
 MODEL = "mute"
 STARTS_S = 120.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from grafana import declared
-from tests.proxy.control.vllm_page import Engine, vllm_page
+from tests.proxy.health.vllm_page import Engine, vllm_page
 from tests.proxy.wire import scripts
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts

@@ -15,8 +15,8 @@ import aiohttp
 from tests.prometheus.corners import Corners
 from tests.prometheus.mute import Mutes
 from tests.prometheus.server import Prometheus, process, reached
-from tests.proxy.wire.client import Client
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client
 from vllm_sched.workers.launch import free_port
 
 ANSWERS_S = 120.0

@@ -21,10 +21,10 @@ from tests.prometheus.scene import Scene, fake
 from tests.prometheus.server import exhausted, questions
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import bearer, chat, request
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.pairs import chat_body
+from tests.proxy.wire.raw_client import bearer, chat, request
 from vllm_sched.workers.launch import free_port
 
 SPLIT = """

@@ -14,9 +14,9 @@ import yaml
 
 from grafana.build import BOARDS
 from grafana.declared import all_of_them
+from proxy.admin.api import admin_app
 from proxy.config.reference import key, places
-from proxy.control import worker_metrics
-from proxy.control.admin import admin_app
+from proxy.health import worker_metrics
 from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, ROOT, groups, promtool, rules
 
 TESTS = PROMETHEUS / "tests" / "alerts.yml"

@@ -19,18 +19,18 @@ from threading import Event
 import aiohttp
 import pytest
 
-from proxy import assembly
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
-from proxy.control.keys import Keys
-from proxy.core.handover import Why
-from proxy.core.roster import WAITED_S
+from proxy.core.fleet.roster import WAITED_S
+from proxy.core.routing.handover_cost import Why
 from proxy.errors import ConfigError, Problem, ProxyError
-from proxy.wire import listening as waiting
+from proxy.setup import app as assembly
+from proxy.setup.secrets import Keys
+from proxy.wire import bind as waiting
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
+from tests.proxy.wire.raw_client import Client, chat, get
 from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0

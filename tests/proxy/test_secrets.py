@@ -13,7 +13,7 @@ import pytest
 
 from proxy.app import App
 from proxy.config import load
-from proxy.control.log_writer import LogWriter
+from proxy.telemetry.log_writer import LogWriter
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually

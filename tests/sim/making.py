@@ -11,7 +11,7 @@ from zlib import crc32
 from proxy.config import FleetConfig
 from vllm_sched.bench.traffic.types import Request, Source
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.sim.models import of_profile, worker_models
+from vllm_sched.sim.fleet.models import of_profile, worker_models
 from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
 
 # 10 ms a step and a hundred tokens of prefill in another 10.

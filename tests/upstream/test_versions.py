@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream import versions
-from vllm_sched.engine import seams
+from vllm_sched.engine import vllm_compat
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.engine.test_a" name="one"/>
@@ -20,9 +20,9 @@ REPORT = """<testsuites><testsuite>
 
 
 def test_every_minor_version_of_the_range_has_a_tested_release() -> None:
-    assert all(map(seams.is_tested, seams.TESTED_RELEASES))
-    (major, first), (_, end) = seams.TESTED
-    minors = {release.rpartition(".")[0] for release in seams.TESTED_RELEASES}
+    assert all(map(vllm_compat.is_tested, vllm_compat.TESTED_RELEASES))
+    (major, first), (_, end) = vllm_compat.TESTED
+    minors = {release.rpartition(".")[0] for release in vllm_compat.TESTED_RELEASES}
     assert minors == {f"{major}.{minor}" for minor in range(first, end)}
 
 

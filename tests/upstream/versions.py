@@ -23,7 +23,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.upstream.source import SourceError, unpack
-from vllm_sched.engine.seams import TESTED_RELEASES
+from vllm_sched.engine.vllm_compat import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "out" / "versions"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from rich import box
 from rich.table import Table
 
-from vllm_sched.bench.knee import served_rate, throughput_knee
 from vllm_sched.bench.plots.curves import Curve
-from vllm_sched.bench.stats import interval
-from vllm_sched.bench.summary import milliseconds
+from vllm_sched.bench.results.knee import served_rate, throughput_knee
+from vllm_sched.bench.results.stats import interval
+from vllm_sched.bench.results.summary import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

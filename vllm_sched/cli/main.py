@@ -24,16 +24,16 @@ FLEET = ("router", "up", "demo", "check", "explain")
 # Where what a command does is: as listed by --help.
 MODULES = {
     "serve": "serve",
-    "compare": "measure",
-    "bench": "bench",
-    "sweep": "sweep",
-    "simulate": "simulate",
-    "plan": "plan",
-    "threshold": "threshold",
-    "calibrate": "calibrate",
-    **dict.fromkeys(FLEET, "fleet"),
-    "key": "key",
-    "compile": "compiling",
+    "compare": "bench.compare",
+    "bench": "bench.bench",
+    "sweep": "bench.sweep",
+    "simulate": "model.simulate",
+    "plan": "model.plan",
+    "threshold": "model.threshold",
+    "calibrate": "model.calibrate",
+    **dict.fromkeys(FLEET, "fleet.fleet"),
+    "key": "fleet.key",
+    "compile": "fleet.compile",
 }
 
 

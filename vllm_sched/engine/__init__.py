@@ -2,7 +2,7 @@
 
 import sys
 
-from vllm_sched.engine.seams import require_tested_vllm
+from vllm_sched.engine.vllm_compat import require_tested_vllm
 from vllm_sched.errors import UnsupportedVllmError
 
 try:

@@ -22,9 +22,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_sched.engine import probes, seams, start
+from vllm_sched.engine import policy_setup, probes, vllm_compat
 from vllm_sched.engine.scheduler import PolicySteps
-from vllm_sched.engine.seams import installed_version
+from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 
 logger = logging.getLogger("vllm.vllm_sched")
@@ -75,9 +75,9 @@ def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
         config = upstream(*args, **kwargs)
         kind = own_class(config)
-        start.check(config, kind)
+        policy_setup.check(config, kind)
         release = installed_version().split("+", maxsplit=1)[0]
-        if kind is not None and release not in seams.TESTED_RELEASES:
+        if kind is not None and release not in vllm_compat.TESTED_RELEASES:
             probes.require_known_behaviour()
         compiles_logprobs(config)  # for what it refuses
         return config

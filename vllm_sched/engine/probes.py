@@ -13,8 +13,8 @@ from typing import Any, Final
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.request import RequestStatus
 
-from vllm_sched.engine.seams import installed_version
 from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEngine
+from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UnsupportedVllmError
 
 BUDGET: Final = 64

@@ -22,14 +22,14 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_sched.engine import seams, start
+from vllm_sched.engine import policy_setup, vllm_compat
 from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
+from vllm_sched.engine.telemetry import Seen, Watched
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.engine.waiting.lora_slots import LoraSlots
 from vllm_sched.engine.waiting.queue import LaneQueue
-from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
 
 # What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
@@ -76,8 +76,8 @@ class PolicySteps(Upstream):
         self._upstream_lookahead: Callable[..., int] = super(
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
-        self._looks_ahead = seams.looks_ahead(self, self._upstream_lookahead)
-        self._policies = start.configured(self, self.default_policies)
+        self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
+        self._policies = policy_setup.configured(self, self.default_policies)
         self._in_flight = InFlight()
         self._cuts_prefills = False  # in this step
         self._decode_last = False  # in this step: behind prefills, which leave it its tokens
@@ -98,11 +98,11 @@ class PolicySteps(Upstream):
         self._paused_steps = 0  # since then
         self._departed = 0  # since the last step
         self._counted = 0  # how many of `running` the policies know of
-        start.announce(self, self._policies)
+        policy_setup.announce(self, self._policies)
         if not self._policies:
             return
-        start.refuse_unsupported(self.vllm_config, type(self), self._policies)
-        start.warn_of_idle_device(self)
+        policy_setup.refuse_unsupported(self.vllm_config, type(self), self._policies)
+        policy_setup.warn_of_idle_device(self)
         self._dp_group = group_of(self.vllm_config)
         self._in_flight = InFlight(self._dp_group)
         # Without chunked prefill a prompt can't be cut, only held.
@@ -133,7 +133,7 @@ class PolicySteps(Upstream):
         self._by_class = (
             self._class_of is not one_class and self.policy != SchedulingPolicy.PRIORITY
         )
-        self._kv_cache = start.kv_cache_of(self)
+        self._kv_cache = policy_setup.kv_cache_of(self)
         self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
         self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
         self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]

@@ -44,7 +44,7 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.looked_up import LookedUp
+from vllm_sched.policies.prefix_lookups import LookedUp
 from vllm_sched.policies.types import (
     FIRST_CLASS,
     EngineFacts,

@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 from vllm_sched.cost.pace import StepPace, tiled
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.looked_up import LOOK_AGAIN_S, LookedUp
+from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, LookedUp
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,

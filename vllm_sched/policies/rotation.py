@@ -25,7 +25,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from vllm_sched.policies.looked_up import LOOK_AGAIN_S
+from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,

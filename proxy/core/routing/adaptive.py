@@ -31,13 +31,13 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from proxy.core.decisions import Decision
-from proxy.core.handover import Handing
-from proxy.core.holding import KV_FULL, shares
-from proxy.core.records import Score
+from proxy.core.fleet.kv_usage import KV_FULL, shares
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import Score
+from proxy.core.model.types import Ask, Reason
+from proxy.core.routing.handover_cost import Handing
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, own_pool_is_left, reason_for
-from proxy.core.types import Ask, Reason
-from proxy.core.worker import Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
 RESERVE = 0.25  # of a long worker, while longs are about

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from proxy.core.decisions import Decision
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.types import Reason
 from proxy.core.routing.view import Rule, View
-from proxy.core.types import Reason
-from proxy.core.worker import Worker
 
 load = attrgetter("requests", "prefill_tokens", "served")
 

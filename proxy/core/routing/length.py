@@ -8,10 +8,10 @@ their workers idle, and when many are, they queue beside idle short ones.
 
 from __future__ import annotations
 
-from proxy.core.decisions import Decision
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.worker import Worker
 from proxy.core.routing.least_loaded import load
 from proxy.core.routing.view import Rule, View, own_pool_is_full, reason_for, suits
-from proxy.core.worker import Worker
 
 
 class Length(Rule):

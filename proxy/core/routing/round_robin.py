@@ -7,10 +7,10 @@ load, so a short prompt waits behind a long one as often as not. It is here to b
 
 from __future__ import annotations
 
-from proxy.core.decisions import Decision
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.types import Reason
 from proxy.core.routing.view import Rule, View
-from proxy.core.types import Reason
-from proxy.core.worker import Worker
 
 
 class RoundRobin(Rule):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from proxy.core.decisions import Decision
-from proxy.core.handover import Handing
-from proxy.core.pool import Pool
-from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Reason, Role
-from proxy.core.worker import Held, Worker
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.pool import Pool
+from proxy.core.fleet.worker import Held, Worker
+from proxy.core.learned.traffic import Traffic
+from proxy.core.model.types import Ask, Reason, Role
+from proxy.core.routing.handover_cost import Handing
 
 WRONG = 2  # the misfit of the other size's pool
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.bench.fake_openai import dumped, event
 from vllm_sched.bench.client.events import EventStream
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 
 USAGE = b"data: " + dumped({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
 LAST_WORD = b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ import pytest
 from tests.bench.fake_openai import FakeOpenAI, serving, tokens
 from vllm_sched.bench.client.endpoint import CHAT, Asked, learn
 from vllm_sched.bench.client.player import Played, Tally, play
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_sched.bench.goodput import Targets
-from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.plots import draw_run, draw_sweep, style
 from vllm_sched.bench.plots.crowd import sent_to_workers, served_by_tenant
 from vllm_sched.bench.plots.curves import Curve
 from vllm_sched.bench.plots.steps import Step, columns, draw_steps, steps_of
 from vllm_sched.bench.plots.tails import ccdf
-from vllm_sched.bench.result import Result
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.result import Result
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.engine.trace import StepNote, Trace, chrome

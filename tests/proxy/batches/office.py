@@ -14,8 +14,8 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from proxy.batches.keeper import Keeper
 from proxy.batches.service import Batches
+from proxy.batches.storage.store_thread import Keeper
 from proxy.config.batches import BatchesConfig
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Site

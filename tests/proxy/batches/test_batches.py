@@ -15,19 +15,19 @@ from typing import Any
 import openai
 import pytest
 
-from proxy.batches import lane as lane_module
-from proxy.batches import store as store_module
-from proxy.batches.almanac import DOUBT_S
-from proxy.batches.lane import Lane
+from proxy.batches import scheduler as lane_module
+from proxy.batches.clock_guard import DOUBT_S
+from proxy.batches.scheduler import Lane
 from proxy.batches.service import DAY_S
-from proxy.batches.store import Store
+from proxy.batches.storage import store as store_module
+from proxy.batches.storage.store import Store
 from proxy.batches.types import StoreFullError
-from proxy.core.records import Gauges
+from proxy.core.model.specs import Gauges
 from tests.present import present
 from tests.proxy.batches.office import CHAT, Office, line, lines, texts
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.proxy.batches.office import Office, line
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, pairs
+from tests.proxy.wire.raw_client import request
 from tests.proxy.wire.site import eventually
 
 LONG = "word " * 12_000

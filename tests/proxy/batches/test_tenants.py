@@ -14,17 +14,17 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from proxy.batches import desk
-from proxy.batches.schema import ROW_BYTES
-from proxy.batches.store import Store
+from proxy.batches import api
+from proxy.batches.storage.schema import ROW_BYTES
+from proxy.batches.storage.store import Store
 from proxy.batches.types import Batch, Status
-from proxy.core.limits import Limits
-from proxy.core.tenants import Rank, TenantSpec
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.present import present
 from tests.proxy.batches.office import CHAT, Office, line, lines
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import eventually
 
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob")}
@@ -277,7 +277,7 @@ async def test_a_tenant_has_so_many_batches_at_a_time(start: Start, tmp_path: Pa
 async def test_requests_for_files_are_so_many_at_once(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "MOST_VISITS", 1)
+    monkeypatch.setattr(api, "MOST_VISITS", 1)
     busy = threading.Event()  # the store is, until the others were refused
     desk_of = present(office.site.wire.desk)
     desk_of.keep._thread.submit(busy.wait, 60)

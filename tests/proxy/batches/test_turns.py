@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from proxy.batches import lane as module
-from proxy.batches.keeper import Keeper
-from proxy.batches.lane import Lane
-from proxy.batches.running import Running
-from proxy.batches.store import Bounds
+from proxy.batches import scheduler as module
+from proxy.batches.in_flight import Running
+from proxy.batches.scheduler import Lane
+from proxy.batches.storage.store import Bounds
+from proxy.batches.storage.store_thread import Keeper
 from proxy.batches.types import Batch, Job, Status
 from proxy.config.batches import BatchesConfig
 from proxy.core.router import Router

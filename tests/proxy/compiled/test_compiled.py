@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.compiled.places import SWITCH, hot_names
-from proxy.core.records import Gauges, Score, WorkerSpec
-from proxy.core.types import Role
+from proxy.compiled.locate import SWITCH, hot_names
+from proxy.core.model.specs import Gauges, Score, WorkerSpec
+from proxy.core.model.types import Role
 from tests.proxy.processes.crew import Crew
-from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, chat
 from vllm_sched.cli.main import main
 
 pytestmark = pytest.mark.compiled
@@ -28,7 +28,7 @@ LONGEST_S = 1200
 SHOWN = """
 import sys
 from importlib import import_module
-from proxy.compiled.places import in_use
+from proxy.compiled.locate import in_use
 assert in_use()
 plain = [name for name in sys.argv[1:] if import_module(name).__file__.endswith(".py")]
 assert not plain, plain
@@ -38,8 +38,8 @@ assert not plain, plain
 SIBLING = """
 import pickle, sys
 from pydantic import TypeAdapter
-from proxy.compiled.places import in_use
-from proxy.core.records import Score
+from proxy.compiled.locate import in_use
+from proxy.core.model.specs import Score
 assert in_use()
 records = pickle.loads(bytes.fromhex(sys.argv[1]))
 scores = TypeAdapter(list[Score])

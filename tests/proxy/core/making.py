@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.prefix import COVERED
-from proxy.core.records import WorkerSpec
-from proxy.core.roster import still
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.roster import still
+from proxy.core.fleet.worker import Worker
+from proxy.core.learned.prefix_index import COVERED
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Refusal, Role, Ticket
+from proxy.core.request.routes import Route, find
 from proxy.core.router import Router, RouterSettings
-from proxy.core.routes import Route, find
-from proxy.core.types import Ask, Refusal, Role, Ticket
-from proxy.core.worker import Worker
 from tests.present import present
 
 MODEL = "m"

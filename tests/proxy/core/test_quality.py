@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
-from proxy.core.records import WorkerSpec
-from proxy.core.types import Ask
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask
 from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Job, Speed, Speeds, Toy, p99
 

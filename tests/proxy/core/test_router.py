@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.pool import SMALL
-from proxy.core.records import Gauges, Score
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.pool import SMALL
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import Gauges, Score
+from proxy.core.model.types import Outcome, Reason, Refusal, Usage
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Outcome, Reason, Refusal, Usage
-from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     GENERAL,
     LONG,

@@ -15,18 +15,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from proxy.core.admission import AdmissionSettings
-from proxy.core.decisions import Lease
-from proxy.core.ejection import Key, key_of
-from proxy.core.fairness import FairnessSettings
-from proxy.core.fleet import Fleet
-from proxy.core.holding import HEEDED_S
-from proxy.core.limits import Limits
-from proxy.core.records import Gauges, WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.ejection import Key, key_of
+from proxy.core.fleet.kv_usage import HEEDED_S
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.model.types import Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.queue.fairness import FairnessSettings
+from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router, RouterSettings
-from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Outcome, Refusal, Role, Ticket, Usage
-from proxy.core.worker import Worker
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.proxy.core.making import MODEL, ask, idle
 
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])

@@ -13,9 +13,9 @@ from itertools import count
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.core.decisions import Lease
-from proxy.core.tenants import Tenant, TenantSpec
-from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
+from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import ask, router_of, spec
 
 

@@ -9,11 +9,11 @@ from itertools import count
 from statistics import quantiles
 from typing import Any
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
 from tests.present import present
 
 

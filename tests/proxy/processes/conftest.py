@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from proxy.core.records import WorkerSpec
+from proxy.core.model.specs import WorkerSpec
 from tests.proxy.processes.making import Crew
 
 

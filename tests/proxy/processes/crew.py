@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.proxy.wire.client import Client, chat, get
+from tests.proxy.wire.raw_client import Client, chat, get
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0

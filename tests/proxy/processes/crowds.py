@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from proxy.core.decisions import Lease
-from proxy.core.tenants import Tenant
-from proxy.core.types import Ask, Outcome
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.types import Ask, Outcome
+from proxy.core.tenants.tenants import Tenant
 from tests.proxy.core.making import ask, placed
 from tests.proxy.processes.making import Crew
 

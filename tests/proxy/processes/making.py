@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from proxy.core.decisions import Lease
-from proxy.core.records import WorkerSpec
-from proxy.core.types import Outcome, Ticket
-from proxy.core.worker import Worker
-from proxy.processes.prefixes import Prefixes
-from proxy.processes.queues import Queues
-from proxy.processes.sharing import LOOK_S, Sharing
-from proxy.processes.table import LIFE, Table
-from proxy.processes.tenancy import Tenancy
-from proxy.processes.tides import Tides
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Outcome, Ticket
+from proxy.processes.shared.limits import Tenancy
+from proxy.processes.shared.load import LOOK_S, Sharing
+from proxy.processes.shared.prefixes import Prefixes
+from proxy.processes.shared.queue import Queues
+from proxy.processes.shared.shared_memory import LIFE, Table
+from proxy.processes.shared.traffic import Tides
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 

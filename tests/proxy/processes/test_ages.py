@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.fairness import FairnessSettings
-from proxy.core.tenants import Rank, TenantSpec
+from proxy.core.queue.fairness import FairnessSettings
+from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.proxy.core.making import spec
 from tests.proxy.processes.crowds import Crowds
 from tests.proxy.processes.making import Crew

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.proxy.processes.crew import DEADLINE_S, Crew
-from tests.proxy.wire.client import request
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.pairs import chat_body, expected, words
+from tests.proxy.wire.raw_client import request
 
 ROLES = {"p": "prefill", "d": "decode"}
 

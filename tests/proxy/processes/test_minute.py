@@ -12,8 +12,8 @@ import aiohttp
 
 from tests.proxy.processes.crew import DEADLINE_S, Crew
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import chat
 
 
 class Told:

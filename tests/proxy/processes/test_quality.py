@@ -15,15 +15,15 @@ from statistics import mean
 
 import pytest
 
-from proxy.core.decisions import Lease
-from proxy.core.fleet import Fleet
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
-from proxy.processes.queues import Queues
-from proxy.processes.sharing import Sharing
-from proxy.processes.table import LIFE, Table
-from proxy.processes.tides import Tides
+from proxy.processes.shared.load import Sharing
+from proxy.processes.shared.queue import Queues
+from proxy.processes.shared.shared_memory import LIFE, Table
+from proxy.processes.shared.traffic import Tides
 from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Speed, Toy, p99
 

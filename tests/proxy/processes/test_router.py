@@ -14,8 +14,8 @@ import pytest
 
 from tests.proxy.processes.crew import DEADLINE_S, PROC, Crew, free_port, samples, total
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, bearer, chat, get, request
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import BrokenError, Client, bearer, chat, get, request
 from tests.proxy.wire.site import eventually
 
 NAMES = ("a", "b")

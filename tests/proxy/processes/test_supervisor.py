@@ -17,16 +17,16 @@ import pytest
 
 from proxy.app import App, supervise
 from proxy.config import FleetConfig, parse
-from proxy.control.keys import Keys
 from proxy.errors import ProxyError
-from proxy.processes import questions
+from proxy.processes import ipc_requests
 from proxy.processes import supervisor as module
 from proxy.processes.child import Child
-from proxy.processes.member import Member
-from proxy.processes.messages import Ask, Known, Reloaded, Workers
+from proxy.processes.ipc_messages import Ask, Known, Reloaded, Workers
+from proxy.processes.server_process import Member
+from proxy.processes.shared.shared_memory import ALIVE, Table
 from proxy.processes.supervisor import Supervisor
-from proxy.processes.table import ALIVE, Table
-from proxy.wire import listening
+from proxy.setup.secrets import Keys
+from proxy.wire import bind
 from tests.proxy.core.making import spec
 from tests.proxy.wire.site import eventually
 
@@ -50,7 +50,7 @@ def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
 async def test_one_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STILL_S", 2.0)
     monkeypatch.setattr(module, "LOOK_S", 0.1)
-    monkeypatch.setattr(questions, "ANSWER_S", 1.0)
+    monkeypatch.setattr(ipc_requests, "ANSWER_S", 1.0)
     kept = Supervisor(config(), None)
     await kept.start()
     try:
@@ -256,7 +256,7 @@ async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None
 async def test_ports_that_are_let_go_in_time_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listening, "LET_GO_S", DEADLINE_S)
+    monkeypatch.setattr(bind, "LET_GO_S", DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         kept = Supervisor(config(1, port), None)
@@ -272,7 +272,7 @@ async def test_ports_that_are_let_go_in_time_are_waited_for(
 
 
 async def test_an_impossible_port_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "LET_GO_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(bind, "LET_GO_S", 2 * DEADLINE_S)
     kept = Supervisor(
         parse(
             "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.proxy.processes.crew import DEADLINE_S, Crew
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import BrokenError, Client, chat
 
 
 class HurriedCrew(Crew):

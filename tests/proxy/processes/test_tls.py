@@ -16,14 +16,14 @@ import pytest
 from cryptography import x509
 
 from proxy.config import FleetConfig, load, parse
-from proxy.control.keys import Keys
 from proxy.processes.channel import Channel
-from proxy.processes.member import Member
-from proxy.processes.messages import Begin, Reloaded
-from proxy.processes.table import Table
+from proxy.processes.ipc_messages import Begin, Reloaded
+from proxy.processes.server_process import Member
+from proxy.processes.shared.shared_memory import Table
+from proxy.setup.secrets import Keys
 from tests.proxy.certificates import Authority
 from tests.proxy.processes.crew import DEADLINE_S, Crew, mark_of
-from tests.proxy.wire.client import Client
+from tests.proxy.wire.raw_client import Client
 
 WORKERS = "workers: [{name: a, url: 'http://127.0.0.1:1'}]\n"
 

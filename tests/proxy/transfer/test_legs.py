@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.core import splitting
-from proxy.core.types import Usage
+from proxy.core.model.types import Usage
+from proxy.core.request import split_check
 from proxy.transfer.legs import LIMITS, decode_body, prefill_body
 from proxy.transfer.registry import CONNECTORS
 from proxy.transfer.types import Taken, usage_of
@@ -28,7 +28,7 @@ def prefill(route: str, body: bytes, *, least: bool = False, connector: str = "n
 
 
 def test_each_route_that_can_be_split_has_a_limit_to_set() -> None:
-    assert set(LIMITS) == splitting.ROUTES
+    assert set(LIMITS) == split_check.ROUTES
 
 
 @pytest.mark.parametrize("route", LIMITS)

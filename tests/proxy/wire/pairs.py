@@ -8,14 +8,14 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from proxy.core import routes
-from proxy.core.decisions import Decision
-from proxy.core.routes import Route
-from proxy.core.types import Role
-from tests.proxy.wire.client import Answer, Client, request
+from proxy.core.fleet.leases import Decision
+from proxy.core.model.types import Role
+from proxy.core.request import routes
+from proxy.core.request.routes import Route
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
+from tests.proxy.wire.raw_client import Answer, Client, request
 from tests.proxy.wire.scripts import DONE
 from tests.proxy.wire.site import Fake, Site
 

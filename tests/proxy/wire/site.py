@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.config import TransferConfig, WorkerTlsConfig
-from proxy.control.metrics import Metrics
-from proxy.core.fleet import Fleet
-from proxy.core.records import WorkerSpec
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Role
 from proxy.core.router import Router, RouterSettings
-from proxy.core.tenants import Tenant
-from proxy.core.types import Role
-from proxy.core.worker import Worker
+from proxy.core.tenants.tenants import Tenant
+from proxy.metrics.registry import Metrics
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
 from tests.present import present
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, Answer, Client
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.raw_client import DEADLINE_S, Answer, Client
 
 
 @dataclass

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
 

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from proxy.core.types import Role
+from proxy.core.model.types import Role
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.raw_client import Client, chat, get, request
 from tests.proxy.wire.site import Fake, Site
 
-# The other paths are in tests/proxy/core/test_routes.py.
+# The other paths are in tests/proxy/core/request/test_routes.py.
 POSTS = [
     "/v1/chat/completions",
     "/v1/chat/completions/render",

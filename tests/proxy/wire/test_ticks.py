@@ -7,13 +7,13 @@ import os
 import time
 from typing import Any
 
-from proxy.control.metrics import Metrics
-from proxy.core.fleet import Fleet
+from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router, RouterSettings
+from proxy.metrics.registry import Metrics
 from proxy.wire.server import STOOD_STILL_S, SWEEP_S, TICK_S, Wire
 from proxy.wire.settings import WireSettings
-from tests.proxy.wire.client import get
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import get
 from tests.proxy.wire.site import eventually
 
 HEAD = get("/health")

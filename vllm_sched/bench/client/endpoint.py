@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Measure, Texts
 from vllm_sched.bench.client.wire import Address, Wire, WireError
-from vllm_sched.bench.excerpt import excerpt
-from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import VllmSchedError
 
 if TYPE_CHECKING:

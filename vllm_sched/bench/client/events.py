@@ -11,10 +11,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.excerpt import excerpt
+from vllm_sched.bench.results.error_excerpt import excerpt
 
 if TYPE_CHECKING:
-    from vllm_sched.bench.outcome import Outcome
+    from vllm_sched.bench.results.outcome import Outcome
 
 DONE = re.compile(rb"^data: ?\[DONE\]\s*\Z", re.MULTILINE)
 PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)

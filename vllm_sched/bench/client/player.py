@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
-from vllm_sched.bench.outcome import Outcome
-from vllm_sched.bench.runner import ahead_of_others
-from vllm_sched.bench.stats import percentile
+from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import AGAIN_S
 
 if TYPE_CHECKING:

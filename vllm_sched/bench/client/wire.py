@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from vllm_sched.bench.excerpt import excerpt
+from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import UsageError
 
 OK: Final = 200

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vllm_sched.bench.outcome import Outcome
+    from vllm_sched.bench.results.outcome import Outcome
 
 TENANTS: Final = 6
 OTHERS: Final = "the others"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.bench.plots.style import MUTED, label, legend, limit, looks, picture, plain_log
-from vllm_sched.bench.stats import interval
+from vllm_sched.bench.results.stats import interval
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from vllm_sched.bench.outcome import Outcome
     from vllm_sched.bench.plots.curves import Curve
-    from vllm_sched.bench.result import Result
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.bench.results.result import Result
 
 CLASSES: Final = 6  # lines that a picture of a run tells apart
 

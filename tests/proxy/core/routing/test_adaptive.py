@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.decisions import Decision, Lease
-from proxy.core.pool import SMALL
-from proxy.core.records import Gauges
+from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.pool import SMALL
+from proxy.core.model.specs import Gauges
+from proxy.core.model.types import Ask, Outcome, Reason
 from proxy.core.router import Router
-from proxy.core.types import Ask, Outcome, Reason
 from tests.proxy.core.making import (
     GENERAL,
     LONG,

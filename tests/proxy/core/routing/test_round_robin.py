@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.core.types import Outcome, Reason
+from proxy.core.model.types import Outcome, Reason
 from tests.proxy.core.making import ask, placed, router_of, spec
 
 

@@ -1,0 +1,1 @@
+"""The admin API: its routes, server and access control."""

@@ -1,0 +1,116 @@
+"""The status page: one file with nothing to fetch, and the events that it is fed by.
+
+Both are behind the admin API's gate. Where that wants a key, a browser asks for it once and shows
+it with the events too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from functools import cache
+from http import HTTPStatus
+from importlib import resources
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from proxy.admin.errors import AdminError
+from proxy.status_page.live import MOST_VIEWERS, PATIENCE_S, Live, Viewer
+
+INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+PATHS = ("/", "/status")
+EVENTS = "/admin/live"
+OURS = ("same-origin", "none")
+NONE = "'none'"
+
+
+def page_routes(live: Live) -> APIRouter:
+    """Give the page, and feed it."""
+    api = APIRouter()
+
+    @api.get(PATHS[0], include_in_schema=False)
+    @api.get(PATHS[1], include_in_schema=False)
+    async def page() -> Response:
+        text, headers = page_file()
+        return HTMLResponse(text, headers=headers)
+
+    @api.get(EVENTS, summary="Follow the last minute, as server-sent events", tags=["decisions"])
+    async def events(request: Request) -> Response:
+        # An image of another site's page, say, names no Origin, and would take a viewer's place.
+        if request.headers.get("sec-fetch-site", OURS[0]) not in OURS:
+            message = "the events are for the status page alone"
+            raise AdminError(HTTPStatus.FORBIDDEN, "forbidden", message)
+        if (viewer := live.join()) is None:
+            message = f"{MOST_VIEWERS} pages are open already; close one"
+            raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)
+        return Events(live, viewer)
+
+    return api
+
+
+@cache
+def page_file() -> tuple[str, dict[str, str]]:
+    """Read the page, and write its headers."""
+    text = (resources.files("proxy.status_page") / "status.html").read_text("utf-8")
+    return text, page_headers(text)
+
+
+def page_headers(text: str) -> dict[str, str]:
+    """Return headers that let a page run its own script and style, and fetch from here alone."""
+    allowed: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, inner in INLINE.findall(text):
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        allowed[kind].append(f"'sha256-{digest}'")
+    policy = [
+        "default-src 'none'",
+        *(f"{kind}-src {' '.join(hashes) or NONE}" for kind, hashes in allowed.items()),
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    return {
+        "Content-Security-Policy": "; ".join(policy),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+class Events(Response):
+    """What one viewer is told, until it leaves, the router does, or nothing passes any more."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, live: Live, viewer: Viewer) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._live, self._viewer = live, viewer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what there is."""
+        del scope
+        left = asyncio.create_task(self._until_left(receive))
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            while (message := await self._viewer.take()) is not None:
+                async with asyncio.timeout(PATIENCE_S):
+                    await send({"type": "http.response.body", "body": message, "more_body": True})
+            async with asyncio.timeout(PATIENCE_S):
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            pass  # it takes nothing: the server closes the connection
+        finally:
+            left.cancel()
+            self._live.leave(self._viewer)
+
+    async def _until_left(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._live.leave(self._viewer)

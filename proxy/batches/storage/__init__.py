@@ -1,0 +1,1 @@
+"""The files and the database behind the Files and Batches API."""

@@ -1,0 +1,136 @@
+"""An input file's lines, and what can be wrong with them, in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+from xxhash import xxh3_128_digest
+
+from proxy.batches.types import LONGEST_ID, Complaint, Line
+from proxy.core.request.json_edit import CrowdedError, members
+from proxy.core.request.routes import ROUTES, Shape
+
+# What a batch may ask for: paths that take one JSON body and give one answer.
+SHAPES = (Shape.CHAT, Shape.PROMPT, Shape.INPUT, Shape.RESPONSE, Shape.PAIRS)
+ENDPOINTS = tuple(
+    path for path, route in ROUTES.items() if path.startswith("/v1/") and route.shape in SHAPES
+)
+MOST_COMPLAINTS = 100
+# Read in one go, milliseconds beside the event loop.
+SLICE_BYTES, SLICE_LINES = 256 << 10, 1000
+
+
+class Checking:
+    """Reads a file of so many bytes, a slice at a time: `take` is to be given what is `wanted`."""
+
+    def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
+        self.complaints: list[Complaint] = []
+        self.total = 0
+        self._size = size
+        self._endpoint = endpoint
+        self._max_lines = max_lines
+        self._at = self._number = 0
+        self._slice = SLICE_BYTES
+        self._ids: set[bytes] = set()  # hashes: of the ids themselves there may be a great deal
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to read, or enough is wrong."""
+        return self._at >= self._size or len(self.complaints) >= MOST_COMPLAINTS
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """From where, and how much."""
+        return self._at, min(self._slice, self._size - self._at)
+
+    def take(self, piece: bytes) -> list[Line]:
+        """Read the lines that end in a piece; returns those that are right by themselves.
+
+        Where none does, twice as much is wanted. Of many short ones not all are read.
+        """
+        begun = self._at
+        is_last = begun + len(piece) >= self._size
+        end = len(piece) if is_last else piece.rfind(b"\n") + 1
+        self._slice = SLICE_BYTES if end else 2 * self._slice
+        found: list[Line] = []
+        at, most = 0, self._number + SLICE_LINES
+        while at < end and self._number < most and not self.over:
+            stop = piece.find(b"\n", at, end)
+            raw = piece[at : stop if stop >= 0 else end]
+            self._at = begun + at + len(raw) + 1
+            found += self._read(raw, begun + at)
+            at += len(raw) + 1
+        if is_last and at >= end:
+            self._at = self._size
+        if self.over and not self.total and not self.complaints:
+            self.complaints.append(Complaint("empty_file", "The input file has no lines."))
+        return found
+
+    def _read(self, raw: bytes, start: int) -> Iterator[Line]:
+        self._number += 1
+        if not raw.strip():
+            return
+        self.total += 1
+        if self.total > self._max_lines:
+            message = f"The input file has more than {self._max_lines} lines."
+            self.complaints.append(Complaint("too_many_lines", message))
+            self._at = self._size
+            return
+        line = read_line(raw, self._number, start, self._endpoint)
+        if isinstance(line, Line):
+            if (known := xxh3_128_digest(line.custom_id.encode())) not in self._ids:
+                self._ids.add(known)
+                yield line
+                return
+            message = f"The custom_id {line.custom_id[:100]!r} was used by an earlier line."
+            line = Complaint("duplicate_custom_id", message, self._number, "custom_id")
+        self.complaints.append(line)
+
+
+def read_line(raw: bytes, number: int, start: int, endpoint: str) -> Line | Complaint:
+    """Read one line, which starts at that byte of the file."""
+    try:
+        fields: Any = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        message = "This line is not parseable as valid JSON."
+        return Complaint("invalid_json_line", message, number)
+    if type(fields) is not dict:
+        return Complaint("invalid_json_line", "This line is not a JSON object.", number)
+    if (wrong := _wrong(fields, endpoint)) is not None:
+        code, param, message = wrong
+        return Complaint(code, message, number, param)
+    try:
+        where = [member for member in members(raw) if member.name == b"body"][-1]
+    except CrowdedError as error:
+        return Complaint("invalid_request", str(error), number)
+    model = fields["body"].get("model")
+    return Line(
+        number,
+        fields["custom_id"],
+        model if type(model) is str else "",
+        start + where.value,
+        where.end - where.value,
+    )
+
+
+def _wrong(fields: dict[str, Any], endpoint: str) -> tuple[str, str, str] | None:
+    """Find the first thing wrong: code, parameter and words."""
+    for name in ("custom_id", "method", "url", "body"):
+        if fields.get(name) is None:
+            return "missing_required_parameter", name, f"Missing required parameter: '{name}'."
+    custom_id, body = fields["custom_id"], fields["body"]
+    if type(custom_id) is not str or not 0 < len(custom_id) <= LONGEST_ID:
+        message = f"'custom_id' must be a string of 1 to {LONGEST_ID} characters."
+        return "invalid_custom_id", "custom_id", message
+    if fields["method"] != "POST":
+        return "invalid_method", "method", "'method' must be 'POST'."
+    if fields["url"] != endpoint:
+        message = "The URL provided for this request does not match the batch endpoint."
+        return "invalid_url", "url", f"{message} That is {endpoint}."
+    if type(body) is not dict:
+        return "invalid_body", "body", "'body' must be a JSON object."
+    if body.get("stream"):
+        return "invalid_body", "body.stream", "A batch's answers are not streamed: leave it out."
+    return None

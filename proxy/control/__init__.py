@@ -1,1 +1,0 @@
-"""What watches and steers: probes, metrics, the admin API."""

@@ -1,0 +1,1 @@
+"""The workers, their charges, breakers and pools."""

@@ -1,0 +1,292 @@
+"""The fleet: its workers, and what is charged to them.
+
+A request is charged to its worker when it is sent, not when it is answered: or else every long
+prompt of a burst goes to the one that looked idle. What was charged is released once, on whichever
+way out comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from proxy.core.fleet import kv_usage
+from proxy.core.fleet.leases import Decision, Handover, Lease
+from proxy.core.fleet.roster import Roster, still
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.types import Ask, Role
+
+# A request without a stream shows no first token; it is taken to come at so many times the
+# predicted moment.
+SILENT_PATIENCE = 1.25
+LENDS = 8  # so many first observations are lent to workers that have none
+
+
+class Fleet(Roster):
+    """The workers, and the charges on them."""
+
+    def __init__(
+        self,
+        *,
+        down_after: int = 3,
+        up_after: int = 2,
+        clock: Callable[[], float] = still,
+    ) -> None:
+        super().__init__(down_after=down_after, up_after=up_after, clock=clock)
+        self._silent: list[tuple[float, int, Lease]] = []
+
+    def charge(self, ask: Ask, decision: Decision, now: float) -> Lease:
+        """Charge a request to a worker, or to two."""
+        if decision.handover is not None:
+            return self._charge_both(ask, decision, decision.handover, now)
+        worker = decision.worker
+        cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
+        prefill = (ask.prompt_tokens - cached or 1) if ask.computes else 0
+        decode = ask.expected_output * ask.samples
+        lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
+        self._charge_prefill(lease, now)
+        pace = worker.pace
+        if ask.generates and not ask.stream:
+            wait = worker.free_at - now + pace.fixed_s
+            heappush(self._silent, (now + SILENT_PATIENCE * wait, worker.served, lease))
+        self.moved(worker)
+        return lease
+
+    def _charge_prefill(self, lease: Lease, now: float) -> None:
+        """Charge what a leg takes that begins with its prompt."""
+        ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
+        pace = worker.pace
+        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens  # as far as we would hear
+        before = worker.prefill_tokens + worker.strange_tokens
+        if before:
+            ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
+            longs = worker.long_tokens + worker.strange_long
+            if longs and not ask.long:
+                lease.behind_long = ahead * longs / before
+                ahead -= lease.behind_long
+            lease.ahead_tokens = ahead
+        worker.served = next(self._numbers)
+        worker.requests += 1
+        worker.sequences += ask.samples
+        worker.prefill_tokens += prefill
+        if ask.long:
+            worker.long_tokens += prefill
+        worker.decode_tokens += lease.decode_tokens
+        kv_usage.take(lease, now)
+        worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
+        if idle and prefill:
+            worker.heard(now)
+        lease.trial = worker.breaker.sent(now)
+
+    # Hand-overs
+
+    def _charge_both(self, ask: Ask, decision: Decision, handover: Handover, now: float) -> Lease:
+        """Charge the prompt to one, and room in the cache and the output to the other, at once."""
+        first = handover.prefill
+        cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
+        prefill = ask.prompt_tokens - cached or 1
+        before = Lease(ask, decision, first, now, prefill, 0, ask.prompt_tokens)
+        self._charge_prefill(before, now)
+        self.moved(first)
+        worker = decision.worker
+        decode = ask.expected_output * ask.samples
+        lease = Lease(ask, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
+        lease.prefill, lease.sent = before, False
+        worker.served = next(self._numbers)
+        worker.requests += 1
+        worker.decode_tokens += decode
+        kv_usage.take(lease, now, together=False)
+        lease.trial = worker.breaker.sent(now)
+        self.moved(worker)
+        return lease
+
+    def hand_over(self, lease: Lease, now: float) -> None:
+        """Note that the prefill is done and the request goes on to the decode worker."""
+        first = lease.prefill
+        if first is None or first.released or lease.released:
+            return
+        worker = first.worker
+        worker.heard(now)
+        if now >= worker.pace.first_due:
+            self._learn_prefill(first, first.decision.handover, now)
+        if first.decision.handover is not None and first.decision.handover.tokens:
+            lease.pins = True
+            worker.pinned += 1
+        self.release(first)
+        worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
+        lease.sent = True
+        lease.charged_at = now
+        lease.worker.sequences += lease.ask.samples
+        if self._leaving:
+            self.moved(lease.worker)
+        handover = lease.decision.handover
+        if handover is not None and not lease.ask.stream:
+            wait = handover.transfer_s + lease.worker.pace.fixed_s
+            due = now + SILENT_PATIENCE * wait
+            heappush(self._silent, (due, next(self._numbers), lease))
+
+    def _unpin(self, lease: Lease) -> None:
+        """Note that a prefill worker no longer holds blocks for a request."""
+        if lease.pins and lease.prefill is not None:
+            lease.pins = False
+            lease.prefill.worker.pinned -= 1
+            self.moved(lease.prefill.worker)
+
+    def move(self, lease: Lease, worker: Worker, now: float) -> None:
+        """Have another decode worker do the rest of a hand-over, whose prefill is done."""
+        if lease.released or not lease.sent or lease.decoding:
+            return
+        before, samples = lease.worker, lease.ask.samples
+        if lease.trial:
+            before.breaker.abandoned()
+        for each, sign in ((before, -1), (worker, 1)):
+            each.requests += sign
+            each.sequences += sign * samples
+            each.decode_tokens += sign * lease.decode_tokens
+        kv_tokens = lease.kv_tokens
+        kv_usage.give(lease)
+        worker.served = next(self._numbers)
+        lease.worker = lease.decision.worker = worker
+        lease.kv_tokens = kv_tokens
+        kv_usage.take(lease, now, together=False)
+        lease.trial = worker.breaker.sent(now)
+        self.moved(before)
+        self.moved(worker)
+
+    def _learn_prefill(self, first: Lease, handover: Handover | None, now: float) -> None:
+        cached = handover.cached_tokens if handover is not None else 0
+        tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
+        pace = first.worker.pace
+        pace.saw_length(first.ask.prompt_tokens)
+        pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
+        if pace.prefills <= LENDS:
+            self._lend(first.worker)
+
+    def _decodes(self, lease: Lease) -> None:
+        """Count a request among those that decode."""
+        worker, samples = lease.worker, lease.ask.samples
+        lease.decoding_before = worker.decoding
+        worker.decoding += samples
+        lease.decoding = samples
+        worker.reprice()
+        self.moved(worker)
+
+    # How they go on
+
+    def settle(self, now: float) -> None:
+        """Take those that show no first token as decoding once they should be.
+
+        And what other processes have charged, if there are any.
+        """
+        if self.others is not None:
+            self.others.look(now)
+        silent = self._silent
+        while silent and (silent[0][0] <= now or silent[0][2].released):
+            lease = heappop(silent)[2]
+            if not lease.released:
+                kv_usage.came(lease)
+            if lease.prefill_tokens:
+                self._prefilled(lease, now)
+            elif lease.prefill is not None and not lease.released and not lease.decoding:
+                self._decodes(lease)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Move a request from prefill to decode."""
+        if lease.released or lease.first_token_at is not None or not lease.sent:
+            return
+        lease.first_token_at = now
+        kv_usage.came(lease)
+        self._unpin(lease)
+        if lease.ask.computes:
+            lease.worker.heard(now)
+        if lease.trial:
+            self.succeeded(lease.worker)
+        if not lease.prefill_tokens:
+            if lease.prefill is not None and not lease.decoding:
+                self._decodes(lease)
+            elif self._leaving:
+                self.moved(lease.worker)
+            return
+        ask, worker = lease.ask, lease.worker
+        pace = worker.pace
+        # Who may have waited for a seat says nothing of prefills: see `seats`.
+        stood = worker.role is Role.DECODE and worker.queued_before
+        if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
+            cached = lease.decision.cached_tokens
+            tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+            seconds = now - lease.charged_at
+            pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
+            if pace.prefills <= LENDS:
+                self._lend(worker)
+        self._prefilled(lease, now)
+
+    def _lend(self, worker: Worker) -> None:
+        for other in self.of(worker.model):
+            if not other.pace.prefills:
+                other.pace.adopt(worker.pace)
+                other.reprice()
+                self.moved(other)
+
+    def _prefilled(self, lease: Lease, now: float) -> None:
+        worker = lease.worker
+        worker.prefill_tokens -= lease.prefill_tokens
+        if lease.ask.long:
+            worker.long_tokens -= lease.prefill_tokens
+        lease.prefill_tokens = 0
+        worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
+        if lease.ask.generates:
+            self._decodes(lease)
+        else:
+            self.moved(worker)
+
+    def tokens(self, lease: Lease, seen: int) -> None:
+        """Note output tokens."""
+        lease.seen_tokens += seen
+        lease.worker.written += seen
+        before = lease.decode_tokens
+        if before and not lease.released:
+            left = before - seen
+            if left <= 0:
+                left = _more(lease.ask, lease.seen_tokens)
+            lease.decode_tokens = left
+            lease.worker.decode_tokens += left - before
+        if self._leaving and lease.worker in self._leaving:
+            self._hand_down(lease.worker)
+
+    def release(self, lease: Lease) -> bool:
+        """Give back what was charged; False if that was done before."""
+        if lease.released:
+            return False
+        lease.released = True
+        if lease.prefill is not None:
+            self.release(lease.prefill)
+            self._unpin(lease)
+        worker = lease.worker
+        sequences = lease.ask.samples if lease.sent else 0
+        worker.requests -= 1
+        worker.sequences -= sequences
+        worker.decode_tokens -= lease.decode_tokens
+        kv_usage.give(lease)
+        if lease.prefill_tokens:
+            worker.prefill_tokens -= lease.prefill_tokens
+            if lease.ask.long:
+                worker.long_tokens -= lease.prefill_tokens
+            worker.free_at -= worker.pace.token_s * lease.prefill_tokens
+        if lease.decoding:
+            worker.decoding -= lease.decoding
+            lease.decoding = 0
+            worker.reprice()
+        lease.prefill_tokens = lease.decode_tokens = 0
+        self.moved(worker)
+        return True
+
+
+def _more(ask: Ask, seen: int) -> int:
+    """Reckon what may come of an answer that is as long as was foreseen, and has not ended.
+
+    As much again, as far as its limit allows: or else the longer it is, the sooner it would seem to
+    leave its seat and its room to others.
+    """
+    foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
+    more = foreseen - seen % foreseen
+    return more if limit is None else max(min(more, limit * ask.samples - seen), 0)

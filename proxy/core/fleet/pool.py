@@ -1,0 +1,138 @@
+"""The live workers of a model, so kept that a decision among a thousand looks at a few.
+
+Workers of one role and context length form a group. Of a small group all are looked at; a large one
+is kept in order of what its routing rule calls load, moved about as requests come and go, and only
+its head is looked at, besides those that may hold the request's prefix.
+
+Cost: a change in load moves one entry of a sorted list. How it fails: the order knows nothing of
+the request, so in a large group the best of the first few is not always the best of all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Sequence
+
+from proxy.core.fleet.worker import NO_LIMIT, Worker
+from proxy.core.model.types import Ask, Role
+
+SMALL = 32  # groups up to this size are looked at whole
+FIRST = 8  # of larger ones, so many
+HOLDERS = 4  # and so many of those that hold the most of a prefix
+
+Rank = tuple[float, int, Worker]
+
+
+class Group:
+    """Live workers of one role and context length."""
+
+    __slots__ = ("limit", "ranked", "role", "workers")
+
+    def __init__(self, role: Role, limit: int, workers: list[Worker]) -> None:
+        self.role = role
+        self.limit = limit
+        self.workers = workers
+        self.ranked: list[Rank] = []
+        if len(workers) > SMALL:
+            self.ranked = sorted((w.key, w.index, w) for w in workers)
+
+    def drop(self, worker: Worker) -> None:
+        """Take a worker from its place."""
+        del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
+
+    def put(self, worker: Worker) -> None:
+        """Put a worker in its place."""
+        insort(self.ranked, (worker.key, worker.index, worker))
+
+    def first(self) -> list[Worker]:
+        """Those to look at, none of them full or resting."""
+        if not self.ranked:
+            return [w for w in self.workers if not w.shut]
+        return [w for _, _, w in self.ranked[:FIRST] if not w.shut]
+
+
+class Pool:
+    """What is live of one model; made anew whenever that changes."""
+
+    __slots__ = (
+        "all",
+        "bits",
+        "boundaries",
+        "decodes",
+        "for_longs",
+        "for_shorts",
+        "groups",
+        "least",
+        "limit",
+        "longs",
+        "members",
+        "mixed",
+        "most",
+        "prefills",
+        "ranked",
+        "shorts",
+    )
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.all = [worker for worker in workers if worker.live]
+        self.prefills = [worker for worker in workers if worker.prefills]
+        self.decodes = sum(worker.role is Role.DECODE for worker in self.all)
+        self.bits = sum(worker.bit for worker in self.all)
+        self.members = frozenset(self.all)
+        groups: dict[tuple[Role, int], list[Worker]] = {}
+        for worker in self.all:
+            groups.setdefault((worker.role, worker.limit), []).append(worker)
+        self.groups = [Group(role, limit, members) for (role, limit), members in groups.items()]
+        for group in self.groups:
+            if group.ranked:
+                for worker in group.workers:
+                    worker.ranked_in += (group,)
+        self.ranked = any(group.ranked for group in self.groups)
+        limits = sorted({group.limit for group in self.groups})
+        self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
+        self.boundaries = limits[:-1]  # where a longer request has fewer workers
+        # The largest context there is, be its workers down or about to leave.
+        whole = [worker.limit for worker in workers if worker.role.serves_whole]
+        self.limit = max(whole, default=NO_LIMIT)
+        self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
+        self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
+        self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
+        self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
+        # Whether size decides where a request goes.
+        self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
+
+    def holding(self, ask: Ask) -> list[Group]:
+        """Return the groups that can hold a request.
+
+        Where an estimate leaves it open for all, the longest should try.
+        """
+        needs, error = ask.needs, ask.prompt_error
+        sure = [group for group in self.groups if needs + error <= group.limit]
+        if sure or needs - error > self.most:
+            return sure
+        return [group for group in self.groups if group.limit == self.most]
+
+    def open_to(
+        self, ask: Ask, now: float, resting: Collection[Worker], holders: Collection[Worker]
+    ) -> list[Worker]:
+        """Return the workers to look at for a request, each of which may be given it."""
+        if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # nearly always
+            groups = self.groups
+            found = [worker for worker in self.all if not worker.shut]
+        else:
+            groups = self.holding(ask)
+            found = [worker for group in groups for worker in group.first()]
+        if not resting and not holders:
+            return found
+        for worker in (*resting, *holders):
+            if (
+                worker in self.members
+                and worker.takes(now)
+                and worker not in found
+                and any(worker.limit == group.limit for group in groups)
+            ):
+                found.append(worker)
+        return found
+
+
+NO_POOL = Pool(())

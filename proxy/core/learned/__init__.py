@@ -1,0 +1,1 @@
+"""Estimators that learn online: latency, bytes per token, prefixes, transfer time."""

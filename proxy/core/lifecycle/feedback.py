@@ -1,0 +1,131 @@
+"""What a finished request says of its worker."""
+
+from __future__ import annotations
+
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.lifecycle.billing import shown_since
+from proxy.core.model.types import Ask, Outcome, Usage
+
+ENOUGH_STEPS = 4  # fewer say little of a step's time
+FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
+ERRED = Outcome.ERRED
+A_500 = "500"  # what it erred with
+# By these a worker has said nothing.
+SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
+
+
+def judge(
+    fleet: Fleet,
+    lease: Lease,
+    now: float,
+    outcome: Outcome,
+    retry_after_s: float | None,
+    why: str = "",
+) -> None:
+    """Tell the breaker. Only the trial closes one that is open: others were sent before."""
+    worker = lease.worker
+    if outcome not in SILENT and lease.ask.computes:
+        worker.heard(now)
+    if outcome is FAILED or outcome is BUSY:
+        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
+    elif outcome is ERRED or outcome in SILENT:
+        if outcome is ERRED:
+            lease.ask.erred_on += (worker,)
+        if lease.trial:
+            worker.breaker.abandoned()
+            fleet.moved(worker)
+    elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
+        fleet.succeeded(worker)
+
+
+def blame(fleet: Fleet, ask: Ask, now: float) -> None:
+    """Hold a 500 against a worker, now that another one could do what it could not.
+
+    Until then it may be the request that no worker survives: whoever sends such requests must not
+    have every worker shut to everybody else.
+    """
+    for worker in ask.erred_on:
+        fleet.failed(worker, now, why=A_500)
+    ask.erred_on = ()
+
+
+def written(lease: Lease) -> int:
+    """Say how many tokens a stream wrote that told no usage: its events, 0 where they may mislead.
+
+    Of a call of a tool many tokens may come in one event. Elsewhere too, if an engine speculates or
+    writes in intervals: then fewer and longer steps are learnt, that take as long all together.
+    """
+    ask = lease.ask
+    return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
+
+
+def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
+    """Learn the worker's pace, and whether it has cached what it should have."""
+    learn_pace(lease, now, usage.completion_tokens, decoding)
+    if lease.prefill is None:  # else it is the prefill worker that had so much cached
+        saw_cached(lease.worker, lease.decision.cached_tokens, usage)
+
+
+def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
+    """Learn the worker's pace from an answer of so many tokens."""
+    ask, cached = lease.ask, lease.decision.cached_tokens
+    pace = lease.worker.pace
+    if ask.generates:
+        steps = tokens // max(ask.samples, 1) - 1
+        beside = (lease.decoding_before + decoding) / 2
+        if lease.first_token_at is not None:
+            since = shown_since(lease)
+            if ask.stream and steps >= ENOUGH_STEPS and since is not None:
+                pace.saw_steps(beside, (now - since) / steps, now)
+        elif not ask.stream and steps >= 0:
+            seconds = now - lease.charged_at
+            halves = lease.decision.handover
+            if halves is None:
+                ahead = lease.ahead_tokens + ask.prompt_tokens - cached
+                pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
+            elif (
+                steps >= ENOUGH_STEPS and halves.tokens
+            ):  # its first token is one more, after the transfer
+                decode_s = max(seconds - halves.transfer_s, 0.0)
+                pace.saw_steps(beside, decode_s / (steps + 1), now)
+
+
+def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
+    """Learn from a client that did not wait for its answer: it would have taken longer still.
+
+    A worker that hangs would look idle and as quick as ever to whoever comes next, time and again.
+    """
+    ask, worker = lease.ask, lease.worker
+    pace, cached = worker.pace, lease.decision.cached_tokens
+    if lease.first_token_at is not None or not lease.sent or not ask.computes:
+        return
+    if lease.prefill is not None:  # a transfer's time is learnt from those that come about
+        return
+    if now < pace.first_due:  # many leave at once, and say the same
+        return
+    seconds = now - lease.charged_at
+    tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+    first_s = pace.first_token_s(tokens, lease.behind_long, cached)
+    if ask.stream or not ask.generates:
+        if seconds <= first_s:
+            return
+        pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
+    else:
+        if ask.output_tokens is None or ask.samples > 1:
+            return  # how long all of it should have taken is not known
+        beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
+        if seconds <= first_s + steps * pace.step_s(beside):
+            return
+        pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+    worker.reprice()
+    fleet.moved(worker)
+
+
+def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
+    """Learn whether a worker has cached what it should have, where it says so."""
+    if usage.cached_tokens:
+        worker.reports_cache = True
+    if worker.reports_cache and cached:
+        worker.pace.saw_cached(min(usage.cached_tokens / cached, 1.0))

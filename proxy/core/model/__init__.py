@@ -1,0 +1,1 @@
+"""The types that the rest of the core uses."""

@@ -1,0 +1,1 @@
+"""Requests that wait: buckets, dispatch, fairness, eviction and admission."""

@@ -1,0 +1,277 @@
+"""Requests that wait for room.
+
+They wait in lines: one for each model, size, class and tenant. A model's shorts and longs have
+places of their own, so that a long that waits for a long worker does not hold shorts up; retries
+and requests that only one worker can answer stand apart. Of each place the higher class goes first,
+of a class the tenant with the least of its share (see `fairness`), of a tenant who came first. Of
+every line more than the head is looked at: that one may wait for a worker, one with a large context
+say, which the next does not want.
+
+A class whose front has waited for as long as its age goes before those above it, every second time,
+and where two are of age they take turns at that: so none waits for ever, and a flood of the aged
+can't shut the others out. Batch goes when nobody else of its model waits.
+
+Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
+it gives way (see `room`). Of several processes each has a part of its own: what comes within that
+waits at once, and who has most where most wait gives way. How fast places became free lately says
+how long one who is turned away should stay away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from proxy.core.model.types import Ask, Ticket
+from proxy.core.queue.buckets import LONG, SHORT, Elsewhere, Lines, Place, Turn, place_of
+from proxy.core.queue.dispatch import End, Overtaking, Round
+from proxy.core.queue.eviction import NOTHING, Amounts, Room, amounts
+from proxy.core.queue.fairness import FairnessSettings, Turns
+from proxy.core.tenants.tenants import Rank
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.worker import Worker
+
+SPAN_S = 5.0  # over which places that became free are counted
+LONGEST_RETRY_S = 120
+SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
+RANKS = tuple(Rank)
+BATCH = Rank.BATCH
+ABOVE_BATCH = RANKS[:BATCH]
+
+
+class Queue:
+    """The router's queue."""
+
+    def __init__(
+        self,
+        most: int,
+        most_bytes: int,
+        max_wait_s: float,
+        most_tokens: int | None = None,
+        fairness: FairnessSettings | None = None,
+    ) -> None:
+        self.most = most
+        self.most_bytes = most_bytes
+        self.most_tokens = most_tokens
+        self.max_wait_s = max_wait_s
+        self.fairness = fairness or FairnessSettings()
+        self.bytes = 0
+        self.tokens = 0
+        self.length = 0  # how many wait
+        self.elsewhere: Elsewhere | None = None  # the queues of other processes
+        self.turns = Turns()
+        self._room = Room()
+        self._lines = Lines()
+        self.aged = Overtaking()
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._numbers = count()
+        self._freed = 0  # places, since ever
+        # Moments, and the count at each: an older, a newer. While nobody waits, what becomes free
+        # says what was asked for, not how fast a queue would move: that time is left out.
+        self._marks = ((0.0, 0), (0.0, 0))
+        self._wanted_at = -inf  # when somebody was last seen to wait
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return self.length
+
+    def room_for(self, ask: Ask) -> bool:
+        """Whether one more may wait."""
+        return max(self._over(ask)) <= 0
+
+    def _over(self, ask: Ask) -> Amounts:
+        """By how much one more would be too much; by nothing within this process's own part."""
+        (length, size, tokens), most = self._all(), self._most()
+        one, own = amounts(ask), (self.length, self.bytes, self.tokens)
+        if (others := self.elsewhere) is not None:
+            parts = others.processes + 1
+            if all((a + b) * parts <= c for a, b, c in zip(own, one, most, strict=True)):
+                return NOTHING
+        most_tokens = most[2] if length else inf
+        return (
+            length + one[0] - most[0],
+            size + one[1] - most[1],
+            tokens + one[2] - most_tokens,
+        )
+
+    def _all(self) -> Amounts:
+        """How much waits in all processes."""
+        if (others := self.elsewhere) is None:
+            return self.length, self.bytes, self.tokens
+        length, size = self.length + others.length, self.bytes + others.bytes
+        return length, size, self.tokens + others.tokens
+
+    def _most(self) -> Amounts:
+        return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
+
+    def make_room(self, ask: Ask) -> list[Ticket]:
+        """Name those who should give way to a newcomer; none if it must go itself."""
+        return self._room.yielding(
+            ask, self._lines.by_key.values(), self._over(ask), self._shares()
+        )
+
+    def _shares(self) -> Amounts:
+        return self.most or inf, self.most_bytes, self.most_tokens or inf
+
+    def too_much(self) -> list[Ticket]:
+        """Name those who should give way to who came to other processes within their parts.
+
+        The process with the most of what is scarce finds them.
+        """
+        others = self.elsewhere
+        if others is None or not others.length or not self.length:
+            return []
+        elsewhere = others.has_more((self.length, self.bytes, self.tokens))
+        over = [
+            0 if theirs else there - most
+            for there, most, theirs in zip(self._all(), self._most(), elsewhere, strict=True)
+        ]
+        if max(over) <= 0:
+            return []
+        length, size, tokens = over
+        lines = self._lines.by_key.values()
+        return self._room.surplus(lines, (length, size, tokens), self._shares())
+
+    def waiting(self, model: str, *, long: bool) -> int:
+        """How many of a model and size wait, batch left out; of other queues, whether any do."""
+        place = model, LONG if long else SHORT
+        found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
+        return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
+
+    def has(self, model: str) -> bool:
+        """Whether anybody of a model waits."""
+        if any(self._lines.places(model)):
+            return True
+        there = self.elsewhere
+        sizes = SHORT, LONG
+        return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
+
+    def stands_before(self, ask: Ask) -> bool:
+        """Whether anybody waits who goes before a request that comes now."""
+        if not self.length and self.elsewhere is None:
+            return False
+        place = place_of(ask)
+        if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):
+            return True
+        if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
+            return True
+        others = self._lines.places(ask.model) if ask.rank is BATCH else ()
+        return any(rank is not BATCH for _, rank in others)
+
+    def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
+        """Name who would go first of each model, size and class, and since when any waits."""
+        crowds = self._lines.crowds()
+        return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
+
+    def ahead_of(self, ask: Ask) -> int:
+        """Reckon how many that wait will go before a request that comes now."""
+        place, lines = place_of(ask), self._lines
+        above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
+        return above + lines.ahead(place, ask.rank, ask.tenant)
+
+    def push(
+        self, ask: Ask, now: float, tried: frozenset[Worker] = frozenset(), *, explain: bool = False
+    ) -> Ticket:
+        """Let one wait."""
+        wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
+        ticket = Ticket(ask, now, now + wait_s, tried, explain)
+        if ask.tenant is not None:
+            self.turns.came(ask.tenant, ask.rank)
+        self._lines.push(ticket)
+        heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
+        if self.elsewhere is not None:
+            self.elsewhere.moved()
+        self._room.take(ask)
+        if not self.length:
+            self._go_on(now)
+        self._wanted_at = now
+        self.length += 1
+        self.bytes += ask.body_bytes
+        self.tokens += ask.prompt_tokens
+        return ticket
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Let one go; False if it has left before."""
+        if ticket.left:
+            return False
+        ticket.left = True
+        ask = ticket.ask
+        self._lines.remove(ticket)
+        if ask.tenant is not None:
+            last = not self._lines.of_class(ask.tenant, ask.rank)
+            self.turns.went(ask.tenant, ask.rank, last=last)
+        if self.elsewhere is not None:
+            self.elsewhere.moved()
+        self._room.give(ask)
+        self.length -= 1
+        self.bytes -= ask.body_bytes
+        self.tokens -= ask.prompt_tokens
+        if len(self._deadlines) > 2 * self.length + SPARE:
+            self._deadlines = [each for each in self._deadlines if not each[2].left]
+            heapify(self._deadlines)
+        return True
+
+    # Who goes
+
+    def expired(self, now: float) -> list[Ticket]:
+        """Let those go whose time is up."""
+        gone: list[Ticket] = []
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
+            ticket = heappop(deadlines)[2]
+            if self.remove(ticket):
+                gone.append(ticket)
+                deadlines = self._deadlines
+        return gone
+
+    def leave(
+        self, end: Callable[[Ticket], End | None], now: float = 0.0
+    ) -> Iterator[tuple[Ticket, End]]:
+        """Let those go for whom there is an end, in their turns."""
+        ages, elsewhere = self.fairness.ages, self.elsewhere
+        turn = Round(self._lines, end, now, ages, self.aged, elsewhere)
+        while (found := turn.next()) is not None:
+            self.remove(found[0])
+            yield found
+
+    # When to come back
+
+    def freed(self, now: float) -> None:
+        """Count a place that became free."""
+        if not self.most:  # nobody may wait: whoever is refused would have liked to
+            if now - self._marks[1][0] > 2 * SPAN_S:
+                self._marks = ((now, self._freed),) * 2
+        elif not self.length:
+            return
+        self._wanted_at = now
+        self._freed += 1
+        if now - self._marks[1][0] > SPAN_S:
+            self._marks = self._marks[1], (now, self._freed)
+
+    def _go_on(self, now: float) -> None:
+        """Count on from when somebody waited last; anew if that is long ago."""
+        if (idle_s := now - self._wanted_at) > 2 * SPAN_S:
+            self._marks = ((now, self._freed),) * 2
+        else:
+            older, newer = self._marks
+            self._marks = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
+
+    def wait_s(self, now: float, ahead: int) -> float | None:
+        """Reckon how long those take that are ahead; None if nothing tells."""
+        if not self.length:
+            if now - self._wanted_at > 2 * SPAN_S:
+                return None
+            now = self._wanted_at
+        since, before = self._marks[0]
+        freed, seconds = self._freed - before, now - since
+        return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
+
+    def retry_after_s(self, now: float) -> int:
+        """How long until those who wait now should have been served."""
+        wait = self.wait_s(now, self.length)
+        wait = self.max_wait_s if wait is None else wait
+        return min(max(ceil(wait), 1), LONGEST_RETRY_S)

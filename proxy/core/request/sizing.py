@@ -1,0 +1,284 @@
+"""How many tokens a request will come to, without a tokenizer.
+
+Idea: workers say in `usage`, or when asked to count, how many tokens a prompt had. What that says
+of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
+learnt too, for clients that state no limit, which most chat clients do not; and how many tokens an
+image or an audio clip has (`media`). Where there are tenants, each has rates of its own; a tenant
+without data has the rates that tenants have in common (`prior`).
+
+Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
+more requests near a boundary are counted by a worker; until the first answers come, the band is
+half of the estimate, and of a short text the 128 tokens that its template may add.
+"""
+
+from __future__ import annotations
+
+from sys import maxsize
+from typing import Any
+
+from proxy.core.learned.bytes_per_token import MOST_PER_TOKEN, Learnt
+from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, Media
+from proxy.core.learned.tenant_prior import Prior
+from proxy.core.model.types import Ask, Usage
+from proxy.core.request.client_fields import is_true
+from proxy.core.request.routes import Route, Shape
+from proxy.core.request.token_estimate import Extent, count, measure
+from proxy.core.tenants.tenants import Tenant
+
+TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
+CHAT, CHATS, RESPONSE = Shape.CHAT, Shape.CHATS, Shape.RESPONSE
+LONGER = 2.0  # a model that has seen long words may have longer ones by as much
+COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
+OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+MOST_SAMPLES = 4096
+# Models and routes of which a tenant keeps rates of its own: the last that it used.
+MOST_LEARNT = 32
+FEW = 50  # prompts and answers of a tenant that are all learnt from
+COUNTABLE = ("chat/completions", "completions")
+# The routes on which vLLM 0.32 takes any output limit; on others one above its context is an error,
+# whatever the prompt.
+ANY_LIMIT = frozenset(["inference/v1/generate", "audio/transcriptions", "audio/translations"])
+# The routes on which vLLM 0.32 heeds `truncate_prompt_tokens`; on others it says nothing.
+CUT = "truncate_prompt_tokens"
+CUTTING = frozenset(
+    ["chat/completions", "chat/completions/batch", "completions", "embeddings", "pooling",
+     "classify", "score", "rerank", "v2/rerank"]
+)  # fmt: skip
+# What a response says for the same; whatever else is said there, null too, cuts it.
+TRUNCATION, WHOLE = "truncation", "disabled"
+
+
+class Sizer:
+    """Estimates sizes, and learns from what workers say."""
+
+    def __init__(self) -> None:
+        self._priors: dict[tuple[str, str], Prior] = {}
+
+    def prior(self, model: str, route: str) -> Prior:
+        """Return what tenants have in common; the models are the fleet's, so there are few."""
+        key = (model, route)
+        found = self._priors.get(key)
+        if found is None:
+            found = self._priors[key] = Prior()
+        return found
+
+    def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> Learnt:
+        """Return what is known of a model on a route: of a tenant, or where there are none."""
+        if tenant is not None:
+            found = tenant.learnt.get((model, route))
+            return found if found is not None else self.prior(model, route).common()
+        prior = self._priors.get((model, route))
+        return prior.base if prior is not None else self.prior(model, route).base
+
+    def _own(self, ask: Ask) -> Learnt:
+        """Return what a request is to teach."""
+        tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
+        if tenant is None:
+            return prior.base
+        key, known = (ask.model, ask.route), tenant.learnt
+        own = known.pop(key, None)
+        if own is None:
+            own = prior.first()
+            if len(known) >= MOST_LEARNT:
+                del known[next(iter(known))]
+        known[key] = own
+        prior.vote(tenant.name, own)
+        return own
+
+    def ask(
+        self,
+        route: Route,
+        model: str,
+        body: dict[str, Any],
+        body_bytes: int,
+        request_id: str,
+        tenant: Tenant | None = None,
+    ) -> Ask:
+        """Size a parsed body."""
+        learnt = self.learnt(model, route.name, tenant)
+        extent = measure(route.shape, body, learnt.media.tokens)
+        text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
+        prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
+        if extent.largest_text >= 0:
+            text, tokens = extent.largest_text, extent.largest_tokens
+            largest = _total(learnt, text, tokens)
+        error = int(learnt.error(text - tools, tools)) if text else 0
+        if extent.vague:
+            error += _vague_error(extent, learnt)
+        error = min(error, largest)
+        output, samples = _output(route, body) if route.generates else (None, 1)
+        # Positional, and the rest set after: this is done for every request.
+        ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
+        ask.extra_tokens = extent.tokens
+        ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
+        longest = max(MOST_PER_TOKEN, LONGER * learnt.bytes_per_token)
+        ask.least_prompt = int((text - tools) / longest)  # a template may leave tools out
+        if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
+            ask.least_prompt += tokens  # those of a template and of images are guesses
+        if extent.vague:
+            ask.media = None if extent.cut else _teaching(extent, learnt)
+            ask.text_bytes = 0
+            ask.whole = "not_text"
+        ask.counted = not (extent.text or extent.vague)
+        ask.countable = extent.plain and route.name in COUNTABLE
+        if route.generates:
+            usual = learnt.output
+            ask.expected_output = int(usual if output is None or output > usual else output)
+            ask.stream = is_true(body.get("stream"))
+        else:
+            ask.generates = False
+        ask.samples = samples * extent.prompts
+        if extent.cut:
+            ask.text_bytes = 0
+        if route.truncates or (body.get(CUT) is not None and route.name in CUTTING):
+            _cut(ask, count(body.get(CUT)), extent.prompts)
+        elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
+            _cut(ask, None, extent.prompts)
+        return ask
+
+    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+        """Take a worker's own count of the one prompt of an ask, and learn from it."""
+        self._see_prompt(ask, self._own(ask), prompt_tokens)
+        ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
+        ask.prompt_error, ask.most = 0, maxsize
+        ask.counted = True
+
+    def outgrew(self, ask: Ask, limit: int) -> None:
+        """Take a worker's word that an ask does not fit into so many tokens."""
+        if (more := limit + 1 - ask.needs) > 0:
+            ask.prompt_tokens += more
+            ask.largest_prompt += more
+        ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
+
+    def learn(self, ask: Ask, usage: Usage) -> None:
+        """Learn from an answer's usage."""
+        own = self._own(ask)
+        if not ask.counted:
+            self._see_prompt(ask, own, usage.prompt_tokens)
+        _see_output(ask, own, usage.completion_tokens)
+
+    def wrote(self, ask: Ask, tokens: int) -> None:
+        """Learn how much was written, all samples together."""
+        _see_output(ask, self._own(ask), tokens)
+
+    def knows_little(self, ask: Ask) -> bool:
+        """Whether a tenant has taught so little that each of its answers is worth learning from."""
+        if ask.tenant is None:
+            return False
+        own = ask.tenant.learnt.get((ask.model, ask.route))
+        return own is None or max(own.seen, own.outputs) < FEW
+
+    def _see_prompt(self, ask: Ask, own: Learnt, prompt_tokens: int) -> None:
+        if prompt_tokens <= 0 or ask.pinned:  # to what came before
+            return
+        if ask.media is not None:
+            own.media.see(ask.media, prompt_tokens)
+        elif ask.text_bytes:
+            tools = ask.tool_bytes
+            text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens
+            own.see_prompt(text, tokens, tools, ask.prompts)
+
+
+def _see_output(ask: Ask, own: Learnt, tokens: int) -> None:
+    if ask.generates and tokens > 0:
+        own.see_output(tokens / max(ask.samples, 1))
+
+
+def _vague_error(extent: Extent, learnt: Learnt) -> int:
+    """Return by how much the guessed part of a prompt may be off."""
+    if extent.media is None:
+        return extent.vague // 2
+    media = _media_tokens(extent)
+    return learnt.media.error(extent.media) + max(extent.vague - media, 0) // 2
+
+
+def _media_tokens(extent: Extent) -> int:
+    counts, sizes = extent.media or NONE, extent.sizes
+    return (
+        counts[IMAGE] * sizes[IMAGE] + counts[AUDIO] * sizes[AUDIO] + counts[VIDEO] * sizes[VIDEO]
+    )
+
+
+def _teaching(extent: Extent, learnt: Learnt) -> Media | None:
+    """Return a request's media, if nothing else of it is guessed."""
+    counts, tokens = extent.media, _media_tokens(extent)
+    if counts is None or extent.vague != tokens:
+        return None
+    text = extent.text - extent.tools
+    beside = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
+    return Media(counts, int(beside), learnt.error(text, extent.tools))
+
+
+def _total(learnt: Learnt, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
+    """Add what is estimated to what needs no estimate."""
+    if text or tools:
+        return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
+    return tokens
+
+
+def fit(ask: Ask, most: int, *, cuts_output: bool) -> None:
+    """Leave it to the worker with the largest context whether an ask fits that needs more.
+
+    An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
+    `cuts_output`: vLLM 0.32 cuts a limit to what the prompt leaves, if that is a token at least.
+    """
+    stated = ask.output_tokens
+    output = ask.generates if cuts_output or stated is None else stated
+    least = ask.least_prompt
+    if least < 0:
+        least = ask.largest_prompt - ask.prompt_error
+    if least + output > most:
+        return
+    if (stated or 0) > most and ask.route not in ANY_LIMIT:
+        return
+    ask.most = most
+    over = ask.largest_prompt + output - most
+    if over > 0:
+        ask.largest_prompt -= over
+        ask.prompt_tokens -= over
+        ask.prompt_error = max(ask.prompt_error - over, 0)  # nobody smaller should try
+
+
+def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
+    """Read how much each sample may write, and how many samples each prompt has."""
+    if route.shape is TOKENS:
+        inner = body.get("sampling_params")
+        body = inner if type(inner) is dict else {}
+    output = None
+    for key in OUTPUT_KEYS:
+        if key in body and body[key] is not None:
+            output = count(body[key])
+            break
+    else:
+        if route.shape is PROMPT:
+            output = COMPLETION_OUTPUT
+    samples = 1
+    if "n" in body or "best_of" in body:
+        for key in ("n", "best_of"):
+            samples = max(samples, min(_samples(body.get(key)), MOST_SAMPLES))
+    return output, samples
+
+
+def _samples(said: object) -> int:
+    """Read a number of samples; a text that is none to us may be any to a worker."""
+    found = count(said)
+    if found is None and type(said) is str:
+        return MOST_SAMPLES
+    return found or 1
+
+
+def _cut(ask: Ask, most: int | None, prompts: int) -> None:
+    """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
+    sure = ask.largest_prompt - ask.prompt_error
+    ask.sure_prompt = sure if most is None else min(sure, most)
+    if most is None:
+        ask.prompt_error = ask.largest_prompt
+        ask.least_prompt = 0
+    else:
+        ask.least_prompt = min(ask.least_prompt, most)
+        ask.prompt_tokens = min(ask.prompt_tokens, most * prompts)
+        ask.largest_prompt = min(ask.largest_prompt, most)
+        ask.prompt_error = min(ask.prompt_error, most)
+    ask.text_bytes = 0
+    ask.media = None
+    ask.countable = False

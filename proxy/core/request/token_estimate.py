@@ -1,0 +1,423 @@
+"""How much a request's body asks to be read: bytes of text, and tokens that need no estimate.
+
+It looks at the parsed body once and only at what becomes prompt. Nothing here trusts a type: what
+is not as it should be counts for nothing, and the worker will say 400 in its own words.
+
+Of messages, parts, prompts and the members of unusual messages it looks at so many and no more: the
+rest is counted by its length as JSON, which is a guess as an image's size is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.core.learned.media_tokens import AUDIO, FIRST_SIZES, IMAGE, NONE, VIDEO, Numbers
+from proxy.core.request.routes import Shape
+
+# What a chat template adds around each message, and once per conversation.
+TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
+# Media have no size before they are decoded: usual or learnt ones, which `vague` says are guesses.
+KINDS = (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO))
+EMBEDDED = "prompt_embeds"
+EMBEDDED_BYTES = 10_923  # of such a token: 4096 numbers of two bytes, in base64
+# A look takes up to a microsecond, and meanwhile nobody else is served.
+MOST_LOOKS = 20_000
+BYTES_OF_A_TOKEN = 4  # of what was not looked at
+# The length of a longer text is reckoned from so many of its letters, up to twice that: to encode
+# 100 KB takes 70 us, these 10 to 20. Off by a hundredth or so. Which letters nobody can know who
+# writes a text, or it would be long in all other places.
+LONG_TEXT, LETTERS = 16_384, 4096
+PACE, PHASE = random.uniform(0.5, 1.0), random.random()
+# Beyond this no limit is meant, and arithmetic on charges should stay sane.
+MOST = 2**31
+# What pydantic, and so vLLM, takes for a whole number from 0 up in a text.
+NUMBER = re.compile(r"\s*(\+?[0-9]+(?:_[0-9]+)*|-0+(?:_0+)*)(?:\.0+)?\s*")
+LONGEST_NUMBER = 40
+
+JSON = Any
+
+
+@dataclass(slots=True)
+class Extent:
+    """What was found."""
+
+    text: int = 0  # bytes, all prompts together
+    tools: int = 0  # of those, what describes tools, and documents beside a chat
+    tokens: int = 0  # that need no estimate, all prompts together
+    vague: int = 0  # of those, guessed: images and their like
+    media: Numbers | None = None  # how many of each kind, all prompts together
+    largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
+    largest_tokens: int = 0
+    prompts: int = 1
+    plain: bool = False  # one prompt of text alone, which /tokenize can count
+    cut: bool = False  # whether there is more text, which the body has the worker cut off
+    looks: int = MOST_LOOKS  # that are left
+    sizes: Numbers = FIRST_SIZES  # tokens of one of each kind of media
+
+
+def measure(shape: Shape, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES) -> Extent:
+    """Read what matters of a body. `sizes`: what one of each kind of media comes to."""
+    extent = Extent(sizes=sizes)
+    reader = READERS.get(shape)
+    if reader is not None:
+        reader(extent, body)
+    return extent
+
+
+def count(value: object) -> int | None:
+    """Read a number of tokens as vLLM would; None for what it would refuse or what is absent."""
+    if type(value) is int:
+        return min(value, MOST) if value >= 0 else None
+    if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
+        return int(min(value, MOST))
+    if type(value) is str and len(value) < LONGEST_NUMBER and (said := NUMBER.fullmatch(value)):
+        return min(int(said[1]), MOST)
+    return int(value) if type(value) is bool else None
+
+
+def text_bytes(text: str) -> int:
+    """Its length in UTF-8; of a long text that is not ASCII, about that."""
+    if text.isascii():
+        return len(text)
+    length = len(text)
+    if length <= LONG_TEXT:
+        return len(text.encode("utf-8", "surrogatepass"))
+    step = int(length / LETTERS * PACE) | 1  # odd: columns of a table are often even
+    some = text[int(step * PHASE) :: step]
+    return len(some.encode("utf-8", "surrogatepass")) * length // len(some)
+
+
+def json_bytes(value: JSON) -> int:
+    """Its length as JSON, as a chat template would print it."""
+    try:
+        return len(orjson.dumps(value))
+    except (TypeError, RecursionError):  # nested deeper than it can print
+        return _walked(value)
+
+
+def _walked(value: JSON) -> int:
+    """Add up the texts within, and a sign or two for all else."""
+    found, left = 0, [value]
+    while left:
+        each = left.pop()
+        found += len(each) if type(each) is str else 2
+        if type(each) is list:
+            left += each
+        elif type(each) is dict:
+            left += each.values()
+    return found
+
+
+def _longest(prompts: list[JSON]) -> int:
+    """Say how long the longest of those is that are not looked at, about."""
+    if not {str, list} & set(map(type, prompts)):
+        return 0
+    sizes = [len(p) if type(p) is str else 4 * len(p) if type(p) is list else 0 for p in prompts]
+    return max(sizes, default=0)
+
+
+def _some(extent: Extent, values: list[JSON]) -> list[JSON]:
+    """Take what may be looked at of a list, from its start; the rest is guessed."""
+    left = extent.looks
+    if len(values) <= left:
+        extent.looks = left - len(values)
+        return values
+    extent.looks = 0
+    _guess(extent, values[left:])
+    return values[:left]
+
+
+def _guess(extent: Extent, unseen: JSON) -> None:
+    tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
+    extent.tokens += tokens
+    extent.vague += tokens
+
+
+def _conversation(extent: Extent, messages: JSON) -> None:
+    if type(messages) is not list:
+        return
+    extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE * len(messages)
+    text = 0
+    for message in _some(extent, messages):
+        if type(message) is not dict:
+            continue
+        members = len(message)
+        if members > 2:
+            if members > extent.looks:
+                extent.looks = 0
+                _guess(extent, message)
+                continue
+            extent.looks -= members
+        content = message.get("content")
+        if type(content) is str:
+            text += len(content) if content.isascii() else text_bytes(content)
+        elif type(content) is list:
+            _parts(extent, content)
+        if members > 2 or content is None:  # tool calls, names, thoughts
+            for key, value in message.items():
+                if key == "output" and type(value) is list:  # of a tool, where it is an item
+                    _parts(extent, value)
+                elif key not in ("role", "content"):
+                    text += _loose(value)
+    extent.text += text
+
+
+def _loose(value: JSON) -> int:
+    if type(value) is str:
+        return text_bytes(value)
+    return json_bytes(value) if type(value) in (list, dict) else 0
+
+
+def _parts(extent: Extent, parts: list[JSON], *, nested: bool = False) -> None:
+    for part in _some(extent, parts):
+        if type(part) is str:
+            extent.text += text_bytes(part)
+        elif type(part) is dict:
+            _part(extent, part, nested=nested)
+
+
+def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
+    text = part.get("text")
+    if type(text) is str:
+        extent.text += text_bytes(text)
+        return
+    kind = part.get("type")
+    if type(kind) is not str:
+        kind = " ".join(part)  # vLLM takes {"image_url": "..."}, too
+    for word, which in KINDS:
+        if word in kind:
+            _media(extent, which, 1)
+            return
+    if EMBEDDED in kind:
+        tokens = 1 + json_bytes(part) // EMBEDDED_BYTES
+        extent.tokens += tokens
+        extent.vague += tokens
+        return
+    inner = part.get("content")  # the result of a tool
+    if type(inner) is list and not nested:
+        _parts(extent, inner, nested=True)
+    else:
+        extent.text += _loose(inner if inner is not None else part)
+
+
+def _media(extent: Extent, kind: int, number: int) -> None:
+    """Count media of a kind."""
+    tokens = number * extent.sizes[kind]
+    extent.tokens += tokens
+    extent.vague += tokens
+    images, audios, videos = extent.media or NONE
+    if kind == IMAGE:
+        images += number
+    elif kind == AUDIO:
+        audios += number
+    else:
+        videos += number
+    extent.media = images, audios, videos
+
+
+def _add_media(extent: Extent, one: Extent, times: int = 1) -> None:
+    """Count the media of a part `times` over; their tokens are counted elsewhere."""
+    if one.media is not None:
+        images, audios, videos = extent.media or NONE
+        more = one.media
+        extent.media = (
+            images + times * more[IMAGE],
+            audios + times * more[AUDIO],
+            videos + times * more[VIDEO],
+        )
+
+
+def _chat(extent: Extent, body: dict[str, JSON]) -> None:
+    _conversation(extent, body.get("messages"))
+    system = body.get("system")
+    if system is not None:
+        _parts(extent, system if type(system) is list else [system])
+    _beside(extent, body)
+    extent.plain = not (extent.vague or body.get("documents"))  # of which /tokenize knows nothing
+
+
+def _beside(extent: Extent, body: dict[str, JSON]) -> None:
+    """Count what a template may print or leave out: learnt apart from text."""
+    documents = body.get("documents")
+    if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
+        documents = more.get("documents")
+    for each in (body.get("tools"), documents):
+        if each:
+            extent.tools += _loose(each)
+    extent.text += extent.tools
+
+
+def _chats(extent: Extent, body: dict[str, JSON]) -> None:
+    conversations = body.get("messages")
+    if type(conversations) is list:
+        _many(extent, conversations, _conversation)
+
+
+def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], None]) -> None:
+    extent.prompts = max(len(prompts), 1)
+    largest, largest_size = Extent(), -1
+    seen = _some(extent, prompts)
+    for prompt in seen:
+        one = Extent(looks=extent.looks, sizes=extent.sizes)
+        read(one, prompt)
+        extent.looks = one.looks
+        extent.text += one.text
+        extent.tokens += one.tokens
+        extent.vague += one.vague
+        _add_media(extent, one)
+        size = one.text + 4 * one.tokens
+        if size > largest_size:
+            largest, largest_size = one, size
+    if len(seen) < len(prompts) and (longest := _longest(prompts[len(seen) :])) > largest_size:
+        largest = Extent(text=longest)
+    extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
+
+
+def _one(extent: Extent, prompt: JSON) -> None:
+    """Text, token ids, or content in parts."""
+    if type(prompt) is str:
+        extent.text += text_bytes(prompt)
+    elif type(prompt) is list:
+        if prompt and type(prompt[0]) is int:
+            extent.tokens += len(prompt)
+        else:
+            _parts(extent, prompt)
+    elif type(prompt) is dict:
+        _parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
+
+
+def _prompt(extent: Extent, prompt: JSON) -> None:
+    if type(prompt) is list and prompt and type(prompt[0]) is not int:
+        if type(prompt[0]) is dict and "role" in prompt[0]:
+            _conversation(extent, prompt)
+        else:
+            _many(extent, prompt, _one)
+    else:
+        _one(extent, prompt)
+
+
+def _completion(extent: Extent, body: dict[str, JSON]) -> None:
+    prompt, embedded = body.get("prompt"), body.get(EMBEDDED)
+    if not embedded:
+        _prompt(extent, prompt)
+        extent.plain = type(prompt) is str
+        return
+    # Each is a prompt, beside those that are text or token ids.
+    blobs = embedded if type(embedded) is list else [embedded]
+    seen = blobs[: extent.looks]  # which `_many` counts
+    prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in seen]
+    if unseen := len(blobs) - len(seen):
+        _guess(extent, blobs[len(seen) :])
+    if type(prompt) is list and prompt and type(prompt[0]) is not int:
+        prompts += prompt
+    elif prompt is not None:
+        prompts.append(prompt)
+    _many(extent, prompts, _one)
+    extent.prompts += unseen
+
+
+def _input(extent: Extent, body: dict[str, JSON]) -> None:
+    for key in ("input", "messages", "texts", "inputs", "images"):
+        value = body.get(key)
+        if value is None:
+            continue
+        if key == "images" and type(value) is list:
+            _media(extent, IMAGE, len(value))
+            extent.largest_text, extent.largest_tokens = 0, extent.sizes[IMAGE]
+        elif key == "messages":
+            _conversation(extent, value)
+        else:
+            _prompt(extent, value)
+        return
+
+
+def _response(extent: Extent, body: dict[str, JSON]) -> None:
+    items = body.get("input")
+    if type(items) is list:
+        _conversation(extent, items)
+    else:
+        _one(extent, items)
+        extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+    extent.text += _loose(body.get("instructions"))
+    _beside(extent, body)
+
+
+def _tokens(extent: Extent, body: dict[str, JSON]) -> None:
+    ids = body.get("token_ids")
+    if type(ids) is list:
+        extent.tokens = len(ids)
+
+
+PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "data_2", "text_2"))
+PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # each text is cut to so many; 0: is not
+BYTES_KEPT = 4  # per token, of what is cut
+
+
+def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
+    cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
+    sizes = extent.sizes
+    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS, sizes)
+    right = _side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
+    repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
+    extent.prompts = right.prompts
+    extent.text = repeats * left.text + right.text
+    extent.tokens = repeats * left.tokens + right.tokens
+    extent.vague = repeats * left.vague + right.vague
+    _add_media(extent, left, repeats)
+    _add_media(extent, right)
+    extent.largest_text = left.largest_text + right.largest_text
+    extent.largest_tokens = left.largest_tokens + right.largest_tokens
+    extent.cut = left.cut or right.cut
+
+
+def _side(
+    body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
+) -> Extent:
+    """Measure one side's prompts together, with the longest text and the most tokens of one."""
+    value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
+    many = type(value) is list and bool(value) and type(value[0]) is not int
+    prompts = value if many else [value]
+    side = Extent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
+    seen = _some(side, prompts)
+    for prompt in seen:
+        text, tokens = side.text, side.tokens
+        _one(side, prompt)
+        if most and side.text - text > most * BYTES_KEPT:
+            side.text = text + most * BYTES_KEPT
+            side.cut = True
+        side.largest_text = max(side.largest_text, side.text - text)
+        side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
+    if len(seen) < len(prompts):
+        longest = _longest(prompts[len(seen) :])
+        side.largest_text = max(side.largest_text, min(longest, most * BYTES_KEPT or longest))
+    return side
+
+
+def _state(extent: Extent, body: dict[str, JSON]) -> None:
+    for key in ("state", "questions", "instructions"):
+        extent.text += _loose(body.get(key))
+
+
+def _form(extent: Extent, body: dict[str, JSON]) -> None:
+    _media(extent, AUDIO, 1)
+    extent.text = _loose(body.get("prompt"))
+
+
+READERS: dict[Shape, Callable[[Extent, dict[str, JSON]], None]] = {
+    Shape.CHAT: _chat,
+    Shape.CHATS: _chats,
+    Shape.PROMPT: _completion,
+    Shape.INPUT: _input,
+    Shape.RESPONSE: _response,
+    Shape.TOKENS: _tokens,
+    Shape.PAIRS: _pairs,
+    Shape.STATE: _state,
+    Shape.FORM: _form,
+}

@@ -1,0 +1,250 @@
+"""Where a request goes: the workers that may be given it, the rule's choice of them, and why.
+
+Whose turn it is has been settled before: see `router`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.kv_links import Links
+from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.remote_load import Others
+from proxy.core.fleet.worker import Worker
+from proxy.core.learned.traffic import Traffic
+from proxy.core.learned.transfer_time import TransferTimes
+from proxy.core.model.settings import RouterSettings
+from proxy.core.model.specs import Score
+from proxy.core.model.types import Ask, Reason, Refusal
+from proxy.core.queue import fairness
+from proxy.core.queue.latency_admission import AdmissionSettings, placed_too_late
+from proxy.core.queue.queue import Queue
+from proxy.core.routing import candidates as candidate_rules
+from proxy.core.routing import handover_cost
+from proxy.core.routing.registry import rule
+from proxy.core.routing.view import View
+from proxy.core.tenants.tenants import Rank
+
+BATCH = Rank.BATCH
+NOBODY: frozenset[Worker] = frozenset()
+
+
+def _is_late(decision: Decision, others: Others, now: float) -> bool:
+    """Whether other processes have left no room where a request was to go."""
+    handover = decision.handover
+    if handover is not None and others.have_filled(handover.prefill, now):
+        return True
+    return others.have_filled(decision.worker, now)
+
+
+class Placer:
+    """The router's lowest floor."""
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.prefixes = fleet.prefixes
+        self.queue = Queue(
+            settings.queue_requests,
+            settings.queue_bytes,
+            settings.queue_wait_s,
+            settings.queue_tokens,
+            settings.fairness,
+        )
+        self.decisions: dict[tuple[str, Reason], int] = {}
+        self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
+        self.transfers: dict[str, TransferTimes] = {}  # by model
+        self.traffic: dict[str, Traffic] = {}
+        self.links = Links()
+        self._rule = rule(settings.policy)
+        fleet.rank_by(self._rule.rank)
+
+    def _place(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[Worker],
+        *,
+        explain: bool,
+        aged: bool = False,
+        free: bool = False,
+        late: bool = False,
+        admission: AdmissionSettings | None = None,
+    ) -> Lease | Refusal | None:
+        others, whole = self.fleet.others, ask.whole
+        view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+        while decision is not None and others is not None and _is_late(decision, others, now):
+            ask.whole = whole
+            view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+        if decision is None:
+            return None
+        if admission is not None:
+            refusal = placed_too_late(admission, ask, decision, now)
+            if refusal is not None:
+                return self._refused(ask.model, refusal)
+        if view.pool.decodes and self.settings.transfer:
+            decision.whether = handover_cost.why(decision, view)
+            key = ask.model, decision.whether
+            self.handovers[key] = self.handovers.get(key, 0) + 1
+        if tried:
+            decision = replace(decision, reason=Reason.RETRY)
+        worker = decision.worker
+        lease = self.fleet.charge(ask, decision, now)
+        if ask.tenant is not None:
+            ask.free, halves = free, decision.handover
+            cached = decision.cached_tokens if halves is None else halves.cached_tokens
+            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
+        if ask.prefix:  # a decode worker has it when it has come: see `leases`
+            first = worker if decision.handover is None else decision.handover.prefill
+            self.prefixes.record(ask.prefix, first.index)
+        self._count(ask.model, decision.reason)
+        return lease
+
+    def _decide(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[Worker],
+        *,
+        explain: bool,
+        aged: bool,
+        late: bool,
+    ) -> tuple[View, Decision | None]:
+        """Find the best place there is, and by what."""
+        view = self._look(ask, now, tried, explain=explain)
+        fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
+        if in_the_gaps:
+            candidate_rules.keep_to_the_gaps(view, fair)
+        candidates = view.candidates
+        decision = self._choose(view)
+        if decision is None and late and not in_the_gaps and view.handing is not None:
+            decision = self._choose_late(view, view.handing, candidates)
+        if (
+            in_the_gaps
+            and decision is not None
+            and candidate_rules.is_in_the_way(decision, view, fair)
+        ):
+            candidate_rules.keep_out_of_the_way(view, fair)
+            decision = self._choose(view)
+        return view, decision
+
+    def _choose(self, view: View) -> Decision | None:
+        while view.candidates:
+            decision = self._rule.choose(view)
+            if decision is None or view.handing is None:
+                return decision
+            refined = handover_cost.refine(decision, view)
+            if refined is not None:
+                return refined
+            full = decision.worker  # another decode worker may have room
+            view.candidates = [worker for worker in view.candidates if worker is not full]
+        return None
+
+    def _choose_late(
+        self, view: View, handing: handover_cost.Handing, candidates: list[Worker]
+    ) -> Decision | None:
+        """Choose for one that has waited for long for a decode worker to have room."""
+        ask, view.candidates = view.ask, candidates
+        # For a seat alone: served whole it would wait for the same one, and then stop others.
+        handing.stands = True
+        if (decision := self._choose(view)) is not None:
+            one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0
+            return None if one_is_ahead else decision
+        view.handing = None
+        view.candidates = [w for w in candidates if handover_cost.may_queue(w, ask)]
+        decision = self._choose(view)
+        if decision is not None:
+            ask.whole = handover_cost.Why.NO_ROOM
+        return decision
+
+    def _look(self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool) -> View:
+        queue = self.queue
+        about = queue.length > 0 or queue.elsewhere is not None
+        waiting = about and queue.waiting(ask.model, long=True) > 0
+        traffic = self.traffic_of(ask.model)
+        view = candidate_rules.look(
+            self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
+        )
+        pool = view.pool
+        if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
+            return view
+        # The last try is for one worker alone: its chance of success is the best.
+        if not tried or len(tried) < self.settings.max_attempts - 1:
+            links, within_s = self.links, self.settings.transfer_within_s
+            best = handover_cost.choose_prefill(
+                pool.prefills, ask, now, view.held, tried, links, pool.all
+            )
+            if best is not None:
+                time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
+                shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+                view.handing = handover_cost.Handing(*best, time, above, links, within_s, shorts)
+        return view
+
+    def transfer_times(self, model: str) -> TransferTimes:
+        """Show what is known of a model's transfers."""
+        found = self.transfers.get(model)
+        if found is None:
+            found = self.transfers[model] = TransferTimes()
+        return found
+
+    def _saw(self, ask: Ask, now: float) -> None:
+        if not ask.computes:
+            return
+        traffic = self.traffic_of(ask.model)
+        if not ask.long:
+            traffic.saw_short(now)
+            return
+        pool = self.fleet.pool(ask.model)
+        likely = pool.for_longs or pool.all
+        token_s = likely[0].pace.token_s if likely else 0.0
+        traffic.saw_long(now, ask.prompt_tokens * token_s)
+
+    def traffic_of(self, model: str) -> Traffic:
+        """Show what was asked of a model lately."""
+        found = self.traffic.get(model)
+        if found is None:
+            found = self.traffic[model] = Traffic()
+        return found
+
+    # Telling
+
+    def explain(self, ask: Ask, now: float) -> Decision | Refusal:
+        """Say where a request would go now, with the score of every worker."""
+        self.fleet.settle(now)
+        view = self._look(ask, now, NOBODY, explain=True)
+        decision = self._choose(view)
+        scored = {score.worker: score for score in decision.scores} if decision else {}
+        scores = tuple(
+            candidate_rules.with_panic(
+                scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
+            )
+            for w in self.fleet.of(ask.model)
+        )
+        if decision is not None:
+            asked = view.pool.decodes and self.settings.transfer
+            whether = handover_cost.why(decision, view) if asked else ""
+            return replace(decision, scores=scores, whether=whether)
+        if (refusal := candidate_rules.hopeless(self.fleet, ask, now, NOBODY)) is None:
+            message = (
+                "It would wait: every worker that can hold it is full, kept for longs, or not "
+                "probed yet."
+            )
+            refusal = Refusal(429, Reason.FLEET_FULL, message)
+        return replace(refusal, scores=scores)
+
+    def _note(self, worker: Worker, view: View) -> str:
+        barred = self.links.note(worker, view.now)
+        return (
+            barred
+            or candidate_rules.note(worker, view.ask, view.now)
+            or self._rule.note(worker, view)
+        )
+
+    def _refused(self, model: str, refusal: Refusal) -> Refusal:
+        self._count(model, refusal.reason)
+        return refusal
+
+    def _count(self, model: str, reason: Reason) -> None:
+        key = (model, reason)
+        self.decisions[key] = self.decisions.get(key, 0) + 1

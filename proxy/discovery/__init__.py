@@ -1,0 +1,1 @@
+"""Workers found through Kubernetes, DNS and endpoint files."""

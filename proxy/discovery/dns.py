@@ -1,0 +1,70 @@
+"""Look a pool's workers up by a name that resolves to all of them, as a headless Service's does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from dataclasses import replace
+
+from proxy.config import PoolConfig
+from proxy.discovery.endpoints import (
+    DEFAULT_PORT,
+    Endpoint,
+    Endpoints,
+    Listener,
+    by_address,
+    name_of,
+)
+from proxy.net.resolver import NAMES, NOBODY
+
+# A resolver may leave some out of one answer, and a worker that is busy may fail one check: it gets
+# nothing new from the first answer without it, and is gone after so many.
+MISSED = 3
+
+
+class Dns:
+    """Where a pool's workers are, by DNS: an address each, and no more is known of them."""
+
+    def __init__(self, every_s: float, pool: PoolConfig) -> None:
+        self._every_s = every_s
+        self._pool = pool
+        self._known: dict[str, Endpoint] = {}
+        self._missed: Counter[str] = Counter()
+
+    async def run(self, listener: Listener) -> None:
+        """Tell the listener until cancelled."""
+        while True:
+            try:
+                listener.told(self._seen(await self._look_up()))
+            except OSError as error:
+                listener.trouble(f"{self._pool.dns} can't be looked up: {error}")
+            await asyncio.sleep(self._every_s * random.uniform(0.9, 1.1))
+
+    async def _look_up(self) -> set[str]:
+        """Return the addresses; those of both families would be every worker twice."""
+        try:
+            found = await NAMES.look_up(self._pool.dns or "")
+        except socket.gaierror as error:
+            if error.errno in NOBODY:
+                return set()
+            raise
+        return {host for host in found if ":" not in host} or set(found)
+
+    def _seen(self, hosts: set[str]) -> Endpoints:
+        port = self._pool.port if isinstance(self._pool.port, int) else DEFAULT_PORT
+        found = {}
+        for host in hosts:
+            name = name_of(by_address(self._pool.name, host))
+            found[name] = Endpoint(name, host, port, scheme=self._pool.scheme)
+            del self._missed[name]
+        for name, endpoint in self._known.items():
+            if name not in found:
+                self._missed[name] += 1
+                if self._missed[name] < MISSED:
+                    found[name] = replace(endpoint, ready=False)
+                else:
+                    del self._missed[name]
+        self._known = dict(sorted(found.items()))
+        return self._known

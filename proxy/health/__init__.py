@@ -1,0 +1,1 @@
+"""Probes of the workers, their metrics and warm-up."""

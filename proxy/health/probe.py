@@ -1,0 +1,228 @@
+"""Ask every worker how it is, each second.
+
+Each worker has a task of its own, so one that hangs delays nobody. What counts as health is /health
+alone, and the models when they are asked for: a worker whose /metrics is out of order still serves.
+The models are asked for at first, and whenever the worker may have been started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from proxy.config import ProbeConfig
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.model.types import Role
+from proxy.errors import a_few
+from proxy.health.probe_client import Models, ProbeError, Questions, SilentError
+from proxy.health.worker_metrics import parse
+
+if TYPE_CHECKING:
+    from proxy.core.router import Router
+
+logger = logging.getLogger(__name__)
+
+LOOK_AROUND_S = 0.2  # for workers that were added
+MODELS_EVERY_S = 10.0  # adapters come and go while a worker runs
+MOST_SAID = 200  # characters of what is wrong, kept to be shown
+MOVING = frozenset([Role.PREFILL, Role.DECODE])
+
+
+class Prober:
+    """Watches all workers of a router's fleet; `settings` may be replaced at any time."""
+
+    def __init__(
+        self,
+        router: Router,
+        settings: ProbeConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.fleet = router.fleet
+        self.settings = settings
+        self.clock = clock
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        watches: dict[Worker, asyncio.Task[None]] = {}
+        try:
+            while True:
+                watches = {w: task for w, task in watches.items() if not task.done()}
+                for worker in self.fleet:
+                    if worker not in watches:
+                        watches[worker] = asyncio.create_task(self._watch(worker))
+                await asyncio.sleep(LOOK_AROUND_S)
+        finally:
+            for task in watches.values():
+                task.cancel()
+            await asyncio.gather(*watches.values(), return_exceptions=True)
+
+    async def _watch(self, worker: Worker) -> None:
+        with closing(Watch(self, worker)) as watch:
+            while watch.of_interest:
+                started = self.clock()
+                await watch.once()
+                # Not in step with each other: a page is parsed on the loop that relays the streams.
+                pause = self.settings.interval_s * random.uniform(0.9, 1.1)
+                await asyncio.sleep(max(pause - (self.clock() - started), 0))
+
+
+class Watch:
+    """One worker under observation."""
+
+    def __init__(self, prober: Prober, worker: Worker) -> None:
+        self._prober = prober
+        self._fleet = prober.fleet
+        self._worker = worker
+        self._spec: WorkerSpec | None = None  # whom the questions are for
+        self._questions: Questions | None = None
+        self._models_known_at = -math.inf
+        self._models: Models | None = None  # as they were told last
+        self._contexts = 0, 0  # stated and told, as they were compared last
+        self._gauges: Gauges | None = None
+        self._said: str | None = None  # the complaint that was logged last
+        self._been_up = False
+        self._written = 0
+
+    @property
+    def of_interest(self) -> bool:
+        """Whether it is still in the fleet; a namesake added later is somebody else."""
+        return self._fleet.get(self._worker.name) is self._worker
+
+    async def once(self) -> None:
+        """Probe it, and tell the fleet."""
+        why = None
+        try:
+            models, gauges = await self._ask()
+        except SilentError as error:
+            if self._writes():
+                return  # too busy with answers to answer us: to call it down would cut them off
+            why = str(error)
+        except ProbeError as error:
+            why = str(error)
+        except Exception as error:  # whatever it is, watching must go on
+            logger.exception("worker %s: the probe itself failed", self._worker.name)
+            why = repr(error)
+        if not self.of_interest:
+            return
+        if why is not None:
+            self._failed(why)
+            return
+        self._succeeded(models, gauges)
+
+    def _writes(self) -> bool:
+        """Whether it has sent tokens since this was asked last."""
+        before, self._written = self._written, self._worker.written
+        return self._written != before
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        if self._questions is not None:
+            self._questions.close()
+
+    def _to_ask(self) -> Questions:
+        """Return the questions for the worker as it is stated now."""
+        spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
+        if self._questions is None or spec is not self._spec:
+            self.close()
+            self._spec = spec
+            self._questions = Questions(spec.url, spec.api_key, timeout_s, spec.tls)
+        self._questions.timeout_s = timeout_s
+        return self._questions
+
+    async def _ask(self) -> tuple[Models | None, Gauges | None]:
+        """Ask what has to be asked; models are None when they are known already."""
+        questions = self._to_ask()
+        await questions.health()
+        gauges = await self._read_gauges(questions)
+        if restarted(self._gauges, gauges):
+            self._models_known_at = -math.inf
+            # Its cache is as empty as its new process.
+            self._fleet.prefixes.forget(self._worker.index)
+            self._worker.up_since = self._prober.clock()
+        known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
+        return (None if known else await questions.served()), gauges
+
+    async def _read_gauges(self, questions: Questions) -> Gauges | None:
+        try:
+            page = await questions.metrics()
+            return parse(page, self._prober.clock(), moves=self._worker.role in MOVING)
+        except ProbeError as error:
+            logger.debug("worker %s: %s", self._worker.name, error)
+            return None
+
+    def _succeeded(self, models: Models | None, gauges: Gauges | None) -> None:
+        name = self._worker.name
+        if models is not None:
+            self._models_known_at = self._prober.clock()
+            self._take(models)
+            self._compare_contexts()
+        if gauges:
+            self._gauges = gauges
+            self._fleet.set_gauges(name, gauges)
+        else:
+            self._fleet.no_gauges(name, self._prober.clock())
+        if self._fleet.probe_ok(name, self._prober.clock()):
+            logger.info("worker %s is up", name)
+            self._been_up = True
+            self._said = None
+
+    def _take(self, models: Models) -> None:
+        """Tell the fleet what the worker serves, before it can be given anything."""
+        worker = self._worker
+        if models == self._models:
+            return
+        self._models = models
+        if not models:
+            logger.warning("worker %s does not list its models to us: see its api_key", worker.name)
+            return
+        lengths = [card.length for card in models.values() if card.length is not None]
+        own = models.get(worker.model)
+        length = (own.length if own else None) or min(lengths, default=None)
+        origins = {name: (card.root, card.parent) for name, card in models.items()}
+        self._fleet.set_served(worker.name, models, length, origins)
+        if worker.model not in models:
+            names = a_few(models)
+            logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
+
+    def _compare_contexts(self) -> None:
+        """Say once that less is told than is stated; either may change."""
+        worker = self._worker
+        contexts = stated, told = worker.spec.max_model_len or 0, worker.told_max_model_len or 0
+        if contexts != self._contexts and stated > told > 0:
+            logger.warning(
+                "worker %s holds %d tokens, not the %d that are stated of it",
+                worker.name,
+                told,
+                stated,
+            )
+        self._contexts = contexts
+
+    def _failed(self, why: str) -> None:
+        # It may come back with another model: ask again then.
+        self._models_known_at = -math.inf
+        self._fleet.probe_failed(self._worker.name, self._prober.clock(), why[:MOST_SAID])
+        if not self._worker.up and why != self._said:
+            if self._been_up:
+                logger.warning("worker %s is down: %s", self._worker.name, why)
+            else:  # it may still load
+                logger.info("worker %s is not up yet: %s", self._worker.name, why)
+            self._said = why
+
+
+def restarted(before: Gauges | None, after: Gauges | None) -> bool:
+    """Whether a worker was started anew between two pages: it says so, or its counts fell."""
+    if before is None or after is None:
+        return False
+    if before.extra.get("started") != after.extra.get("started"):
+        return True
+    return (
+        after.prompt_tokens_total < before.prompt_tokens_total
+        or after.generation_tokens_total < before.generation_tokens_total
+    )

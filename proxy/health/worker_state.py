@@ -1,0 +1,26 @@
+"""The state of a worker, as the admin API and the status page show it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from proxy.core.fleet.worker import Worker
+from proxy.health.breaker_log import why_it_rests
+
+State = Literal["starting", "up", "down", "wrong_model", "resting", "draining", "drained"]
+
+
+def state(worker: Worker) -> State:
+    """Name the state of a worker; of several, the one that keeps requests from it longest."""
+    if worker.draining:
+        return "draining" if worker.requests or worker.pinned else "drained"
+    if not worker.up:
+        return "down" if worker.probed else "starting"
+    if worker.strays:
+        return "wrong_model"
+    return "up" if worker.breaker.closed else "resting"
+
+
+def why_not(worker: Worker, now: float) -> str:
+    """Say what keeps requests from a worker, where it is more than its state says."""
+    return why_it_rests(worker, now) if state(worker) == "resting" else worker.why

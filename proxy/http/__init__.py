@@ -1,0 +1,1 @@
+"""HTTP without connections: heads, bodies, server-sent events and error formats."""

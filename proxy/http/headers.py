@@ -1,0 +1,113 @@
+"""HTTP as the router speaks it: headers that stay behind, answers of its own, and their errors.
+
+What is ambiguous is refused, not repaired: two servers that read one message differently are how
+requests get smuggled. llhttp, strict as it is by default, refuses most of it; `request` and
+`response` add what it lets pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+
+from proxy.core.model.types import Reason, Refusal
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+LONGEST_NUMBER = 10  # of seconds: no worker means so many
+
+# Headers that are looked at, by whether they pass on as they are. Those of one hop do not (RFC
+# 9110, 7.6.1), nor do those that are written anew: framing, Host, the id.
+REQUEST_HEADERS = {
+    b"accept": True,
+    b"api-key": True,
+    b"authorization": False,
+    b"connection": False,
+    b"content-length": False,
+    b"content-type": True,
+    b"endpoint-load-metrics-format": True,
+    b"expect": False,
+    b"host": False,
+    b"http2-settings": False,
+    b"keep-alive": False,
+    b"origin": True,
+    b"proxy-authorization": False,
+    b"proxy-connection": False,
+    b"te": False,
+    b"traceparent": True,
+    b"trailer": False,
+    b"transfer-encoding": False,
+    b"upgrade": False,
+    b"x-api-key": True,
+    b"x-data-parallel-rank": True,
+    b"x-explain": False,
+    b"x-request-id": False,
+    b"x-route": False,  # it is ours to say, in answers
+    b"x-vllm-priority": True,
+}
+RESPONSE_HEADERS = {
+    b"connection": False,
+    b"content-encoding": True,
+    b"content-length": False,
+    b"content-type": True,
+    b"keep-alive": False,
+    b"proxy-authenticate": False,
+    b"proxy-connection": False,
+    b"retry-after": True,
+    b"te": False,
+    b"trailer": False,
+    b"transfer-encoding": False,
+    b"upgrade": False,
+    b"x-request-id": False,
+    b"x-route": False,
+}
+
+STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus
+}
+
+
+class RefusedError(Exception):
+    """The end of a connection: who can tell where the next request would start?"""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def malformed(message: str, status: int = 400) -> RefusedError:
+    """Describe what is wrong with a message."""
+    return RefusedError(Refusal(status, Reason.BAD_REQUEST, message))
+
+
+def status_line(status: int) -> bytes:
+    """Return the first line of an answer."""
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def seconds(value: bytes) -> float | None:
+    """Read a Retry-After, which may be a number or a date."""
+    if value.isdigit():
+        return float(value) if len(value) < LONGEST_NUMBER else None
+    try:
+        until = parsedate_to_datetime(value.decode("latin-1")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return max(until - time.time(), 0.0)
+
+
+def tokens(value: bytes) -> list[bytes]:
+    """Split a header that is a list."""
+    return [token.strip().lower() for token in value.split(b",")]
+
+
+def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
+    """Leave out headers by name; a header is four pieces: name, colon, value, line end."""
+    drop = frozenset(names)
+    kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]
+    return [piece for at in kept for piece in lines[at : at + 4]]

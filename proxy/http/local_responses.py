@@ -1,0 +1,93 @@
+"""Answers of the router's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from proxy.core.fleet.leases import Decision
+from proxy.core.model.specs import Score
+from proxy.core.model.types import NONE, Reason, Refusal
+from proxy.http.error_formats import error_for
+from proxy.http.headers import JSON, status_line
+
+if TYPE_CHECKING:
+    from proxy.http.request import Request
+
+
+def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
+    """Write where a request went and why: `s0; reason=short_pool; s0=0.0120; l0=0.2500 (busy)`."""
+    parts = [worker, f"reason={reason}"]
+    for score in scores:
+        note = f" ({score.note})" if score.note else ""
+        parts.append(f"{score.worker}={shown_s(score.total)}{note}")
+    return "; ".join(parts).encode("ascii", "replace")
+
+
+def shown_s(seconds: float) -> str:
+    """Write a cost; one that rounding made a little less than nothing is nothing."""
+    return f"{seconds:z.4f}"
+
+
+def decision_header(decision: Decision) -> bytes:
+    """Write where a request went and why; of a hand-over, both workers: `d0; prefill=p0; ...`.
+
+    Where it might have been one, `d0; handover=not_worth_it; ...`.
+    """
+    name, handover = decision.worker.name, decision.handover
+    if handover is not None:
+        name = f"{name}; prefill={handover.prefill.name}"
+    elif decision.whether:
+        name = f"{name}; handover={decision.whether}"
+    return route_header(name, decision.reason, decision.scores)
+
+
+def answer(
+    status: int,
+    body: bytes,
+    content_type: bytes = JSON,
+    *,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    keep_alive: bool = True,
+    bodiless: bool = False,
+) -> bytes:
+    """Write an answer of the router's own; `bodiless` for HEAD."""
+    pieces = [status_line(status)]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    if body:
+        pieces += (b"Content-Type: ", content_type, b"\r\n")
+    # HTTP/1.0 must be told that it may go on, HTTP/1.1 that it may not; each ignores the other.
+    pieces.append(b"Connection: keep-alive\r\n" if keep_alive else b"Connection: close\r\n")
+    pieces.append(b"Content-Length: %d\r\n\r\n" % len(body))
+    if not bodiless:
+        pieces.append(body)
+    return b"".join(pieces)
+
+
+def refuse(
+    refusal: Refusal,
+    request: Request | None,
+    *,
+    keep_alive: bool = True,
+    request_id: bytes = b"",
+    path: str = "",
+) -> bytes:
+    """Write an answer that says no, perhaps to what could not be read as a request.
+
+    Of that, `request_id` and `path` are what is known.
+    """
+    headers: list[tuple[bytes, bytes]] = []
+    bodiless = False
+    if known_as := request.id if request is not None else request_id:
+        headers.append((b"X-Request-Id", known_as))
+    if request is not None:
+        bodiless, path = request.head.method == "HEAD", request.head.path
+        if request.head.explain:
+            headers.append((b"X-Route", route_header(NONE, refusal.reason, refusal.scores)))
+    if refusal.retry_after_s is not None:
+        headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
+    headers += [(name.encode(), value.encode()) for name, value in refusal.headers]
+    body = error_for(path, refusal, known_as)
+    return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

@@ -1,0 +1,326 @@
+"""Reading requests: bytes in, whole requests out.
+
+llhttp does the parsing. What it would stop at and passes here: `Upgrade`, which a server may ignore
+(Java's client asks for h2c with every first POST, body and all).
+
+A head is read once: see `known_head`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+import httptools
+
+from proxy.http.body_budget import Collecting
+from proxy.http.head_cache import KnownHead, get_to_know
+from proxy.http.headers import RefusedError, malformed
+from proxy.http.request import Request, RequestHead, too_large
+
+# Heads with these are read anew each time.
+MANY = 1024
+AHEAD_BYTES = 1 << 10  # that a request takes which waits, beside its body
+LONGEST_ID = 256  # to be told to a client whose head was refused
+NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
+
+
+class Reading(Enum):
+    """What a reader is in the middle of."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class RequestReader:
+    """The requests of one connection. `judge` sees each head as soon as it is there."""
+
+    __slots__ = (
+        "_begun",
+        "_blocks",
+        "_body_left",
+        "_collecting",
+        "_framing",
+        "_head",
+        "_held",
+        "_judge",
+        "_known",
+        "_known_as",
+        "_last",
+        "_max_body",
+        "_max_head",
+        "_missing",
+        "_parser",
+        "_pieces",
+        "_quiet",
+        "_waiting",
+        "_waiting_of",
+        "_whose",
+        "ready",
+        "state",
+    )
+
+    def __init__(
+        self,
+        judge: Callable[[RequestHead], None],
+        *,
+        max_head: int,
+        max_body: int,
+        collecting: Collecting | None = None,
+    ) -> None:
+        self.ready: deque[Request] = deque()
+        self.state = Reading.NOTHING
+        self._judge = judge
+        self._max_head = max_head
+        self._max_body = max_body
+        self._parser = httptools.HttpRequestParser(self)
+        self._head = RequestHead()
+        self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
+        self._pieces: list[bytes] = []  # and those after them
+        self._held = 0  # bytes in both
+        self._collecting = collecting or Collecting(max_body)
+        self._whose: str | None = None  # in whose part of what is held that is counted
+        self._waiting = 0  # what is counted there of `ready`
+        self._waiting_of: str | None = None
+        self._begun = 0  # requests that began in the bytes fed last
+        self._body_left = 0
+        self._quiet = 0  # bytes since anything came of them: a head, or framing without end
+        self._last = False  # the client said that nothing follows
+        self._framing = b""  # set while the head of a refused upgrade is read again
+        self._known: KnownHead | None = None
+        self._known_as = self._head
+        self._missing = 0  # bytes of the body of a request whose head was known
+
+    def limit(self, max_head: int, max_body: int) -> None:
+        """Take new bounds, for heads that come from now on."""
+        self._max_head, self._max_body = max_head, max_body
+        self._known = None  # it may be too long now
+
+    @property
+    def request_id(self) -> bytes:
+        """What the client calls the request that is being read, as far as that was said."""
+        if self.state is Reading.NOTHING:
+            return b""
+        said = self._head.special.get(b"x-request-id", b"")
+        return said if len(said) <= LONGEST_ID else b""
+
+    @property
+    def path(self) -> str:
+        """Where the request that is being read goes, as far as that was read."""
+        return "" if self.state is Reading.NOTHING else self._head.path
+
+    def owes_continue(self) -> bool:
+        """Whether a client waits to be told to send its body; it is told once."""
+        owes = self.state is Reading.BODY and self._head.awaits_continue
+        if owes:
+            self._head.awaits_continue = False
+        return owes
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
+        if self._missing:
+            self._feed_body(data)
+        elif self.state is Reading.NOTHING and self._known is not None:
+            known = self._known
+            if digits := known.digits_in(data):
+                self._feed_known(int(digits), data[known.size(digits) :])
+            else:
+                self._parse(data)
+        else:
+            self._parse(data)
+
+    def _feed_known(self, length: int, data: bytes) -> None:
+        head = self._head = self._known_as
+        if length > self._max_body:
+            self.state = Reading.BODY  # or nobody would know whose it is
+            raise too_large(self._max_body)
+        if len(data) == length:
+            self.ready.append(Request(head, data))
+            return
+        self.state = Reading.BODY
+        self._forget()
+        self._missing = length
+        self._feed_body(data)
+
+    def _feed_body(self, data: bytes) -> None:
+        left = self._missing - len(data)
+        rest = b""
+        if left < 0:
+            rest = data[self._missing :]
+            data = data[: self._missing]
+        self._keep(data)
+        self._missing = max(left, 0)
+        if left <= 0:
+            self.state = Reading.NOTHING
+            self.ready.append(Request(self._head, self._whole()))
+            if rest:  # sent ahead: parsed at one go, however many there are
+                self._parse(rest)
+
+    def _keep(self, piece: bytes) -> None:
+        """Collect a piece of the body; one of two bytes takes forty, so many become one."""
+        if not self._held:
+            self._whose = self._collecting.account(self._head.tenant)
+        try:
+            self._collecting.take(len(piece), self._whose, self._held)
+        except RefusedError:
+            self._forget()
+            raise
+        self._held += len(piece)
+        pieces = self._pieces
+        pieces.append(piece)
+        if len(pieces) == MANY:
+            self._blocks.append(b"".join(pieces))
+            pieces.clear()
+
+    def _whole(self) -> bytes:
+        """Put the body together, and forget it."""
+        body = b"".join(self._blocks + self._pieces if self._blocks else self._pieces)
+        self._forget()
+        return body
+
+    def drop(self) -> None:
+        """Forget what came, whole or not: nobody will ask for it."""
+        self.ready.clear()
+        self._lighter(self._waiting)
+        self._forget()
+
+    def wait(self) -> None:
+        """Count what is in `ready` as held; raises `RefusedError` where that is too much."""
+        if (ready := self.ready) and not self._waiting:
+            size = sum(AHEAD_BYTES + len(request.body) for request in ready)
+            head = ready[0].head
+            whose = self._collecting.account(head.tenant)
+            try:
+                self._collecting.take(size, whose)
+            except RefusedError:
+                self._head, self.state = head, Reading.BODY  # that one hears of it
+                raise
+            self._waiting, self._waiting_of = size, whose
+
+    def waits_no_more(self, request: Request) -> None:
+        """Count one out whose turn has come."""
+        self._lighter(min(AHEAD_BYTES + len(request.body), self._waiting))
+
+    def _lighter(self, size: int) -> None:
+        self._collecting.give(size, self._waiting_of)
+        self._waiting -= size
+
+    def _forget(self) -> None:
+        self._collecting.give(self._held, self._whose)
+        self._held = 0
+        self._pieces = []
+        if self._blocks:
+            self._blocks = []
+
+    def _parse(self, data: bytes) -> None:
+        starts = self.state is Reading.NOTHING
+        self._begun = 0
+        rest: memoryview | bytes = data
+        while rest and not (self._last and self.state is Reading.NOTHING):
+            rest = self._parse_some(rest)
+        if self._quiet > self._max_head:
+            raise malformed(f"more than {self._max_head} bytes of header", 431)
+        if starts and self._begun == 1 and self.state is not Reading.HEAD:
+            self._get_to_know(data)
+
+    def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
+        """Parse up to the end, or to an upgrade; return what is behind that."""
+        self._quiet += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            read = stop.args[0]
+        except httptools.HttpParserCallbackError as error:
+            raise error.__context__ or error from None
+        except httptools.HttpParserError as error:
+            if not (self._last and self.state is Reading.NOTHING):
+                raise malformed(f"malformed HTTP: {error}") from None
+            return b""
+        else:
+            return b""
+        # Not while that is handled: it would be the context of whatever is raised now.
+        self._ignore_upgrade()
+        return memoryview(data)[read:]
+
+    def _get_to_know(self, data: bytes) -> None:
+        """Remember the one head in these bytes, which begin with it."""
+        head = self._head
+        self._known = None
+        if head.keep_alive and head.refusal is None and NEVER_KNOWN.isdisjoint(head.special):
+            self._known = get_to_know(data, head.special.get(b"content-length", b""))
+            self._known_as = head
+
+    def on_message_begin(self) -> None:
+        """Start anew."""
+        self._begun += 1
+        if not self._framing:
+            self._head = RequestHead()
+            self.state = Reading.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        """Take in the target, or a piece of it."""
+        if not self._framing:
+            self._head.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Sort a header; trailers are dropped."""
+        if self.state is Reading.HEAD:
+            self._head.add(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Check the head, have it judged, and get ready for the body."""
+        if self._framing:
+            return
+        head, parser = self._head, self._parser
+        # Also where all of it came at once, behind other requests perhaps.
+        if len(head.target) + head.size > self._max_head:
+            raise malformed(f"more than {self._max_head} bytes of header", 431)
+        self._quiet = 0
+        self.state = Reading.BODY
+        self._forget()
+        self._body_left = self._max_body
+        head.keep_alive = parser.should_keep_alive()
+        self._last = not head.keep_alive
+        head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
+        self._judge(head)
+        if head.awaits_continue and head.refusal is not None:
+            # Its body may or may not follow: nobody can tell where the next request starts.
+            raise RefusedError(head.refusal)
+
+    def on_body(self, piece: bytes) -> None:
+        """Collect the body, within bounds."""
+        self._quiet = 0
+        self._body_left -= len(piece)
+        if self._body_left < 0:
+            raise too_large(self._max_body)
+        if self._head.refusal is None:
+            self._keep(piece)
+        else:
+            self._head.lost_body = True
+
+    def on_message_complete(self) -> None:
+        """Hand the request over."""
+        if self._parser.should_upgrade():
+            return  # llhttp believes that; its body comes yet
+        self._quiet = 0
+        self._framing = b""
+        self.state = Reading.NOTHING
+        self.ready.append(Request(self._head, self._whole()))
+
+    def _ignore_upgrade(self) -> None:
+        """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
+        special = self._head.special
+        if self._head.method == "CONNECT":
+            raise malformed("this is no tunnel", 405)
+        if (length := special.get(b"content-length")) is not None:
+            self._framing = b"Content-Length: %d\r\n" % int(length)
+        elif b"transfer-encoding" in special:
+            self._framing = b"Transfer-Encoding: chunked\r\n"
+        else:
+            self._framing = b"Content-Length: 0\r\n"
+        if self._last:
+            self._framing += b"Connection: close\r\n"
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")

@@ -1,0 +1,120 @@
+"""What is counted of hand-overs: how they end, how long their legs and transfers take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxy.core.routing.handover_cost import Why
+from proxy.metrics.histogram import TTFT_BOUNDS, Histogram
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Handover, Lease
+    from proxy.core.router import Router
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 60.0
+ANY = "any"  # decode worker; in metrics
+
+
+class Handovers:
+    """All counts of one router's."""
+
+    def __init__(self, label: Callable[[str], str]) -> None:
+        self.ends: dict[str, int] = {}
+        self.warmups: dict[str, int] = {}
+        self.bars: dict[tuple[str, str], int] = {}  # by prefill and decode worker
+        self.legs: dict[str, int] = {}  # that are done, by prefill worker
+        self.tokens: dict[str, int] = {}  # transferred, by model, as far as is known
+        self.prefills: dict[str, Histogram] = {}  # by model, as those that follow
+        self.transfers: dict[str, Histogram] = {}
+        self.predicted: dict[str, Histogram] = {}
+        self._label = label
+
+    def ended(self, how: str) -> None:
+        """Count an end."""
+        self.ends[how] = self.ends.get(how, 0) + 1
+
+    def barred(self, prefill: str, decode: str) -> None:
+        """Count that a link, or a prefill worker, is left alone for a while."""
+        key = prefill, decode
+        self.bars[key] = self.bars.get(key, 0) + 1
+
+    def forget(self, stay: set[str]) -> None:
+        """Drop those of workers that are no more; each is a name of its own in Kubernetes."""
+        if not stay.issuperset(self.legs):
+            self.legs = {worker: n for worker, n in self.legs.items() if worker in stay}
+        stay = {*stay, ANY}
+        if not all(stay.issuperset(pair) for pair in self.bars):
+            self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
+
+    def forget_models(self, gone: set[str]) -> None:
+        """Drop what was counted of models."""
+        for table in (self.tokens, self.prefills, self.transfers, self.predicted):
+            for model in gone & table.keys():
+                del table[model]
+
+    def warmed(self, how: str) -> None:
+        """Count a warm-up."""
+        self.warmups[how] = self.warmups.get(how, 0) + 1
+
+    def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
+        """Count a prefill leg that is done."""
+        how = "prefilled_bare" if bare else "prefilled"
+        self.ends[how] = self.ends.get(how, 0) + 1
+        if (first := lease.prefill) is not None:
+            seen = self.prefills.get(lease.ask.model) or self._of(self.prefills, lease)
+            seen.observe(now - first.charged_at)
+            name = first.worker.name
+            self.legs[name] = self.legs.get(name, 0) + 1
+
+    def transferred(self, lease: Lease, now: float) -> None:
+        """Count a decode leg whose first token has come: the transfer, less a step of decoding."""
+        handover = self.arrived(lease)
+        if handover is None:
+            return
+        step_s = lease.worker.pace.step_s(lease.worker.decoding)
+        seconds = handover.transferred_s = max(now - lease.charged_at - step_s, 0.0)
+        self._of(self.transfers, lease).observe(seconds)
+        self._of(self.predicted, lease).observe(handover.transfer_s)
+
+    def arrived(self, lease: Lease) -> Handover | None:
+        """Count a transfer; where there is no stream, nobody knows how long it took."""
+        handover = lease.decision.handover
+        if handover is None or not handover.tokens:
+            return None
+        model = self._label(lease.ask.model)
+        self.tokens[model] = self.tokens.get(model, 0) + handover.tokens
+        self.ended("transferred")
+        return handover
+
+    def _of(self, table: dict[str, Histogram], lease: Lease) -> Histogram:
+        model = self._label(lease.ask.model)
+        found = table.get(model)
+        if found is None:
+            found = table[model] = Histogram(TTFT_BOUNDS)
+        return found
+
+
+class Aggregated:
+    """Says in the log, now and then, how many were served whole for want of a prefill worker."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._told = 0
+        self._next = 0.0
+
+    def look(self, now: float) -> None:
+        """See whether there were any since this was said last."""
+        if now < self._next:
+            return
+        counts = self._router.handovers
+        total = sum(counts.get((model, Why.NO_PREFILL), 0) for model in self._router.fleet.models())
+        if total > self._told:
+            logger.warning(
+                "no prefill worker is up: %d requests were served whole", total - self._told
+            )
+            self._told = total
+            self._next = now + SAY_EVERY_S

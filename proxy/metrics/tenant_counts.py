@@ -1,0 +1,120 @@
+"""What is counted of each tenant, and how a scrape shows it.
+
+Names are the operator's, so there are only so many; beyond `MOST` they share one, `other`, so that
+nobody's scrape grows with a list of customers. Who left keeps its name: were another given its
+place, what was counted of the two would have to fall, or be added to `other`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from proxy.metrics.exposition import OTHER, Family, Page
+from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
+
+if TYPE_CHECKING:
+    from proxy.core.tenants.tenants import Tenant, Tenants
+
+MOST = 100
+
+REQUESTS = Family(
+    "proxy_tenant_requests",
+    "counter",
+    "Requests of a tenant, by the status it got.",
+    ("tenant", "class", "status"),
+)
+TOKENS = Family(
+    "proxy_tenant_tokens",
+    "counter",
+    "Tokens of a tenant's prompts and of the answers it got, as workers count them or estimated.",
+    ("tenant", "kind"),
+)
+LIMITED = Family(
+    "proxy_tenant_limited",
+    "counter",
+    "Requests that met a limit of their tenant.",
+    ("tenant", "limit"),
+)
+INFLIGHT = Family(
+    "proxy_tenant_inflight_requests",
+    "gauge",
+    "Requests of a tenant in flight, those that wait included.",
+    ("tenant",),
+)
+WAITING = Family(
+    "proxy_tenant_queue_requests", "gauge", "Requests of a tenant in the queue.", ("tenant",)
+)
+TTFT = Family(
+    "proxy_tenant_ttft_seconds",
+    "histogram",
+    "From a request's arrival to its first token, by tenant.",
+    ("tenant", "class"),
+)
+WAITS = Family(
+    "proxy_tenant_queue_wait_seconds",
+    "histogram",
+    "Time of a tenant's requests in the router's queue.",
+    ("tenant", "class"),
+)
+Key = tuple[str, str]  # tenant and class
+
+
+class TenantCounts:
+    """Counts that outlive their tenants, as counters must."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._names: set[str] = set()
+        self._requests: Counter[tuple[str, str, int]] = Counter()
+        self._ttft: dict[Key, Histogram] = {}
+        self._waits: dict[Key, Histogram] = {}
+
+    def name(self, name: str) -> str:
+        """Return a tenant's name as all families show it."""
+        if name in self._names:
+            return name
+        if len(self._names) >= MOST:
+            return OTHER
+        self._names.add(name)
+        return name
+
+    def ended(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
+        """Count a request that is over."""
+        name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
+        self._requests[name, rank, status] += 1
+        key = name, rank
+        waits = self._waits.get(key)
+        if waits is None:
+            waits = self._waits[key] = Histogram(WAIT_BOUNDS)
+            self._ttft[key] = Histogram(TTFT_BOUNDS)
+        waits.observe(queue_s)
+        if ttft_s is not None:
+            self._ttft[key].observe(ttft_s)
+
+    def show(self, page: Page) -> None:
+        """Write all of it."""
+        if not self._tenants.totals:
+            return  # there never were any
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for tenant in self._tenants:
+            name = self.name(tenant.name)
+            running[name] += tenant.ledger.running
+            waiting[name] += tenant.waiting
+        tokens: Counter[tuple[str, str]] = Counter()
+        limited: Counter[tuple[str, str]] = Counter()
+        for each, totals in self._tenants.totals.items():
+            name = self.name(each)
+            tokens[name, "prompt"] += totals.prompt_tokens
+            tokens[name, "output"] += totals.output_tokens
+            for limit, count in totals.limited.items():
+                limited[name, limit] += count
+        rows = (((n, rank, str(s)), count) for (n, rank, s), count in self._requests.items())
+        page.values(REQUESTS, rows)
+        page.values(TOKENS, tokens.items())
+        page.values(LIMITED, limited.items())
+        page.values(INFLIGHT, (((name,), count) for name, count in running.items()))
+        page.values(WAITING, (((name,), count) for name, count in waiting.items()))
+        page.histograms(TTFT, self._ttft.items())
+        page.histograms(WAITS, self._waits.items())

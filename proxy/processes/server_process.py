@@ -1,0 +1,341 @@
+"""One of the processes that serve: a router, the table, and a line to the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from proxy.config import FleetConfig
+from proxy.errors import ProxyError
+from proxy.metrics.recent import Entry
+from proxy.processes.channel import Channel
+from proxy.processes.collector import settle
+from proxy.processes.fleet_replica import Mirror
+from proxy.processes.ipc_messages import (
+    Address,
+    Answer,
+    Ask,
+    Begin,
+    Drain,
+    Joined,
+    Lead,
+    Message,
+    Reload,
+    Reloaded,
+    Remembered,
+    Serving,
+    Stop,
+    Unanswered,
+    What,
+    Workers,
+)
+from proxy.processes.shared.limits import Tenancy
+from proxy.processes.shared.load import Sharing
+from proxy.processes.shared.prefixes import Prefixes
+from proxy.processes.shared.queue import Queues
+from proxy.processes.shared.shared_memory import ALIVE, LIFE, Table
+from proxy.processes.shared.traffic import Tides
+from proxy.processes.signals import reload
+from proxy.setup.app import App
+from proxy.setup.secrets import Keys
+from proxy.status_page.recorder import Part, Wanted
+
+logger = logging.getLogger(__name__)
+
+IDLE_S, WAITING_S = 0.05, 0.005  # between two looks; those in the queue wait for what others free
+PROBED_S = 1.0  # for the first probes
+ANSWER_S = 5.0  # the supervisor has one sooner
+FAILED = 1
+
+
+class Member:
+    """A process among its siblings."""
+
+    def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        first = begin.started_with
+        self.app = App(
+            begin.config, begin.source, read=begin.read, started_with=first, keys=begin.keys
+        )
+        self.app.logs.take_over(f"[{index}] ")
+        self.app.siblings = self
+        self.app.wire.pages = self.page
+        self.app.live.ask_all = self.minute
+        self.app.logs.tell_all = self.change_logs
+        self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
+        fleet, clock = self.app.fleet, time.monotonic
+        shared, router = Table(table, begin.processes), self.app.router
+        self._sharing = Sharing(shared, index, fleet, clock, loop.call_soon)
+        self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
+        self._queues = Queues(router.queue, self._sharing)
+        self._sharing.parts += (
+            self._queues,
+            Tenancy(router.tenants, router.queue.turns, shared, self._sharing),
+            Tides(router, self._sharing),
+            Prefixes(fleet, self._sharing),
+        )
+        router.others_remember = self._remember
+        fleet.others, router.queue.elsewhere = self._sharing, self._queues
+        self._index = index
+        self._mirror = Mirror(router, self.app.discovery, self._sharing, clock)
+        self._channel = channel
+        self._addresses = begin.addresses
+        self._clock = clock
+        self._numbers = count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listens = False
+        self.ended = asyncio.Event()
+        self.failed = False
+
+    async def run(self, admin: socket.socket) -> None:
+        """Serve until `ended`."""
+        self.app.open_admin(admin)
+        self._channel.say(Joined())
+        watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(self._done)
+        try:
+            await self.ended.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, *self._tasks, return_exceptions=True)
+
+    def heard(self, message: Message) -> None:
+        """Do as the supervisor says."""
+        match message:
+            case Lead():
+                self._lead()
+            case Workers():
+                if not self.app.leads:
+                    self.app.hide_keys(known.spec for known in message.known)
+                    self._mirror.take(message)
+                    self._begin_to_listen()
+            case Joined():
+                self._mirror.forget()
+                self._channel.say(Remembered(tuple(self.app.router.remembered())))
+            case Remembered(responses):
+                for response in responses:
+                    self.app.router.recall(*response)
+            case Reload():
+                self._soon(reload(self.app))
+            case Reloaded(config, keys):
+                try:
+                    self.app.take(config, keys)
+                except ProxyError as error:
+                    logger.error("process %d goes on as it was:\n%s", self._index, error)
+            case Drain():
+                self.drain()
+            case Stop():
+                self._soon(self._stop())
+            case Ask():
+                self._soon(self._tell_answer(message))
+            case Answer(number, found):
+                asked = self._asked.pop(number, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(found)
+
+    def drain(self) -> None:
+        """Let requests finish, and end."""
+        self._soon(self._drain())
+
+    def orphaned(self) -> None:
+        """Drain, because the supervisor is gone; its next one needs the ports at once."""
+        if not self.ended.is_set():
+            logger.warning("the supervisor is gone: draining")
+            self.app.close_admin()
+            self.drain()
+
+    # As the app needs it
+
+    def reloaded(self, config: FleetConfig, keys: Keys) -> None:
+        """Have the others take what was read."""
+        self._channel.say(Reloaded(config, keys))
+
+    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
+        """Return the last requests of all processes, the newest first."""
+        found = await self._ask("decisions", (limit, dict(wanted)))
+        entries: list[Entry] = [entry for each in found for entry in each]
+        entries.sort(key=lambda entry: -entry.time)
+        return entries[:limit]
+
+    async def page(self, openmetrics: bool) -> tuple[bytes, str]:
+        """Return the sum of all processes' metrics."""
+        found: tuple[bytes, str] = await self._ask("page", openmetrics)
+        return found
+
+    async def minute(self, wanted: Wanted) -> list[Part]:
+        """Return what is new in all processes, for the status page."""
+        found: list[Part] = await self._ask("minute", wanted)
+        return found
+
+    async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
+        """Have all processes log otherwise."""
+        await self._ask("logs", (requests, dict(levels)))
+
+    async def _ask(self, what: What, given: object) -> Any:
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._channel.say(Ask(number, what, given))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asked
+        finally:
+            self._asked.pop(number, None)
+
+    async def _tell_answer(self, question: Ask) -> None:
+        """Answer, or say that there will be no answer; this process goes on, whatever it is."""
+        try:
+            found = await self._answer(question.what, question.given)
+            self._channel.say(Answer(question.number, found))
+        except Exception:
+            logger.exception("process %d has no answer: %s", self._index, question.what)
+            self._channel.say(Unanswered(question.number))
+
+    async def _answer(self, what: What, given: Any) -> object:
+        if what == "page":
+            page, _ = await self.app.metrics.page()
+            return page.decode()
+        if what == "minute":
+            return self.app.live.notes.part(self._clock(), given)
+        if what == "logs":
+            self.app.logs.change(*given)
+            return None
+        limit, wanted = given
+        return list(self.app.recent.newest(limit, **wanted))
+
+    def _remember(self, response_id: str, worker: str, tenant: str) -> None:
+        self._channel.say(Remembered(((response_id, worker, tenant),)))
+
+    # What it does
+
+    def _lead(self) -> None:
+        self._mirror.lead()
+        self.app.lead()
+        logger.info("process %d leads", self._index)
+        self._tell()
+        self._begin_to_listen()
+
+    def _tell(self) -> None:
+        if (changes := self._mirror.changes()) is not None:
+            self._channel.say(changes)
+
+    def _begin_to_listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            self._soon(self._listen())
+
+    async def _listen(self) -> None:
+        """Listen once workers are known: who comes after a crash of all would be refused else."""
+        give_up = self._clock() + PROBED_S
+        while self._clock() < give_up:  # probes tell nobody of their end
+            if all(worker.probed for worker in self.app.fleet):
+                break
+            await asyncio.sleep(WAITING_S)
+        await self.app.listen([bound(address) for address in self._addresses])
+        settle()
+        self._channel.say(Serving())
+
+    async def _watch(self) -> None:
+        """Look around: for what others say, and for what they should be told."""
+        wire, sharing = self.app.wire, self._sharing
+        seen = 0
+        while True:
+            now = self._clock()
+            sharing.sheet.write_count(ALIVE, int(now))
+            sharing.look(now)
+            sharing.tell_written()
+            if wire.queued and (sharing.changes != seen or self._queues.held):
+                self._queues.held = False
+                wire.settle(now)
+            seen = sharing.changes
+            if self.app.leads:
+                self._tell()
+            self._queues.came.clear()
+            if wire.queued:
+                await asyncio.sleep(WAITING_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._queues.came.wait(), IDLE_S)
+
+    async def _drain(self) -> None:
+        await self.app.drain()
+        self.ended.set()
+
+    async def _stop(self) -> None:
+        await self.app.stop()
+        self.ended.set()
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside all else; this process does not outlive its failure."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("this process ends: %s", error, exc_info=error)
+        self.failed = True
+        self.ended.set()
+
+
+def bound(address: Address) -> socket.socket:
+    """Make a socket beside those of the other processes."""
+    family, at = address
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    made.bind(at)
+    made.setblocking(False)
+    return made
+
+
+async def serve(index: int, table: int, line: socket.socket, admin: socket.socket) -> int:
+    """Serve as one of the processes until told to end; return the exit status."""
+    loop = asyncio.get_running_loop()
+    begun: asyncio.Future[Begin | None] = loop.create_future()
+    member: Member | None = None
+    early: list[Message] = []
+
+    def heard(message: Message) -> None:
+        if member is not None:
+            member.heard(message)
+        elif isinstance(message, Begin):
+            begun.set_result(message)
+        else:
+            early.append(message)
+
+    def lost() -> None:
+        if member is not None:
+            member.orphaned()
+        elif not begun.done():
+            begun.set_result(None)
+
+    # A terminal's Ctrl-C, and its closing, reach every process; the supervisor says what is meant.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, _ignore)
+    channel = await Channel.open(line, heard, lost)
+    begin = await begun
+    if begin is None:
+        return FAILED
+    member = Member(begin, index, table, channel)
+    loop.add_signal_handler(signal.SIGTERM, member.drain)
+    for message in early:
+        channel.take(message)
+    await member.run(admin)
+    channel.close()
+    return FAILED if member.failed else 0
+
+
+def _ignore() -> None:
+    pass

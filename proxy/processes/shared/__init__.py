@@ -1,0 +1,1 @@
+"""State that several router processes of one host share."""

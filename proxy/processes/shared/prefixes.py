@@ -1,0 +1,63 @@
+"""Which prompts the other processes have sent where: their beginnings are cached there too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.processes.shared.shared_memory import LIFE, Sheet
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.charges import Fleet
+    from proxy.processes.shared.load import Sharing
+
+
+class Peer:
+    """Another process's log."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+        self._life = self._read = 0
+
+    def news(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return what was logged since the last time."""
+        if (life := self.sheet.count(LIFE)) != self._life:
+            self._life, self._read = life, 0
+        self._read, found = self.sheet.read_log(self._read)
+        return found
+
+
+class Prefixes:
+    """Shares an index of prefixes."""
+
+    def __init__(self, fleet: Fleet, sharing: Sharing) -> None:
+        self._fleet = fleet
+        self._sharing = sharing
+        self._peers = [Peer(peer.sheet) for peer in sharing.peers]
+        self._new: list[tuple[int, tuple[int, ...]]] = []
+        self._taking = False
+        fleet.prefixes.others_record = self._recorded
+
+    def _recorded(self, hashes: tuple[int, ...], index: int) -> None:
+        if self._taking:
+            return
+        worker = self._fleet.by_index.get(index)
+        row = None if worker is None else self._sharing.row(worker)
+        if row is not None:
+            self._new.append((row, hashes))
+            self._sharing.speak()
+
+    def tell(self) -> None:
+        """Log what was sent in this turn."""
+        new, self._new = self._new, []
+        for row, hashes in new:
+            self._sharing.sheet.write_log(row, hashes)
+
+    def take(self, now: float) -> None:  # noqa: ARG002
+        """Take what others have logged."""
+        self._taking = True
+        for peer in self._peers:
+            for row, hashes in peer.news():
+                worker = self._sharing.worker(row)
+                if worker is not None:
+                    self._fleet.prefixes.record(hashes, worker.index)
+        self._taking = False

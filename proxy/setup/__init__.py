@@ -1,0 +1,1 @@
+"""From the fleet file to running objects."""

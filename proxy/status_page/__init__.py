@@ -1,0 +1,1 @@
+"""The status page and the data behind it."""

@@ -1,0 +1,154 @@
+"""Spans of requests for OpenTelemetry: made when a request is over, of what was noted of it anyhow.
+
+A request is a span; so is its wait in the queue and each leg on a worker, below which vLLM puts its
+own; what passed until the first token, and after it. They are exported in a thread of the SDK's,
+from a queue with room for 2,048: what finds it full is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from proxy.errors import ProxyError
+from proxy.http.trace import Leg, Trace
+from proxy.metrics.registry import class_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from proxy.config.tracing import TracingConfig
+    from proxy.core.model.types import Reason
+    from proxy.metrics.observed import Seen
+
+SERVER_ERROR = 500
+CLOSE_S = 3.0
+TIMEOUT_S = 5.0
+PREFILL = "prefill"
+MISSING = (
+    "router.tracing: OpenTelemetry is not installed; pip install 'vllm-sched[otel]', or leave "
+    "tracing out"
+)
+Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start, end, attributes
+
+
+class Tracing:
+    """Who begins traces, and tells of those that are over."""
+
+    def __init__(
+        self,
+        config: TracingConfig,
+        exporter: SpanExporter | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise ProxyError(MISSING) from None
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        self._share = config.sample
+        self._chance = chance
+        self._resource = Resource.create({"service.name": config.service})
+        self._processor = BatchSpanProcessor(exporter or _exporter(config.endpoint))
+
+    def begin(self, told: bytes | None) -> Trace:
+        """Begin the trace of a request, or go on with its client's."""
+        return Trace.begin(told, sample=self._chance() < self._share)
+
+    def ended(self, seen: Seen, now: float, route: str, status: int, reason: Reason) -> None:
+        """Have the spans of a request exported."""
+        trace = seen.trace
+        if trace is None or not trace.sampled:
+            return
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        legs = {leg.span for leg in trace.legs}
+        for name, span, parent, start, end, attributes in spans_of(seen, now, route, reason):
+            own = span == trace.span
+            failed = own and status >= SERVER_ERROR
+            if own:
+                attributes["http.response.status_code"] = status
+            above = SpanContext(trace.trace, parent, is_remote=own, trace_flags=flags)
+            kind = SpanKind.SERVER if own else SpanKind.INTERNAL
+            self._processor.on_end(
+                ReadableSpan(
+                    name=name,
+                    context=SpanContext(trace.trace, span, is_remote=False, trace_flags=flags),
+                    parent=above if parent else None,
+                    resource=self._resource,
+                    attributes={k: v for k, v in attributes.items() if v is not None},
+                    kind=SpanKind.CLIENT if span in legs else kind,
+                    status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+                    start_time=start,
+                    end_time=max(end, start),
+                )
+            )
+
+    def close(self) -> None:
+        """Export what there is, unless that takes too long."""
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise ProxyError(MISSING) from None
+    return OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
+
+
+def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Span]:
+    """Tell the spans of a request that is over."""
+    from proxy.http.trace import new_id
+
+    trace = seen.trace
+    if trace is None:
+        return
+    wall = time.time_ns()
+
+    def ns(at: float) -> int:
+        return wall - round((now - at) * 1e9)
+
+    ask, decision, first = seen.ask, seen.decision, seen.first_token_at
+    yield (
+        f"router {route}", trace.span, trace.parent or 0, ns(seen.started), wall,
+        {
+            "proxy.request_id": seen.id,
+            "proxy.reason": reason.value,
+            "proxy.worker": None if decision is None else decision.worker.name,
+            "gen_ai.request.model": None if ask is None else ask.model,
+            "proxy.class": None if ask is None else class_of(ask),
+            "proxy.prompt_tokens": None if ask is None else ask.prompt_tokens,
+            "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
+        },
+    )  # fmt: skip
+    if seen.placed_at is not None or seen.queue_s:
+        # What a worker took that failed is its own leg's, and no wait.
+        waited_until = seen.started + seen.queue_s
+        yield "queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {}
+    # One more than there are legs where there is none: it was refused, or left.
+    ends = [after.at_ns for after in trace.legs[1:]] + [wall]
+    for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=False)):
+        handed = number > 0 and trace.legs[number - 1].role == PREFILL
+        yield _name(leg, handed), leg.span, trace.span, leg.at_ns, end, {"proxy.worker": leg.worker}
+    if first is None or not trace.legs:
+        return
+    last = trace.legs[-1]
+    before = "transfer" if seen.prefilled_at is not None else "prefill"
+    yield before, new_id(64), last.span, last.at_ns, ns(first), {}
+    yield "decode", new_id(64), last.span, ns(first), wall, {}
+
+
+def _name(leg: Leg, handed: bool) -> str:
+    if leg.role == PREFILL:
+        return "prefill leg"
+    return "decode leg" if handed else "serve"

@@ -1,0 +1,63 @@
+"""Who sends a request, by the key in its head; and what of a head is for the router alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core.model import refusals
+from proxy.core.request.client_fields import HEADERS, KEYS
+
+if TYPE_CHECKING:
+    from proxy.core.model.types import Refusal
+    from proxy.core.tenants.tenants import Tenants
+    from proxy.http.request import RequestHead
+
+BEARER = b"bearer "
+# What balancers and scrapers ask for needs no key.
+FREE = frozenset(["/health", "/ready", "/metrics"])
+STAY = (*HEADERS, *KEYS)
+
+
+def presented(head: RequestHead) -> bytes:
+    """Return the key that a request shows; nothing if it shows none."""
+    special = head.special
+    authorization = special.get(b"authorization", b"").strip()
+    if authorization[: len(BEARER)].lower() == BEARER:
+        return authorization[len(BEARER) :].strip()
+    return next((special[name].strip() for name in KEYS if name in special), b"")
+
+
+def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
+    """Note whose request it is, and keep from workers what is not for them."""
+    was_judged, head.edition = head.edition >= 0, tenants.edition
+    head.tenant = None
+    if tenants.open:
+        if was_judged:
+            _give_back(head)
+        return None
+    head.authorization = b""
+    if any(name in head.special for name in STAY):
+        head.keep_back(STAY)
+    if head.path in FREE:
+        return None
+    key = presented(head)
+    if not key:
+        return refusals.no_key()
+    tenant = head.tenant = tenants.of_key(key)
+    if tenant is None:
+        return refusals.bad_key()
+    if b"x-explain" in head.special:  # it names workers and what others do there
+        head.explain = tenant.spec.explain and head.asks_why()
+    return None
+
+
+def _give_back(head: RequestHead) -> None:
+    """Let workers have what was kept from them while there were tenants."""
+    special = head.special
+    if (said := special.get(b"authorization")) is not None:
+        head.authorization = b"Authorization: %b\r\n" % said
+    there = {name.lower() for name in head.pieces[::4]}
+    for name in STAY:
+        if name in special and name not in there:
+            head.pieces += (name, b": ", special[name], b"\r\n")
+    head.lines = b"".join(head.pieces)

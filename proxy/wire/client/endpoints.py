@@ -1,0 +1,124 @@
+"""What the router answers itself: that it lives, that it can serve, its models, its counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
+
+import orjson
+
+from proxy.core.model import refusals
+from proxy.core.model.types import Reason, Refusal
+from proxy.http.local_responses import answer, refuse
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.charges import Fleet
+    from proxy.core.tenants.tenants import Tenant
+    from proxy.http.request import Request, RequestHead
+    from proxy.wire.server import Wire
+
+METRICS, MODELS = "/metrics", "/v1/models"
+ONE_MODEL = f"{MODELS}/"  # and its name, which may have slashes in it
+PATHS = frozenset(["/health", "/ready", MODELS, METRICS])
+METHODS = "GET", "HEAD"
+OPENMETRICS = b"application/openmetrics-text"
+
+
+def is_local(path: str) -> bool:
+    """Whether the router itself answers there."""
+    return path in PATHS or (path.startswith(ONE_MODEL) and path != ONE_MODEL)
+
+
+def local_refusal(head: RequestHead) -> Refusal | None:
+    """Refuse other methods than those that read."""
+    if head.method in METHODS:
+        return None
+    return refusals.wrong_method(head.path, head.method, METHODS)
+
+
+def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
+    """Answer a request that `is_local`, but for a page of metrics: see `PageVisit`."""
+    fleet, head = wire.router.fleet, request.head
+    bodiless = head.method == "HEAD"
+    body = b""
+    if head.path == "/ready":
+        if wire.leaving or not live(fleet):
+            why = "the router is shutting down" if wire.leaving else "no worker is up"
+            refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
+            return refuse(refusal, request, keep_alive=keep_alive)
+    elif head.path == MODELS:
+        body = models(fleet, head.tenant)
+    elif head.path.startswith(ONE_MODEL):
+        found = model(fleet, _named(head.path), head.tenant)
+        if isinstance(found, Refusal):
+            return refuse(found, request, keep_alive=keep_alive)
+        body = found
+    headers = [(b"X-Request-Id", request.id)]
+    return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
+
+
+def wants_openmetrics(head: RequestHead) -> bool:
+    """Whether a scrape asks for the other of the two formats."""
+    return OPENMETRICS in head.special.get(b"accept", b"")
+
+
+def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -> bytes:
+    """Answer with a page of metrics."""
+    return answer(
+        200,
+        body,
+        kind.encode(),
+        headers=[(b"X-Request-Id", request.id)],
+        keep_alive=keep_alive,
+        bodiless=request.head.method == "HEAD",
+    )
+
+
+def live(fleet: Fleet) -> bool:
+    """Whether anything can be served."""
+    return any(worker.live for worker in fleet)
+
+
+def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
+    """List what live workers serve, each model once, with the longest context that one offers.
+
+    To a tenant, those that it may use.
+    """
+    cards = [
+        _card(fleet, name, limit)
+        for name, limit in fleet.contexts().items()
+        if tenant is None or tenant.may_use(name)
+    ]
+    return orjson.dumps({"object": "list", "data": cards})
+
+
+def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
+    """Show one of them; or say what a request for it would be told."""
+    known = [each for each in fleet.models() if tenant is None or tenant.may_use(each)]
+    if not fleet.serves(name):
+        return refusals.nobody_serves(name, known, all_told=fleet.all_told())
+    if name not in known:
+        return refusals.not_allowed(name, known)
+    served = fleet.contexts()
+    if name not in served:
+        return refusals.no_worker(name)
+    return orjson.dumps(_card(fleet, name, served[name]))
+
+
+def _named(path: str) -> str:
+    """Read a model's name from a path, its slashes as they are or escaped."""
+    return unquote_to_bytes(path.removeprefix(ONE_MODEL).encode("latin-1")).decode(errors="replace")
+
+
+def _card(fleet: Fleet, name: str, limit: int | None) -> dict[str, Any]:
+    root, parent = fleet.origin(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "vllm",
+        "root": root or name,
+        "parent": parent,
+        "max_model_len": limit,
+        "permission": [],
+    }

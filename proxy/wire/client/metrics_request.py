@@ -1,0 +1,71 @@
+"""The page of metrics for whoever asks: written in slices, or that of all processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from proxy.core.model.types import Reason, Refusal
+from proxy.http.local_responses import refuse
+from proxy.wire.client import endpoints
+
+if TYPE_CHECKING:
+    from proxy.http.request import Request
+    from proxy.wire.extension import Recipient
+    from proxy.wire.server import Wire
+
+logger = logging.getLogger(__name__)
+
+Found = asyncio.Task[tuple[bytes, str]]
+
+
+class PageVisit:
+    """One request for them; see `desk.Conversation`."""
+
+    def __init__(self, wire: Wire, client: Recipient, request: Request) -> None:
+        self._wire = wire
+        self._client = client
+        self._request = request
+        self._found: Found | None = None
+
+    def start(self, now: float) -> None:  # noqa: ARG002
+        """Ask for the page."""
+        self._wire.visits.add(self)
+        pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
+        self._found = asyncio.ensure_future(pages)
+        self._found.add_done_callback(self._answer)
+
+    def _answer(self, found: Found) -> None:
+        if found.cancelled():
+            return
+        error = found.exception()
+        if self not in self._wire.visits:  # its client left after the page was written
+            return
+        self._wire.visit_over(self)
+        keep_alive = self._request.head.keep_alive and not self._wire.leaving
+        if error:
+            logger.warning("no metrics: %s", repr(error))
+            refusal = Refusal(503, Reason.NO_WORKER, "not all processes answer", retry_after_s=1.0)
+            self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
+        else:
+            page = endpoints.page_answer(*found.result(), self._request, keep_alive=keep_alive)
+            self._client.write(page)
+        self._client.done(self._wire.clock(), keep_alive=keep_alive)
+
+    def pause(self) -> None:
+        """Go on: a page is written at once."""
+
+    def resume(self, now: float) -> None:
+        """Go on."""
+
+    def gone(self, now: float) -> None:  # noqa: ARG002
+        """Ask no more."""
+        if self._found is not None:
+            self._found.cancel()
+        self._wire.visit_over(self)
+
+    def cut(self, now: float) -> None:
+        """End it, because the router does."""
+        self.gone(now)
+        self._client.break_off()

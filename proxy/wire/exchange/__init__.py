@@ -1,0 +1,1 @@
+"""One request on its way from a client to a worker and back."""

@@ -1,0 +1,170 @@
+"""What is told of a request once it is over: when it came, waited, began to be answered, ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core.model.types import NONE, Reason
+from proxy.core.tenants.tenants import Rank
+from proxy.http.trace import Trace, id_in
+from proxy.metrics.registry import class_of
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Decision
+    from proxy.core.model.types import Ask
+    from proxy.core.tenants.tenants import Tenant
+    from proxy.http.request import Request
+    from proxy.metrics.histogram import Histogram
+    from proxy.metrics.registry import Metrics
+
+BATCH = Rank.BATCH
+TRACE = b"traceparent"
+
+
+class Record:
+    """The times of one request, and what became of it."""
+
+    __slots__ = (
+        "_gaps",
+        "_last_token_at",
+        "ask",
+        "decision",
+        "first_token_at",
+        "number",
+        "opening",
+        "placed_at",
+        "prefilled_at",
+        "prompt",
+        "queue_s",
+        "request",
+        "sent_bytes",
+        "started",
+        "ticks",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.prompt = b""  # its whole body, where prompts are to be logged
+        self.ask: Ask | None = None
+        self.decision: Decision | None = None  # the last one, if it was placed at all
+        self.started = 0.0
+        self.queue_s = 0.0
+        self.placed_at: float | None = None  # last
+        self.prefilled_at: float | None = None  # by another worker than the one that decodes
+        self.sent_bytes = 0  # to the client, the head included
+        self.number = 0  # on the status page, once somebody looks
+        self.ticks: list[float] | None = None  # and when tokens passed, since it was told last
+        self.first_token_at: float | None = None
+        self.opening = 0  # tokens that came with the first, itself included
+        self.tokens = 0  # after those
+        self._last_token_at = 0.0
+        self._gaps: Histogram | None = None  # what these times are for, once it has begun
+
+    @property
+    def id(self) -> str:
+        """The client's name for it, or else ours."""
+        return "" if self.request is None else self.request.id.decode("latin-1")
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whose it is: told by its key, be its body read or not."""
+        return None if self.request is None else self.request.head.tenant
+
+    @property
+    def in_the_gaps(self) -> bool:
+        """Whether it is of those that wait for room that nobody else wants."""
+        tenant = self.tenant
+        of_batch = self.request is not None and self.request.head.batch
+        return of_batch or (tenant is not None and tenant.spec.rank is BATCH)
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that it belongs to, if any."""
+        if (trace := self.trace) is not None:
+            return trace.id
+        return "" if self.request is None else id_in(self.request.head.special.get(TRACE))
+
+    @property
+    def trace(self) -> Trace | None:
+        """Its own part of that trace, where requests are traced."""
+        return None if self.request is None else self.request.trace
+
+    def begin(self, now: float, request: Request, metrics: Metrics) -> None:
+        """Note when it came."""
+        self.started = now
+        self.request = request
+        if metrics.begin_trace is not None:
+            head = request.head
+            request.trace = metrics.begin_trace(told := head.special.get(TRACE))
+            if told is not None:
+                head.keep_back((TRACE,))  # each leg is told its own
+        if metrics.keeps_prompts:
+            self.prompt = request.body
+
+    def place(self, now: float, decision: Decision) -> None:
+        """Note where it goes."""
+        self.decision = decision
+        self.placed_at = now
+        self.prefilled_at = None
+
+    def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
+        """Note when tokens passed, and how many."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+            self.opening = tokens
+            if self.decision is not None:
+                self._gaps = metrics.gaps_of(self.decision.worker.role, class_of(self.ask))
+        else:
+            self.tokens += tokens
+            if self._gaps is not None:
+                self._gaps.observe(now - self._last_token_at)
+        self._last_token_at = now
+        if (live := metrics.live) is not None:
+            live.saw_tokens(self, now)
+
+    def close(
+        self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
+    ) -> None:
+        """Count the request; `reason` is given where it was refused."""
+        ask, decision = self.ask, self.decision
+        first, worker, pool, predicted, leg = self.first_token_at, NONE, NONE, None, None
+        placed_s, leg_s, fetched = None, None, False
+        ttft_s = None if first is None else first - self.started
+        tpot_s = (self._last_token_at - first) / self.tokens if first and self.tokens else None
+        duration_s = now - self.started
+        if decision is not None:
+            worker, pool = decision.worker.name, decision.worker.role
+            predicted = decision.predicted_ttft_s
+            if (placed_at := self.placed_at) is not None:
+                placed_s = placed_at - self.started
+                if predicted is not None:
+                    # What had passed by then, its wait or a leg that failed, is in the real one.
+                    predicted += placed_s
+                if self.prefilled_at is not None:
+                    leg_s = self.prefilled_at - placed_at
+            if (handover := decision.handover) is not None:
+                if self.prefilled_at is None:
+                    leg = handover.prefill.name, handover.prefill.role
+                fetched = handover.tokens > 0
+            reason = reason or decision.reason
+        elif reason is None:
+            reason = Reason.FLEET_FULL  # its client left while it waited
+        model, size = ask.model if ask is not None else "", class_of(ask)
+        stream = ask.stream if ask is not None and ask.computes else None
+        metrics.request_done(
+            route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
+            size, tpot_s, stream, leg, placed_s, leg_s, fetched=fetched,
+        )  # fmt: skip
+        if (tenant := self.tenant) is not None:
+            metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
+        if (trace := self.trace) is not None and trace.sampled and ttft_s is not None:
+            metrics.traced(pool, model, size, ttft_s, trace.id)
+        if (live := metrics.live) is not None:
+            live.ended(self, now, status, reason)
+        for tell in metrics.at_end:
+            tell(self, now, route, status, reason)
+        if ask is not None:
+            metrics.recent.add(
+                ask, size, decision, reason, status, ttft_s, duration_s, self.queue_s
+            )

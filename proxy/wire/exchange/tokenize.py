@@ -1,0 +1,77 @@
+"""Asking a worker how many tokens a prompt has, when the estimate is too near a limit to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.http.headers import JSON
+from proxy.http.response_parser import OK, Head
+
+if TYPE_CHECKING:
+    from proxy.wire.worker.connection import Trouble, WorkerConnection
+    from proxy.wire.worker.pool import Pool
+
+MAX_ANSWER = 1 << 20
+
+
+class TokenCount:
+    """One question to `/tokenize`; `done` gets the count, or None when the estimate has to do."""
+
+    __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
+    patience_s = inf
+
+    def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:
+        self.deadline = deadline
+        self.connection: WorkerConnection | None = None
+        self._done = done
+        self._status = 0
+        self._answer = b""
+
+    def ask(self, now: float, pool: Pool, body: bytes, authorization: bytes) -> None:
+        """Send the question."""
+        start = b"POST /tokenize HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
+        framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
+        pool.send(now, self, (start + framing + body,))
+
+    def drop(self) -> None:
+        """Forget the question."""
+        if self.connection is not None:
+            self.connection.drop()
+
+    def expire(self, now: float) -> None:
+        """Wait no longer."""
+        self.drop()
+        self._done(now, None)
+
+    def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
+        """Note whether it is an answer at all."""
+        self._status = head.status
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Collect the answer; it lists the tokens themselves too."""
+        self._answer += body
+        if ended:
+            self.connection = None
+            self._done(now, self._count() if self._status == OK else None)
+        elif len(self._answer) > MAX_ANSWER:
+            self.expire(now)
+
+    def late(self, now: float) -> float:  # noqa: ARG002
+        """Wait no longer."""
+        return 0.0
+
+    def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
+        """Do without."""
+        self.connection = None
+        self._done(now, None)
+
+    def _count(self) -> int | None:
+        try:
+            count = orjson.loads(self._answer)["count"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return None
+        return count if isinstance(count, int) and count >= 0 else None

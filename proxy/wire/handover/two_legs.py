@@ -1,0 +1,310 @@
+"""The two legs of a request that is handed over, and the blocks in between.
+
+An exchange has one `HandOver` from when both workers are charged until it is placed anew or over.
+It sends the legs in the exchange's name, which hears how they go, and keeps what the prefill left
+behind: good for one decode leg, and given back in every other case.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.fleet.kv_links import BARRED_S
+from proxy.core.model.types import Outcome
+from proxy.core.routing.handover_cost import is_well
+from proxy.metrics.handovers import ANY
+from proxy.transfer.legs import IDS, decode_body, prefill_body
+from proxy.transfer.types import Pair, Taken, usage_of
+from proxy.wire.handover import first_token
+from proxy.wire.handover.prefill_leg import PrefillLeg
+from proxy.wire.handover.release import LEFT, Orphan, others, read, release
+from proxy.wire.timeouts import answer_patience_s, decode_patience_s, prefill_patience_s
+from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.request_bytes import to_worker
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.core.fleet.worker import Worker
+    from proxy.http.request import Request
+    from proxy.wire.exchange.exchange import Exchange
+    from proxy.wire.server import Wire
+    from proxy.wire.worker.connection import WorkerConnection
+
+logger = logging.getLogger(__name__)
+
+# Why a request is served whole after all.
+FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
+LATE_TRANSFER = "late_transfer"
+SOON_S = 0.25
+# What may be said for the worker's own key, adapters or routes: the next one may have others.
+ITS_OWN = frozenset([401, 403, 404, 405])
+
+
+class HandOver:
+    """One of them."""
+
+    __slots__ = (
+        "_connector",
+        "_early",
+        "_first",
+        "_is_sent",
+        "_lease",
+        "_leg",
+        "_pair",
+        "_refused",
+        "_request",
+        "_taken",
+        "_was_late",
+        "_wire",
+        "is_suspect",
+        "late_at",
+    )
+
+    def __init__(self, wire: Wire, request: Request, lease: Lease, first: Worker) -> None:
+        if wire.connector is None:
+            raise RuntimeError("a hand-over without a connector")
+        self._wire, self._connector = wire, wire.connector
+        self._request = request
+        self._lease, self._first = lease, first
+        number = wire.new_id().decode()
+        if lease.ask.route in IDS:  # its answer may be asked for by that, and not by neighbours
+            number += os.urandom(8).hex()
+        self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
+        self._leg: PrefillLeg | None = None
+        self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
+        self._early = b""  # of a decode leg's stream, what says nothing yet
+        self._is_sent = False  # the decode leg
+        self.late_at = inf  # when the blocks may be another's
+        self._was_late = False
+        self._refused = 0  # the status that the prefill worker refused with
+        self.is_suspect = False  # whether its transfer or its prefill worker may have failed
+
+    # The legs
+
+    def prefill(self, now: float, exchange: Exchange) -> None:
+        """Have the prompt prefilled."""
+        wire, lease, request = self._wire, self._lease, self._request
+        pool = wire.pools.of(self._first)
+        body = prefill_body(self._connector, self._pair, lease.ask, request.body)
+        settings = wire.settings
+        within_s = prefill_patience_s(lease, settings.prefill_s, settings.first_byte_s)
+        leg = self._leg = PrefillLeg(exchange, within_s)
+        leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
+
+    def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
+        """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
+        wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
+        leg, self._leg = self._leg, None
+        fields = read(answer)
+        taken = self._taken = connector.taken(self._pair, fields)
+        holds = taken.params is not None
+        halves = lease.decision.handover
+        learns = halves is not None and halves.cached_tokens > 0
+        bare = connector.needs_params and taken.params is None
+        if bare and halves is not None:
+            halves.tokens = 0  # the decode worker's prefill is no transfer
+        wire.metrics.handovers.prefilled(lease, now, bare=bare)
+        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
+        if bare:
+            self._strike(now, None)
+        else:
+            wire.router.links.worked(self._first, None)
+        # As long as its answer took to come, the blocks have been kept.
+        spent_s = now - leg.begun_at if holds and leg is not None else 0.0
+        may_move = not connector.names_decode
+        if not wire.router.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
+            return False
+        pool = wire.pools.of(lease.worker)
+        self._pair = self._pair._replace(decode=pool.side)
+        late_s = decode_patience_s(lease, connector.within_s if holds else inf) - spent_s
+        exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
+        self.late_at = now + late_s
+        self._is_sent = True
+        body = decode_body(connector, self._pair, taken, lease.ask, request.body)
+        pool.send(now, exchange, to_worker(request, pool, body, self._id))
+        return True
+
+    @property
+    def _id(self) -> bytes:
+        return self._connector.request_id(self._pair) or self._request.id
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its prefill is under way."""
+        return self._leg is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether trying again costs no retry: no decode worker was asked, or none has failed.
+
+        One that had no time for it before its blocks might have been another's is well, and the
+        request is served whole then: that it is free happens once.
+        """
+        return not self._is_sent or self._was_late
+
+    @property
+    def prefill_connection(self) -> WorkerConnection | None:
+        """What a prefill that is under way is asked over."""
+        return None if self._leg is None else self._leg.connection
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether part of the prefill's answer is here."""
+        return self._leg is not None and self._leg.is_answering
+
+    # The decode worker's answer
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing shows yet that the decode worker has what the prefill left behind."""
+        return self._taken is not None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """What the client's usage is to tell, where the decode worker can't know."""
+        return None if self._taken is None else self._taken.cached_tokens
+
+    def first_of(
+        self, body: bytes, ended: bool, connection: WorkerConnection | None
+    ) -> bytes | None:
+        """Take the first piece of an answer; None while it does not tell how the transfer went.
+
+        Until then its worker has no longer than the blocks are sure to be the prompt's.
+        """
+        early = self._early = self._early + body
+        if not ended and len(early) <= first_token.MOST and first_token.after(early) < 0:
+            if connection is not None:
+                connection.deadline = min(connection.deadline, self.late_at)
+            return None
+        self._early = b""
+        return early
+
+    def fetched(self) -> None:
+        """Note that the decode worker has it all: there is nothing to be given back."""
+        if self._taken is not None:
+            self._wire.router.links.worked(self._first, self._lease.worker)
+            self._taken = None
+
+    # What does not go to its end
+
+    def refused(self, now: float, status: int, *, again: bool) -> None:
+        """Hear that the prefill worker won't: a decode worker is asked for all of it.
+
+        Or another prefill worker first, unless that was tried before.
+        """
+        self._refused = status
+        router, lease = self._wire.router, self._lease
+        if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
+            lease.ask.whole = REFUSED_PREFILL
+
+    def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[Worker, Outcome]:
+        """Give up; tell who need not be asked again, and what the leg under way says of it."""
+        lease, first, was_sent = self._lease, self._first, self._is_sent
+        if self.is_answering:  # blocks are held, and where was in the part that is missing
+            self._wire.metrics.handover_ended(LEFT)
+        self._leg = None
+        late = trouble is Trouble.TIMEOUT and now >= self.late_at
+        if late:
+            self._wire.metrics.handover_ended("late_failed")
+        else:
+            self._wire.metrics.handover_failed(lease, was_asked=was_sent)
+        if self._taken is None:
+            self.is_suspect = bool(self._refused)
+            return lease.under_way.worker, outcome
+        well = trouble is Trouble.STATUS if was_sent else is_well(lease)
+        self.give_back(now, well=well)
+        erred = late or outcome is Outcome.ERRED
+        if not (erred if was_sent else well):
+            return lease.worker, outcome
+        # The transfer may have failed: then no worker is left out for it. Where it took, or would
+        # take, too long, another worker is better.
+        self._was_late = late
+        late = late or not was_sent
+        lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        if late and was_sent:
+            self._strike(now, lease.worker)
+        self.is_suspect = was_sent and not late
+        spared = late and self._wire.router.has_another(lease)
+        return lease.worker if spared else first, Outcome.MOOT
+
+    def blame(self, now: float) -> None:
+        """Hold its failure against the link, now that the request could be served without it.
+
+        Or a refusal against the prefill worker. Until then it may be a request that every worker
+        answers so.
+        """
+        self._strike(now, None if self._refused else self._lease.worker)
+
+    def _strike(self, now: float, second: Worker | None) -> None:
+        """Count a failure of the link to a decode worker, or of the prefill worker itself."""
+        first, wire = self._first, self._wire
+        if not wire.router.links.failed(first, second, now):
+            return
+        wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
+        if self._refused:
+            logger.warning(
+                "%s refuses prefills of what others then serve, the last with status %d; it is "
+                "given none for %g s; are its key, adapters and flags those of the others?",
+                first.name,
+                self._refused,
+                BARRED_S,
+            )
+        elif second is None:
+            logger.warning(
+                "%s answers prefills with nothing to fetch by, so that all is prefilled twice; it "
+                "is given none for %g s; is it started with the %s connector?",
+                first.name,
+                BARRED_S,
+                self._connector.name,
+            )
+        else:
+            logger.warning(
+                "transfers from %s to %s fail, or come too late; there are none for %g s",
+                first.name,
+                second.name,
+                BARRED_S,
+            )
+
+    def left(self, now: float, connection: WorkerConnection | None) -> None:
+        """Stop both legs: whoever wanted the answer is gone. The decode leg's is this one."""
+        if self._leg is not None:
+            self._abandon(now, self._leg)
+            self._leg = None
+        if connection is not None:
+            sent, well = connection.has_sent, connection.is_open
+            connection.drop()
+            if not sent:
+                # One whose connection is not open yet may be well: it is asked if nobody else is.
+                self.give_back(now, well=well or not others(self._wire, self._lease.worker))
+        else:  # there was no room for one
+            self.give_back(now, well=True)
+
+    def _abandon(self, now: float, leg: PrefillLeg) -> None:
+        """Let the prefill stop; if it is done already, hear where its blocks are to free them.
+
+        An answer that crosses the end of its connection is read by nobody. So one that should be
+        there any moment is waited for.
+        """
+        if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
+            who = self._request.head.authorization
+            Orphan(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
+        else:
+            leg.drop()
+
+    def give_back(self, now: float, *, well: bool) -> None:
+        """Have the blocks freed that the decode worker has not fetched, or may not have."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            who = self._request.head.authorization
+            release(self._wire, now, self._lease.worker, taken, who, well=well)
+
+
+def nearly_done(lease: Lease, now: float) -> bool:
+    """Whether a prefill should be done in a moment; where nobody knows, it may be."""
+    first, halves = lease.prefill, lease.decision.handover
+    if first is None or halves is None or not first.worker.pace.prefills:
+        return True
+    return now > first.charged_at + halves.prefill_s - SOON_S

@@ -1,0 +1,160 @@
+"""The connections to workers: kept open, and the one used last is used first."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from proxy.net.resolver import NobodyAnswersError, connect
+from proxy.net.tls import TlsError, to_worker
+from proxy.transfer.types import Side
+from proxy.wire.worker.connection import Caller, Trouble, WorkerConnection
+from proxy.wire.worker.keepalive import CONFIRMS, notice_silence
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.worker import Worker
+    from proxy.core.model.specs import WorkerSpec
+    from proxy.wire.settings import WireSettings
+    from proxy.wire.write_batch import Outbox
+
+
+PORTS = {"http": 80, "https": 443}
+# No more files, here or on the whole machine; no memory for sockets.
+OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+# No port left to call from; or it is an address that nothing here leads to, as ::1 without IPv6.
+NO_PORT = errno.EADDRNOTAVAIL
+NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # which says nothing of ports
+HANDSHAKE_S = 60.0
+
+
+class Pool:
+    """The connections to one worker."""
+
+    def __init__(
+        self, spec: WorkerSpec, settings: WireSettings, clock: Callable[[], float], outbox: Outbox
+    ) -> None:
+        address = urlsplit(spec.url)
+        self.spec = spec
+        self.settings = settings
+        self.clock = clock
+        self.outbox = outbox
+        self.host = b"%b\r\n" % address.netloc.encode()  # two headers as sent; may be none
+        key = spec.api_key
+        self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
+        self.idle: list[WorkerConnection] = []
+        self.open: set[WorkerConnection] = set()  # and being opened
+        self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
+        self.side = Side(spec.name, self._where[0])
+
+    def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+        """Send a request on the connection that was used last, or on a new one."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.is_usable():
+                caller.connection = connection
+                connection.send(now, caller, request)
+                return
+        self.open_for(now, caller, request)
+
+    def open_for(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+        """Send a request on a new connection."""
+        connection = WorkerConnection(self)
+        caller.connection = connection
+        self.open.add(connection)
+        connection.send(now, caller, request)
+        connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
+
+    def forget(self, connection: WorkerConnection) -> None:
+        """Let a closed connection go."""
+        self.open.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Act on deadlines that have passed."""
+        for connection in [each for each in self.open if each.deadline < now]:
+            connection.expire(now)
+
+    async def _open(self, connection: WorkerConnection) -> None:
+        host, port = self._where
+        try:
+            tls = to_worker(self.spec.tls)
+            # The connection's own deadline comes first.
+            transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
+            notice_silence(transport, CONFIRMS)
+        except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
+            connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether it is this machine that has no room for another connection."""
+    if not isinstance(error, NobodyAnswersError):
+        return isinstance(error, OSError) and (error.errno in OURS or error.errno == NO_PORT)
+    each = {why.errno for why in error.errors}
+    return not OURS.isdisjoint(each) or each - NO_WAY == {NO_PORT}
+
+
+def met(spec: WorkerSpec) -> tuple[object, ...]:
+    """Return what of a worker its connections depend on."""
+    return spec.url, spec.api_key, spec.tls
+
+
+class Pools:
+    """A pool for each worker."""
+
+    def __init__(self, settings: WireSettings, clock: Callable[[], float], outbox: Outbox) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._outbox = outbox
+        self._pools: dict[str, Pool] = {}
+        self._retired: list[Pool] = []  # of workers that left or moved, with requests in flight
+
+    def of(self, worker: Worker) -> Pool:
+        """Return the pool of this worker, a new one if its address or key has changed."""
+        pool = self._pools.get(worker.name)
+        spec = worker.spec
+        if pool is not None and pool.spec is spec:
+            return pool
+        if pool is None or met(pool.spec) != met(spec):
+            if pool is not None:
+                self._retire(pool)
+            pool = self._pools[worker.name] = Pool(spec, self._settings, self._clock, self._outbox)
+        pool.spec = spec
+        return pool
+
+    def sweep(self, now: float) -> None:
+        """Act on deadlines that have passed, and forget pools that nobody uses."""
+        for pool in self._retired:
+            pool.sweep(now)
+        for name, pool in list(self._pools.items()):
+            pool.sweep(now)
+            # A timeout may have led to a retry, and that to a new pool of this name.
+            if not pool.open and self._pools.get(name) is pool:
+                del self._pools[name]
+        self._retired = [pool for pool in self._retired if pool.open]
+
+    def reconfigure(self, settings: WireSettings) -> None:
+        """Take new limits."""
+        self._settings = settings
+        for pool in [*self._pools.values(), *self._retired]:
+            pool.settings = settings
+
+    def counts(self) -> Iterator[tuple[str, str, int]]:
+        """Count connections by worker and state."""
+        for name, pool in self._pools.items():
+            yield name, "idle", len(pool.idle)
+            yield name, "busy", len(pool.open) - len(pool.idle)
+
+    def close(self) -> None:
+        """Close all connections; nobody hears of it."""
+        for pool in [*self._pools.values(), *self._retired]:
+            for connection in list(pool.open):
+                connection.drop()
+
+    def _retire(self, pool: Pool) -> None:
+        for connection in list(pool.idle):
+            connection.drop()
+        self._retired.append(pool)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.bench.canned import StillWorker, canned_comparison, canned_round
+from vllm_sched.bench.compare import compare
+from vllm_sched.bench.compare.compare import Contender, Narrator, Plan
+from vllm_sched.bench.compare.runner import Round
+from vllm_sched.bench.compare.workloads import Workload, long_blocks_short
+from vllm_sched.workers.launch import Side, WorkerError
+
+
+class FakeWorker(StillWorker):
+    """Starts and stops in name only."""
+
+    def __init__(self, name: str, *, broken: bool = False) -> None:
+        super().__init__(name=name)
+        self.broken = broken
+        self.events: list[str] = []
+
+    def start(self) -> None:
+        self.events.append("start")
+
+    def wait_ready(self) -> None:
+        if self.broken:
+            raise WorkerError(f"{self.name} died")
+        self.events.append("ready")
+
+    def stop(self) -> None:
+        self.events.append("stop")
+
+
+def quiet() -> Narrator:
+    return Narrator(Console(file=io.StringIO()))
+
+
+def fakes(*names: str, broken: str = "") -> list[Any]:
+    return [FakeWorker(name, broken=name == broken) for name in names]
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def _either_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "on_cpu", lambda: request.param)
+
+
+@pytest.mark.usefixtures("_either_build")
+async def test_workers_are_up_inside_and_stopped_after() -> None:
+    workers = fakes("a", "b")
+    async with compare.running(workers, quiet()):
+        assert [w.events for w in workers] == [["start", "ready"]] * 2
+    assert [w.events[-1] for w in workers] == ["stop"] * 2
+
+
+@pytest.mark.usefixtures("_either_build")
+async def test_one_that_fails_to_start_stops_them_all() -> None:
+    workers = fakes("a", "b", broken="b")
+    with pytest.raises(WorkerError, match="b died"):
+        async with compare.running(workers, quiet()):
+            pytest.fail("entered without a worker")
+    assert [w.events[-1] for w in workers] == ["stop"] * 2
+
+
+@pytest.mark.usefixtures("_either_build")
+async def test_an_interruption_stops_them_all() -> None:
+    workers = fakes("a", "b")
+
+    async def run() -> None:
+        async with compare.running(workers, quiet()):
+            entered.set()
+            await asyncio.Event().wait()
+
+    entered = asyncio.Event()
+    task = asyncio.create_task(run())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [w.events[-1] for w in workers] == ["stop"] * 2
+
+
+async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[tuple[str, int]] = []
+    rests: list[float] = []
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        assert len(rests) == len(played) + 1  # before each: the other side spins for a while
+
+    async def play(url: str, _: str, workload: Workload, number: int, **__: object) -> Round:
+        played.append((url, number))
+        assert workload == long_blocks_short()  # the round that is thrown away has all of it too
+        return Round(number, ())
+
+    monkeypatch.setattr(compare, "play", play)
+    monkeypatch.setattr(compare.asyncio, "sleep", rest)
+    a, b = fakes("a", "b")
+    a.url, b.url = "a", "b"
+    sides = [Contender(w.name, "", w) for w in (a, b)]
+    await compare.measure(sides, Plan("m", long_blocks_short(), rounds=3), quiet())
+    warm_ups = [("a", 0), ("b", 0)]
+    rounds = [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert played == warm_ups + rounds
+    assert rests == [compare.REST_S] * 8
+    assert [[r.number for r in side.rounds] for side in sides] == [[1, 2, 3]] * 2
+
+
+async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (dead,) = fakes("a")
+
+    def check() -> None:
+        raise WorkerError("a died")
+
+    monkeypatch.setattr(dead, "check", check)
+    monkeypatch.setattr(compare, "REST_S", 0.0)
+    with pytest.raises(WorkerError, match="a died"):
+        await compare.measure([Contender("a", "", dead)], Plan("m", long_blocks_short()), quiet())
+
+
+def test_a_worker_that_shares_an_accelerator_gets_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare, "on_cpu", lambda: False)
+    monkeypatch.setattr("vllm_sched.workers.launch.on_cpu", lambda: False)
+    side = Side("default", {}, ("--gpu-memory-utilization=0.3",))
+    command = compare.contender("a", side, Plan("m", long_blocks_short())).worker.command
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.42"
+    assert command[-1] == "--gpu-memory-utilization=0.3"  # what was asked for comes last
+
+
+def test_the_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
+    result = canned_comparison((2.0, 2.0), (0.5, 0.5))
+    result.save(tmp_path / "out.json")
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["settings"]["rounds"] == 2
+    assert saved["settings"]["workload"]["name"] == "long-blocks-short"
+    short = saved["sides"]["candidate"]["classes"]["short"]
+    assert short["ttfts"] == pytest.approx([0.5] * 4)
+    assert saved["sides"]["candidate"]["policies"] == {"long_prompt": {"a<b": 1}}
+    assert len(saved["sides"]["baseline"]["per_round"]) == 2
+    ratio = next(f for f in saved["figures"] if (f["group"], f["measure"]) == ("short", "TTFT p50"))
+    assert ratio["ratio"] == pytest.approx(0.25)
+
+
+def test_a_pipe_gets_plain_lines_and_a_terminal_a_live_one() -> None:
+    plain = io.StringIO()
+    with Narrator(Console(file=plain)) as narrator:
+        narrator.step("round 1")
+        narrator.detail("3 requests done")
+    assert plain.getvalue() == "round 1\n"
+    fancy = io.StringIO()
+    with Narrator(Console(file=fancy, force_terminal=True)) as narrator:
+        narrator.step("round 1")
+    assert fancy.getvalue() != "round 1\n"
+
+
+def test_the_round_drawn_is_the_median_one() -> None:
+    result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
+    assert result.typical() == 2
+    result.candidate.rounds[2] = canned_round(3, 1.95)
+    assert result.typical() == 1
+
+
+def test_a_busy_machine_is_owned_up_to_and_its_rounds_are_not_drawn() -> None:
+    result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
+    assert result.warning() == ""
+    result.baseline.rounds[2] = replace(result.baseline.rounds[2], stall=0.75)
+    assert result.disturbed == [2]
+    assert result.warning().startswith("1 of 3 rounds were disturbed")
+    assert "0.75 s" in result.warning()
+    assert result.typical() != 2
+    for side in result.sides:
+        side.rounds[:] = [replace(played, stall=0.2) for played in side.rounds]
+    assert result.typical() == 2  # when all were, there is no better one

@@ -1,0 +1,52 @@
+"""A table of more than two, from canned rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.canned import canned_comparison, printed
+from vllm_sched.bench.compare.contest import Contest
+
+
+@pytest.fixture
+def contest() -> Contest:
+    """Three: shorts wait 2 s with the first, 0.5 s with the second, 1 s with the third."""
+    two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
+    first, second = two.sides
+    third = other.candidate
+    second.role, second.label, third.role, third.label = "pools", "by length", "halves", "P/D"
+    return Contest(two.plan, (first, second, third))
+
+
+def test_each_is_measured_by_the_first(contest: Contest) -> None:
+    assert [pair.baseline.label for pair in contest.pairs] == ["default", "default"]
+    assert [pair.candidate.label for pair in contest.pairs] == ["by length", "P/D"]
+    assert not contest.failed
+
+
+def test_the_table_has_a_column_each(contest: Contest) -> None:
+    text = printed(contest.table(), 160)
+    line = next(line for line in text.splitlines() if "short prompts" in line)
+    assert "TTFT p50" in line
+    assert "2.00 s" in line
+    assert "500 ms (0.25x)" in line
+    assert "1.00 s (0.50x)" in line
+
+
+def test_the_file_has_every_contender_once(contest: Contest, tmp_path: Path) -> None:
+    contest.save(tmp_path / "c.json")
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert list(saved["sides"]) == ["baseline", "pools", "halves"]
+    assert list(saved["figures"]) == ["pools", "halves"]
+    assert saved["sides"]["halves"]["per_round"]
+
+
+def test_failures_are_counted_for_whom_they_befell(contest: Contest) -> None:
+    contest.contenders[2].rounds[0].records[0].error = "gone"
+    assert contest.failed
+    text = printed(contest.table(), 160)
+    last = next(line for line in text.splitlines() if "failed requests" in line)
+    assert last.split()[-3:] == ["0", "0", "1"]

@@ -1,0 +1,238 @@
+"""The runner against a fake server that speaks vLLM's stream, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests.present import present
+from vllm_sched.bench.compare.runner import Record, Stream, play, request_body
+from vllm_sched.bench.compare.workloads import Arrival, Workload
+from vllm_sched.workers.launch import free_port
+
+TOKEN = b'data: {"id":"x","choices":[{"index":0,"text":"a"}],"usage":null}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Start = Callable[[Handler], Awaitable[str]]
+
+
+def usage(tokens: int) -> bytes:
+    body = {"id": "x", "choices": [], "usage": {"completion_tokens": tokens}}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    servers: list[TestServer] = []
+
+    async def start(handler: Handler) -> str:
+        app = web.Application()
+        app.router.add_post("/v1/completions", handler)
+        server = TestServer(app)
+        await server.start_server()
+        servers.append(server)
+        return str(server.make_url("")).rstrip("/")
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+async def streamed(request: web.Request, *chunks: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk)
+        await asyncio.sleep(0)
+    return response
+
+
+async def obliging(request: web.Request) -> web.StreamResponse:
+    wanted = (await request.json())["max_tokens"]
+    return await streamed(request, *[TOKEN] * wanted, usage(wanted), DONE)
+
+
+def workload(*arrivals: Arrival) -> Workload:
+    return Workload("test", arrivals, seed=1, lone_prompt_tokens=5)
+
+
+SHORT = Arrival(0.0, "short", 10, 3)
+
+
+async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.json())
+        return await obliging(request)
+
+    some = workload(SHORT, Arrival(0.02, "long", 50, 2))
+    done: list[Record] = []
+    played = await play(await start(handler), "m", some, 4, on_done=done.append)
+    assert [(r.klass, len(r.ticks), r.completed, r.error) for r in played.records] == [
+        ("short", 3, 3, ""),
+        ("long", 2, 2, ""),
+    ]
+    assert played.number == 4
+    assert not played.failed
+    assert len(done) == 2
+    assert {tuple(body["prompt"]) for body in seen} == {tuple(p) for p in some.prompts(4)}
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in seen)
+    for each in played.records:
+        assert each.ticks == sorted(each.ticks)
+        assert each.first_token is not None
+        assert 0 <= each.sent <= each.first_token
+
+
+async def test_the_clock_starts_when_all_the_background_is_decoding(start: Start) -> None:
+    release = asyncio.Event()
+    order: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        background = body["max_tokens"] == 4
+        order.append("background" if background else "short")
+        if not background:
+            release.set()
+            return await streamed(request, *[TOKEN] * 3, usage(3), DONE)
+        response = await streamed(request, TOKEN)
+        await release.wait()  # a background request is still running when the short arrives
+        await response.write(TOKEN * 3 + usage(4) + DONE)
+        return response
+
+    some = workload(*[Arrival(0.0, "background", 8, 4)] * 2, SHORT)
+    played = await play(await start(handler), "m", some, 1)
+    assert order == ["background", "background", "short"]
+    assert not played.failed
+    for each in played.records[:2]:
+        assert each.sent < each.ticks[0] <= 0 < each.ticks[-1]
+    assert played.records[2].sent >= 0
+
+
+async def test_lone_requests_follow_one_by_one(start: Start) -> None:
+    at_once = most = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        response = await obliging(request)
+        at_once -= 1
+        return response
+
+    played = await play(await start(handler), "m", workload(SHORT), 1, lone_samples=3)
+    assert most == 1
+    assert [(r.klass, r.completed) for r in played.lone] == [("lone", 1)] * 3
+
+
+async def test_a_client_that_was_held_up_says_so(start: Start) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # noqa: ASYNC251 - the fake server shares the client's loop: that is it
+        return await obliging(request)
+
+    played = await play(await start(handler), "m", workload(SHORT), 1)
+    assert played.stall > 0.2
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_the_client_goes_first_where_it_may_and_for_the_round_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch, *, allowed: bool
+) -> None:
+    asked: list[int] = []
+
+    def setscheduler(_: int, policy: int, __: os.sched_param) -> None:
+        asked.append(policy)
+        if not allowed:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", setscheduler)
+    played = await play(await start(obliging), "m", workload(SHORT), 1)
+    assert not played.failed
+    first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
+    assert asked == ([first, os.SCHED_OTHER] if allowed else [first])
+
+
+async def test_a_refusal_is_recorded_with_its_words(start: Start) -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "prompt too long"}}, status=400)
+
+    some = workload(Arrival(0.0, "background", 8, 4), SHORT)
+    played = await play(await start(handler), "m", some, 1)  # and the background hangs nobody
+    assert len(played.failed) == 2
+    assert all("HTTP 400" in r.error and "prompt too long" in r.error for r in played.failed)
+    assert all(r.ttft is None for r in played.failed)
+
+
+SORRY = b'data: {"error":{"message":"engine died"}}\n\n'
+SHORT_BY_ONE = "the stream ended after 2 of 3 tokens"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ticks", "error"),
+    [
+        ((TOKEN, SORRY, DONE), 1, "engine died"),
+        ((TOKEN, TOKEN), 2, SHORT_BY_ONE),
+        ((TOKEN, TOKEN, DONE), 2, SHORT_BY_ONE),
+        ((TOKEN, TOKEN, usage(2), DONE), 2, SHORT_BY_ONE),
+    ],
+    ids=["an error event", "no end", "no usage", "too few"],
+)
+async def test_a_stream_that_is_not_whole_is_an_error(
+    start: Start, chunks: tuple[bytes, ...], ticks: int, error: str
+) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await streamed(request, *chunks)
+
+    played = await play(await start(handler), "m", workload(SHORT), 1)
+    assert error in played.records[0].error
+    assert len(played.records[0].ticks) == ticks
+
+
+async def test_a_dropped_connection_is_an_error(start: Start) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await streamed(request, TOKEN)
+        present(request.transport).abort()
+        return response
+
+    played = await play(await start(handler), "m", workload(SHORT), 1)
+    assert played.records[0].error
+
+
+async def test_nobody_listening_is_an_error() -> None:
+    played = await play(f"http://127.0.0.1:{free_port()}", "m", workload(SHORT), 1, lone_samples=1)
+    assert len(played.failed) == 2
+
+
+def test_events_are_found_wherever_the_chunks_are_cut() -> None:
+    whole = TOKEN * 2 + usage(2) + DONE
+    for size in (1, 7, 64, len(whole)):
+        stream = Stream(record := Record("short", 1, 2))
+        for begin in range(0, len(whole), size):
+            stream.feed(whole[begin : begin + size], float(begin))
+        assert (len(record.ticks), record.completed, stream.done) == (2, 2, True)
+
+
+def test_other_spacing_and_comments_are_understood() -> None:
+    stream = Stream(record := Record("short", 1, 1))
+    stream.feed(b': ping\n\ndata: {"choices": [{"text": "a"}]}\n\n', 1.0)
+    assert (record.ticks, record.error) == ([1.0], "")
+    stream.feed(b"data: gibberish\n\n", 2.0)
+    assert "gibberish" in record.error
+
+
+def test_the_body_asks_for_exactly_these_tokens() -> None:
+    body = json.loads(request_body("m", [11, 12], 16))
+    assert (body["prompt"], body["max_tokens"], body["stream"]) == ([11, 12], 16, True)
+    assert "vllm_xargs" not in body
+    asked = json.loads(request_body("m", [11, 12], 16, "batch"))
+    assert asked == {**body, "vllm_xargs": {"lane": "batch"}}

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.bench.compare.workloads import (
+    BACKGROUND,
+    BATCH,
+    LONG,
+    SHORT,
+    TOKEN_IDS,
+    build,
+    chat_beside_batch,
+    equal_prompts,
+    long_blocks_short,
+    saturated,
+)
+from vllm_sched.errors import UsageError
+
+
+def test_the_crowd_is_as_described() -> None:
+    workload = long_blocks_short(longs=3)
+    by_class = {
+        klass: [a for a in workload.arrivals if a.klass == klass]
+        for klass in (BACKGROUND, LONG, SHORT)
+    }
+    assert [len(some) for some in by_class.values()] == [4, 3, 8]
+    assert {a.prompt_tokens for a in by_class[LONG]} == {12_000}
+    assert {a.at for a in by_class[LONG]} == {0.0}
+    arrivals = [a.at for a in by_class[SHORT]]
+    assert arrivals[0] == 0.3
+    assert arrivals == sorted(set(arrivals))
+    assert all(a.before_start == (a.klass == BACKGROUND) for a in workload.arrivals)
+
+
+def test_the_background_outlasts_four_times_the_steps_of_full_budgets() -> None:
+    for longs in (2, 8):
+        workload = long_blocks_short(longs=longs)
+        background = next(a for a in workload.arrivals if a.klass == BACKGROUND)
+        assert background.output_tokens > 4 * longs * 12_000 / 512
+
+
+def test_prompts_depend_on_seed_and_round_alone() -> None:
+    workload = long_blocks_short(seed=7)
+    assert workload.prompts(1) == long_blocks_short(seed=7).prompts(1)
+    assert workload.lone_prompts(1, 3) == workload.lone_prompts(1, 3)
+    assert workload.prompts(1) != long_blocks_short(seed=8).prompts(1)
+
+
+def test_every_prompt_is_unique_within_and_between_rounds() -> None:
+    workload = long_blocks_short()
+    prompts = [
+        tuple(prompt)
+        for number in (1, 2)
+        for prompt in workload.prompts(number) + workload.lone_prompts(number, 20)
+    ]
+    assert len(set(prompts)) == len(prompts)
+    # Also their beginnings: a shared first block would be a prefix cache's gain.
+    assert len({prompt[:16] for prompt in prompts}) == len(prompts)
+
+
+def test_prompts_have_their_length_and_ordinary_tokens() -> None:
+    workload = long_blocks_short()
+    prompts = workload.prompts(1)
+    assert [len(p) for p in prompts] == [a.prompt_tokens for a in workload.arrivals]
+    assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
+
+
+def test_an_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"'quake'.*long-blocks-short") as caught:
+        build("quake")
+    assert isinstance(caught.value, UsageError)
+
+
+def test_equal_prompts_come_together() -> None:
+    arrivals = equal_prompts().arrivals
+    assert len(arrivals) == 8
+    assert len(set(arrivals)) == 1
+    assert len(build("equal-prompts", longs=3, seed=1).arrivals) == 3
+
+
+def test_batch_is_there_first_and_asks_for_its_lane() -> None:
+    workload = chat_beside_batch()
+    batch = [a for a in workload.arrivals if a.klass == BATCH]
+    chats = [a for a in workload.arrivals if a.klass == SHORT]
+    assert {(a.at, a.lane) for a in batch} == {(0.0, "batch")}
+    assert {a.lane for a in chats} == {""}
+    slots = int(workload.worker_flags[workload.worker_flags.index("--max-num-seqs") + 1])
+    assert len(batch) > 3 * slots
+    assert min(a.at for a in chats) > 0
+
+
+def test_outputs_of_the_saturated_are_memoryless_and_fixed_by_the_seed() -> None:
+    outputs = [a.output_tokens for a in saturated(longs=4000, mean_output=50).arrivals]
+    assert 48 < sum(outputs) / len(outputs) < 52
+    assert sum(o > 50 for o in outputs) / len(outputs) == pytest.approx(0.37, abs=0.03)
+    assert saturated().arrivals == saturated().arrivals != saturated(seed=1).arrivals
+
+
+def test_what_is_not_given_is_the_workloads_own() -> None:
+    assert build("saturated", longs=None, seed=2) == saturated(seed=2)

@@ -1,0 +1,211 @@
+"""`vllm-sched demo`: the fleets it compares. A real one is played by `make demo`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.config import FleetConfig, load, parse
+from tests.bench.canned import canned_comparison
+from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.workloads import build
+from vllm_sched.cli.fleet import demo
+from vllm_sched.cli.fleet.up import placed
+from vllm_sched.cli.main import main
+from vllm_sched.workers import launch, transfer
+
+ROOT = Path(__file__).parents[3]
+FLEET = ROOT / "deploy/fleets/cpu-demo.yaml"
+ENDS = ROOT / "deploy/fleets/prefill-decode.yaml"
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU build of vLLM installed, with NIXL."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    monkeypatch.setattr(demo, "on_cpu", lambda: True)
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
+
+
+def test_one_pool_knows_no_roles_and_no_limits() -> None:
+    pool = demo.ways(load(FLEET))["baseline"][1]
+    assert {worker.role for worker in pool.workers} == {"general"}
+    # The short worker's limit is the router's own: without it, it holds whatever the long one does.
+    assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
+    assert pool.routing.policy == "round_robin"
+
+
+def test_its_end_says_where_to_look_at_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, dashboards = demo.to_see(FLEET, load(FLEET))
+    assert live.endswith("cpu-demo.yaml`, and the status page is http://127.0.0.1:18109/")
+    folder = FLEET.parents[2]
+    named = re.findall(r"[\w/.-]+/[\w*-]+\.(?:yaml|md|json)", dashboards)
+    assert len(named) == 3
+    assert all(list(folder.glob(each)) for each in named)
+    # The command is one that a shell finds, from the folder of the Makefile and without its PATH.
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = re.findall("`(.*?) up ", demo.to_see(FLEET, load(FLEET))[0])
+    assert [Path(each).name for each in told] == ["vllm-sched"]
+    assert Path(told[0]).is_file()
+    monkeypatch.setenv("PATH", str(Path(told[0]).parent.absolute()))
+    assert demo.to_see(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
+
+
+def test_a_fleet_it_can_not_start_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "fleet.yaml"
+    source.write_text("model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n")
+    assert main(["demo", str(source)]) == 2
+    assert "workers[0].launch: is missing" in capsys.readouterr().err
+
+
+def test_both_routers_get_the_same_uncached_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    files: dict[str, str] = {}
+
+    def measured(play: Any, arguments: Any) -> int:
+        del arguments
+        folder: Path = play.args[3]
+        for config, name in ((play.args[1], "pools"), (demo.one_pool(play.args[1]), "one-pool")):
+            router = demo.router_of(config, folder, name)
+            files[name] = Path(router.command[-1]).read_text()
+            commands.append(router.command)
+        return 0
+
+    monkeypatch.setattr(demo.measuring, "measured", measured)
+    assert main(["demo", str(FLEET), "--rounds", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == demo.to_see(FLEET, load(FLEET))
+    pools, one_pool = (parse(files[name], name) for name in ("pools", "one-pool"))
+    assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
+    assert pools.router.port != one_pool.router.port
+    assert all(command[-2] == "router" for command in commands)
+    worker = demo.to_play(placed(pools).workers[0], 3)
+    assert worker.launch is not None
+    assert worker.launch.args[-1] == "--no-enable-prefix-caching"
+    assert worker.launch.cpus == (3,)
+
+
+def test_its_routers_ask_for_no_keys_and_find_no_other_workers(tmp_path: Path) -> None:
+    hashed = f"sha256:{'0' * 64}"
+    pools = [{"name": "others", "dns": "others.example"}]
+    shared = {
+        **yaml.safe_load(FLEET.read_text()),
+        "tenants": [{"name": "chat", "class": "interactive", "key_hashes": [hashed]}],
+        "discovery": {"pools": pools},
+    }
+    config = parse(yaml.safe_dump(shared), "fleet.yaml")
+    file = Path(demo.router_of(config, tmp_path, "pools").command[-1])
+    played = load(file)
+    assert (played.tenants, played.discovery) == ((), None)
+    assert roles(played) == roles(config)
+
+
+def roles(config: FleetConfig) -> list[str]:
+    return [worker.role for worker in config.workers]
+
+
+def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
+    found = {name: config for name, (_, config) in demo.ways(load(FLEET)).items()}
+    assert {name: roles(config) for name, config in found.items()} == {
+        "baseline": ["general", "general"],
+        "pools": ["short", "long"],
+        "halves": ["prefill", "decode"],
+        "all": ["short", "long", "prefill", "decode"],
+    }
+    assert [config.transfer is not None for config in found.values()] == [False, False, True, True]
+    for name, config in found.items():  # a router takes each of them
+        parse(yaml.safe_dump(config.model_dump(mode="json")), name)
+
+
+def test_two_workers_make_one_pool_or_two_halves() -> None:
+    found = demo.ways(load(ENDS))
+    assert [roles(config) for _, config in found.values()] == [
+        ["general", "general"],
+        ["prefill", "decode"],
+    ]
+    assert found["baseline"][1].transfer is None
+
+
+@pytest.mark.parametrize(
+    ("offered", "cpus"), [({0, 1, 5}, [0, 1, 0, 1]), ({4}, [None, None, None, None])]
+)
+def test_each_worker_gets_a_processor_where_there_are_enough(
+    offered: set[int], cpus: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: offered)
+    assert demo.own_cpus(load(FLEET).workers) == cpus
+
+
+PAGE = """\
+# TYPE proxy_handovers_total counter
+proxy_handovers_total{outcome="prefilled"} 13
+proxy_handovers_total{outcome="transferred"} 12
+"""
+
+
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 12), ("", 0)])
+def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
+    plan = Plan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
+    said = demo.handed_over(page, plan)
+    assert said.startswith(f"{count} prompts handed over, in 2 rounds and one that warms up")
+    assert said.endswith(", 3 of them long")
+
+
+async def test_of_each_way_that_moves_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[None]:
+        yield
+
+    async def measure(*_: Any) -> None:
+        pass
+
+    for name, stub in {"running": running, "measure": measure, "_page": lambda _: PAGE}.items():
+        monkeypatch.setattr(demo, name, stub)
+    monkeypatch.setattr(demo, "described", lambda *_: None)
+    told: list[str] = []
+    plan = Plan("tiny", build("long-blocks-short", seed=0), 1)
+    await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, told, None)  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in told] == ["prefill and decode", "all four roles"]
+
+
+def test_a_connector_that_is_not_there_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "_factory", lambda: "")
+    assert main(["demo", str(FLEET)]) == 2
+    assert "has no NixlConnector" in capsys.readouterr().err
+
+
+def test_what_is_told_drawn_and_kept_of_more_than_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
+    first, second = two.sides
+    third = other.candidate
+    second.role, third.role, third.label = "pools", "halves", "P/D"
+    third.rounds[0].records[1].error = "gone"
+
+    async def play(_: Any) -> Contest:
+        return Contest(two.plan, (first, second, third))
+
+    arguments = argparse.Namespace(save=tmp_path / "c.json", plot=tmp_path / "c.svg")
+    assert demo.measuring.measured(play, arguments) == 1
+    told = capsys.readouterr().out
+    assert "short prompts" in told
+    assert "halves: long: gone" in told
+    assert "P/D" in (tmp_path / "c.svg").read_text()
+    assert (tmp_path / "c.json").is_file()

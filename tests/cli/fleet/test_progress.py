@@ -1,0 +1,111 @@
+"""What people see while workers come up, and when one dies."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vllm_sched.cli.fleet.progress import Progress
+from vllm_sched.workers.supervise import News, State
+
+LOGS = {"a": Path("/logs/a.log"), "b": Path("/logs/b.log")}
+CRASH = "a died with exit code 3; the end of its log:\none\ntwo"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def told(*news: News, terminal: bool = False, width: int = 200) -> str:
+    """Return what is written for such news; a second passes with each."""
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, height=50
+    )
+    clock = Clock()
+    with Progress(console, LOGS, clock) as progress:
+        for each in news:
+            clock.now += 1
+            progress.tell(each)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def died(deaths: int, again_s: float = 1.0) -> News:
+    return News("a", State.DIED, 12.3, CRASH, deaths, again_s)
+
+
+def test_off_a_terminal_there_are_plain_lines() -> None:
+    text = told(
+        News("a", State.QUEUED),
+        News("a", State.STARTING),
+        News("b", State.STARTING),
+        News("b", State.READY, 20.4),
+        News("a", State.READY, 30.6),
+    )
+    assert text.splitlines() == [
+        "a: starting; log: /logs/a.log",
+        "b: starting; log: /logs/b.log",
+        "b: ready after 20 s",
+        "a: ready after 31 s",
+        "all 2 workers are ready after 5 s",
+    ]
+
+
+def test_a_line_is_never_broken() -> None:
+    assert told(News("a", State.STARTING), width=10) == "a: starting; log: /logs/a.log\n"
+
+
+def test_the_first_death_and_a_crash_loop_show_the_log_and_others_a_line() -> None:
+    lines = told(died(1)).splitlines()
+    assert lines[0] == "a died with exit code 3, 12 s old; again in 1 s; log: /logs/a.log"
+    assert lines[1:] == ["    one", "    two"]
+    assert told(died(2)).count("\n") == 1
+    loop = told(died(3, 4.0)).splitlines()
+    assert loop[0].startswith("crash loop, 3 deaths in a row: a died with exit code 3")
+    assert loop[0].endswith("again in 4 s; log: /logs/a.log")
+    assert loop[-1] == "    two"
+    assert told(died(4)).startswith("crash loop, 4 deaths")
+    assert told(died(4)).count("\n") == 1
+
+
+def test_all_are_ready_is_said_once() -> None:
+    ready = [News(name, State.READY, 1.0) for name in ("a", "b", "a")]
+    assert told(*ready).count("all 2 workers are ready") == 1
+
+
+def test_the_end_is_said() -> None:
+    text = told(News("a", State.STOPPED), News("b", State.STOPPED))
+    assert text == "the workers are stopped\n"
+
+
+def test_on_a_terminal_there_is_a_table_until_all_are_ready() -> None:
+    text = told(
+        News("a", State.STARTING),
+        died(1),
+        News("a", State.READY, 7.0),
+        News("b", State.READY, 9.0),
+        died(1),
+        terminal=True,
+    )
+    table, _, after = text.partition("all 2 workers are ready after 4 s")
+    assert "a died with exit code 3" in table
+    assert re.search(r"a +ready +7 s +/logs/a.log *\n.*b +ready +9 s +/logs/b.log", table)
+    assert "a: ready after" not in table
+    assert after.splitlines()[1].startswith("a died")
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SystemExit(1)])
+def test_a_reader_that_is_gone_is_not_an_error(error: BaseException) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise error
+
+    progress = Progress(Console(file=Gone(), force_terminal=False), LOGS)
+    progress.tell(News("a", State.STARTING))

@@ -1,0 +1,351 @@
+"""`vllm-sched up`: real processes, with a cheap server in vLLM's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import proxy.app
+from proxy.config import FleetConfig
+from tests.workers.servers import assert_gone, eventually
+from vllm_sched.cli.fleet import up
+from vllm_sched.cli.main import main
+from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.launch import free_port
+
+ROOT = Path(__file__).parents[3]
+SERVER = "tests.workers.health_server"
+ENV = {"PYTHONPATH": str(ROOT)}
+# `vllm-sched`, whose workers are the cheap server.
+CHEAP = f"""
+import sys
+from vllm_sched.workers import launch, transfer
+launch.SERVER_MODULE, launch.on_cpu = {SERVER!r}, lambda: True
+from vllm_sched.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Launch cheap servers, with their logs out of everybody's way."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(launch, "SERVER_MODULE", SERVER)
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+def written(folder: Path, *workers: dict[str, Any], **blocks: Any) -> str:
+    """Write a fleet file and return its path."""
+    path = folder / "fleet.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", "workers": list(workers), **blocks}))
+    return str(path)
+
+
+def started(name: str, *args: str, **more: Any) -> dict[str, Any]:
+    """Describe a worker that `up` starts."""
+    return {"name": name, "launch": {"args": list(args), "env": ENV}, **more}
+
+
+def when_running(monkeypatch: pytest.MonkeyPatch, do: Callable[[FleetConfig], int]) -> None:
+    """Have something done in place of serving."""
+    monkeypatch.setattr(proxy.app, "run", lambda _, *, config, **__: do(config))
+
+
+def processes() -> dict[int, str]:
+    """List the cheap servers that run on this machine."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if words[1:3] == ["-m", SERVER]:
+            found[int(entry.parent.name)] = " ".join(words)
+    return found
+
+
+def answers(url: str, path: str = "/health") -> bool:
+    """Whether somebody is there."""
+    try:
+        with urllib.request.urlopen(f"{url}{path}", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_workers_run_while_the_router_does_and_not_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours: list[int] = []
+
+    def serve(config: FleetConfig) -> int:
+        urls = [worker.url for worker in config.workers if worker.url]
+        assert len(set(urls)) == 3
+        for url in urls[:2]:
+            eventually(lambda url=url: answers(url))
+        ports = [url.rpartition(":")[2] for url in urls]
+        ours.extend(pid for pid, line in processes().items() if any(p in line for p in ports))
+        return 5
+
+    when_running(monkeypatch, serve)
+    elsewhere = {"name": "c", "url": f"http://127.0.0.1:{free_port()}"}
+    path = written(tmp_path, started("a"), started("b"), elsewhere)
+    assert main(["up", path, "--log-dir", str(tmp_path / "logs")]) == 5
+    assert len(ours) == 2
+    assert_gone(ours)
+    out = capsys.readouterr().err
+    assert f"a: starting; log: {tmp_path}/logs/a.log\n" in out
+    assert out.endswith("the workers are stopped\n")
+    assert {p.name for p in (tmp_path / "logs").iterdir()} == {"a.log", "b.log"}
+
+
+def test_the_ends_of_a_transfer_are_told_how_they_are_wired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
+    when_running(monkeypatch, lambda _: 0)
+    path = written(
+        tmp_path, started("p", role="prefill"), started("d", role="decode"), transfer="nixl"
+    )
+    assert main(["up", path]) == 0
+    said = capsys.readouterr().err
+    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in said
+    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in said
+    assert "NIXL's thread sleeps between polls, blocks of 128" in said
+
+
+def test_one_that_dies_is_told_with_its_log_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def serve(_: FleetConfig) -> int:
+        def twice() -> bool:
+            printed.append(capsys.readouterr().err)
+            return "".join(printed).count("a died with exit code 1") == 2
+
+        eventually(twice)
+        return 0
+
+    when_running(monkeypatch, serve)
+    assert main(["up", written(tmp_path, started("a", "--die"))]) == 0
+    text = "".join(printed)
+    assert "again in 1 s; log: " in text
+    assert "again in 2 s; log: " in text
+    assert "\n    no such device\n" in text
+
+
+def test_ctrl_c_before_the_router_minds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(_: FleetConfig) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)  # which is taken for a Ctrl-C
+        raise AssertionError("not interrupted")
+
+    when_running(monkeypatch, serve)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["up", written(tmp_path, started("a"))]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_what_this_machine_has_not_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        path = written(
+            tmp_path,
+            {"name": "a", "launch": {"cpus": [0, 5000]}},
+            {"name": "b", "launch": {}, "url": url},
+            {"name": "c", "launch": {}, "url": "http://192.0.2.1:9000"},
+        )
+        assert main(["up", path]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == [
+        "workers[0].launch.cpus",
+        "workers[1].url",
+        "workers[2].url",
+    ]
+    assert "5000: this machine offers" in lines[0]
+    assert "Address already in use" in lines[1]
+    assert "another port" in lines[1]
+
+
+@pytest.mark.parametrize("ours", ["additional-config: {other: 1}", "additional-config.other: 1"])
+def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
+) -> None:
+    """Ours would come after it, and take its place."""
+    flags = tmp_path / "flags.yaml"
+    flags.write_text(f"port: 8000\napi-key: hush\n{ours}\n")
+    args = ["--config", str(flags)]
+    path = written(
+        tmp_path,
+        {"name": "a", "launch": {"args": args, "policies": {"long_prompt": {}}}},
+        {"name": "b", "launch": {"args": args}},
+    )
+    assert main(["up", path]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == [
+        "workers[0].launch.args", "workers[0].launch.args", "workers[1].launch.args"
+    ]  # fmt: skip
+    assert "'--additional-config': is where launch.policies is written to" in lines[0]
+    assert "'--api-key': comes from the worker's api_key" in lines[1]
+    assert "hush" not in "".join(lines)
+
+
+def test_nothing_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", written(tmp_path, {"name": "a", "url": "http://a"})]) == 2
+    assert "use `vllm-sched router`" in capsys.readouterr().err
+
+
+def test_logs_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, started("a"))
+    assert main(["up", path, "--log-dir", path]) == 2
+    assert f"--log-dir {path}: File exists" in capsys.readouterr().err
+
+
+def worker_of(tmp_path: Path, worker: dict[str, Any], **blocks: Any) -> launch.Worker:
+    """Return how the only worker of a fleet would be launched."""
+    config = up.placed(proxy.app.load(Path(written(tmp_path, worker, **blocks))))
+    return up.described(config, config.workers[0], tmp_path, tmp_path)
+
+
+def value(made: launch.Worker, flag: str) -> str:
+    return made.command[made.command.index(flag) + 1]
+
+
+def test_the_command_says_what_the_file_says(tmp_path: Path) -> None:
+    made = worker_of(
+        tmp_path,
+        {
+            "name": "a",
+            "url": "http://localhost:18999",
+            "model": "served",
+            "max_model_len": 4096,
+            "api_key": "hush",
+            "launch": {
+                "model": "org/loaded",
+                "args": ["--max-num-seqs", "4"],
+                "policies": {"long_prompt": {"max_wait_s": 5}},
+                "cpus": [0],
+                "env": {"A": "b"},
+            },
+        },
+    )
+    assert value(made, "--model") == "org/loaded"
+    assert value(made, "--served-model-name") == "served"
+    assert (value(made, "--host"), value(made, "--port")) == ("localhost", "18999")
+    assert (value(made, "--max-model-len"), value(made, "--max-num-seqs")) == ("4096", "4")
+    assert '{"long_prompt": {"max_wait_s": 5}}' in value(made, "--additional-config")
+    assert "hush" not in made.command
+    assert made.cpus == (0,)
+    assert made.log == tmp_path / "a.log"
+    assert made.deadline_s > 600
+
+
+def test_without_policies_it_is_vllms_own_scheduler(tmp_path: Path) -> None:
+    assert "--scheduler-cls" not in worker_of(tmp_path, started("a")).command
+
+
+def test_a_length_among_the_flags_is_not_said_twice(tmp_path: Path) -> None:
+    made = worker_of(tmp_path, started("a", "--max-model-len=99", max_model_len=99))
+    assert [word for word in made.command if "max-model-len" in word] == ["--max-model-len=99"]
+
+
+def test_a_model_beside_the_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    made = worker_of(tmp_path, {"name": "a", "launch": {"model": "weights"}})
+    assert value(made, "--model") == str(tmp_path / "weights")
+
+
+def test_tiny_is_the_built_in_model(tmp_path: Path) -> None:
+    made = worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
+    assert (Path(value(made, "--model")) / "model.safetensors").is_file()
+
+
+def test_where_it_can_not_be_made_a_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(launch.WorkerError, match="set VLLM_SCHED_CACHE to a folder") as caught:
+        worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_key_reaches_the_worker_where_nobody_else_sees_it(tmp_path: Path) -> None:
+    made = worker_of(tmp_path, started("a", api_key="hush"))
+    code = "import os; print(os.environ['VLLM_API_KEY']); exit(1)"
+    made.command = (sys.executable, "-c", code)
+    with pytest.raises(launch.WorkerError, match="hush"), made:
+        pytest.fail("entered")
+
+
+def test_on_an_accelerator_workers_of_one_device_load_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    one = {"CUDA_VISIBLE_DEVICES": "1"}
+    assert [up.device(env) for env in ({}, one, {})] == ["0,1", "1", "0,1"]
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    assert up.device(one) is None
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
+    """Run `vllm-sched up` with two cheap workers behind the real router."""
+    port = free_port()
+    path = written(
+        tmp_path,
+        started("a", role="short"),
+        started("b", role="long"),
+        router={"port": port, "admin": {"port": 0}},
+    )
+    command = [sys.executable, "-c", CHEAP, "up", path]
+    before = processes()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as p:
+        url = f"http://127.0.0.1:{port}"
+        ours: set[int] = set()
+
+        def up_and_ready() -> bool:
+            ours.update(processes().keys() - before.keys())
+            return p.poll() is not None or (len(ours) >= 2 and answers(url, "/ready"))
+
+        eventually(up_and_ready)
+        yield p, url, [*ours]
+        p.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)]
+)
+def test_however_it_ends_no_worker_is_left(
+    running: tuple[subprocess.Popen[str], str, list[int]], number: signal.Signals, status: int
+) -> None:
+    process, url, workers = running
+    assert answers(url, "/v1/models")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert "a: starting; log: " in output
+    assert len(workers) == 2
+    assert_gone(workers)

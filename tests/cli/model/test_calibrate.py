@@ -1,0 +1,203 @@
+"""`vllm-sched calibrate`: on a server of known steps, and on one with faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.cli.fleet.step_server import StepServer, serving
+from tests.cost.test_calibration import measured as steps_of
+from vllm_sched.bench.calibrate import step_times
+from vllm_sched.bench.calibrate.step_times import Lone, Plan, Seen
+from vllm_sched.bench.calibrate.token_times import Api, MeasureError, Stream
+from vllm_sched.cli.main import main
+from vllm_sched.cli.model.calibrate import Source, Whole
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.workers import launch
+
+TIME = StepTime(
+    decode_fixed_s=0.004,
+    decode_s=1e-4,
+    prefill_fixed_s=0.005,
+    prefill_s=5e-5,
+    pair_s=1e-7,
+    mixed_s=0.003,
+)
+SMALL = ("--max-batch", "2", "--budget", "128")
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each point a few times: these servers take the same time for the same step."""
+    for name, value in {"REPEATS": 3, "LONG_REPEATS": 2, "LONE_REPEATS": 3, "IDLE_S": 0.01}.items():
+        monkeypatch.setattr(step_times, name, value)
+
+
+# What is measured
+
+
+def test_the_plan_fills_no_step_beyond_its_budget() -> None:
+    plan = Plan.of(budget=2048, max_batch=16, max_model_len=32_768)
+    assert plan.batches == (1, 2, 4, 8, 16)
+    assert max(plan.prompts) + max(plan.batches) <= 2048
+    assert plan.prompts[0] == 16
+    assert len(plan.prompts) == 10
+
+
+def test_the_plan_reaches_the_longest_context_but_keeps_within_it() -> None:
+    for budget, most in ((8192, 1024), (512, 16_384)):
+        plan = Plan.of(budget=budget, max_batch=8, max_model_len=most)
+        assert 0.85 * most < max(plan.contexts) < most - 88
+    # From step to step no context is left out, and many together have none that is too long.
+    assert plan.contexts == (16, 126, 504, 2016, 8064, 16_292)
+    assert plan.contexts_of(1) == [*plan.contexts]
+    assert plan.contexts_of(8) == [16, 126, 504, 2016]
+
+
+def test_a_budget_that_leaves_no_room() -> None:
+    with pytest.raises(MeasureError, match="give a larger --budget or a smaller --max-batch"):
+        Plan.of(budget=64, max_batch=16, max_model_len=4096)
+
+
+def test_a_gap_is_a_step_only_where_one_token_came() -> None:
+    stream = Stream(10)
+    for now, tokens in ((1.0, 1), (1.1, 2), (1.4, 4), (1.5, 5)):
+        stream.tick(now, tokens)
+    assert stream.gap(0) is None
+    assert stream.gap(1) == pytest.approx(0.1)
+    assert stream.gap(2) is None  # two tokens at once: two steps
+    assert stream.gap(3) == pytest.approx(0.1)
+    assert stream.gap(4) is None
+
+
+def test_the_size_of_a_cache_whose_blocks_several_groups_of_layers_share() -> None:
+    labels = 'block_size="32",kv_cache_size_tokens="1500",num_gpu_blocks="64"'
+    page = f"vllm:cache_config_info{{{labels}}} 1.0\n"
+
+    async def ask(url: str) -> tuple[int | None, int | None]:
+        async with aiohttp.ClientSession() as session:
+            api = Api(session, url)
+            await api.read_cache()
+            return api.kv_tokens, api.block_tokens
+
+    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
+        assert asyncio.run(ask(url)) == (1500, 32)
+
+
+# The command
+
+
+def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
+    page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
+    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
+        arguments = ["calibrate", "--url", url, *SMALL, "--save", str(cost), "--plot", str(picture)]
+        assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    for words in ("c_d: a decode step", "delta: doing both", "95 % interval", "held-out"):
+        assert words in printed
+    content = json.loads(cost.read_text())
+    assert content["model"] == "fake"
+    sizes = ("gpus", "max_model_len", "max_num_batched_tokens", "kv_tokens", "block_tokens")
+    assert [content[name] for name in sizes] == [1, 1024, 128, 2048, 32]
+    # Contexts reach as far as the worker's do: else nothing would say what long prompts take.
+    assert max(s["pairs"] / (s["prefill_tokens"] or 1) for s in content["steps"]) > 500
+    assert max(s["context_tokens"] for s in content["steps"] if s["decodes"] == 1) > 900
+    assert [each["tokens"] for each in content["whole_prompts"]][-2:] == [255, 1022]
+    assert content["front_s"] >= 0
+    kinds = {(s["prefill_tokens"] > 0, s["decodes"] > 0) for s in content["steps"]}
+    assert kinds == {(True, False), (False, True), (True, True)}
+    assert any(step["held_out"] for step in content["steps"])
+    # Sleeping takes longer than asked, never shorter: on a busy machine much longer.
+    found = StepTime.from_json(content["step_time"])
+    assert found.decode_fixed_s + 4 * found.decode_s >= 0.9 * TIME.decode_fixed_s
+    assert found.prefill_s > 0
+    assert found.pair_s == pytest.approx(TIME.pair_s, rel=0.5)
+    assert picture.read_text().count("<polyline") == 1
+    # What was saved is what `threshold` reads.
+    lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
+    assert main(["threshold", *lengths, "--cost", str(cost)]) == 0
+    assert str(cost) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_full_disk_is_said_in_a_line_after_the_figures(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def measured(*_: object) -> tuple[Source, Seen]:
+        return Source("m", "here"), Seen(steps_of(TIME), [])
+
+    monkeypatch.setattr("vllm_sched.cli.model.calibrate._measure", measured)
+    path = tmp_path / "full.svg"
+    path.symlink_to("/dev/full")
+    assert main(["calibrate", "--url", "http://x", option, str(path)]) == 2
+    said = capsys.readouterr()
+    assert "median error of held-out steps" in said.out
+    assert said.err == f"vllm-sched calibrate: {path}: No space left on device\n"
+
+
+def failed(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
+    """Run the command in vain; return the one line that it says."""
+    assert main(["calibrate", *arguments]) == status
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{launch.free_port()}"
+    assert "is a worker listening there?" in failed(capsys, 1, "--url", url)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (StepServer(TIME, card={"id": "x"}), "names no model with a max_model_len"),
+        (StepServer(TIME, card="<html>log in"), "names no model with a max_model_len"),
+        (StepServer(TIME, status=503), "answered 503"),
+        (StepServer(TIME, ends_after=3), "an answer ended after 3 of 44 tokens"),
+        (StepServer(TIME, max_model_len=150), "leaves a prompt 58 beside 2 decodes"),
+        (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),
+    ],
+    ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
+)
+def test_a_worker_that_cannot_be_measured(
+    server: StepServer, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(server) as url:
+        assert said in failed(capsys, 1, "--url", url, *SMALL)
+
+
+def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
+    lone = [Lone(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)]
+    whole = Whole.of([*lone, Lone(4000, 1.0)], TIME, 512)
+    assert whole.front_s == pytest.approx(0.02)
+    (_, _, off), (long, expected, error) = whole.errors()
+    assert off == pytest.approx(0.0)
+    assert long.tokens == 4000
+    assert expected == pytest.approx(0.02 + 8 * 0.005 + 4000 * 5e-5 + 8e6 * 1e-7)
+    assert error == pytest.approx(expected - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--url", "localhost:8000"], "give it as http://HOST:PORT"),
+        (["--url", "http://x", "--arg=--seed=1"], "--arg is for a worker started here"),
+        (["--url", "http://x", "--budget", "0"], "--budget 0: at least 1 is needed"),
+        (["--url", "http://x", "--max-batch", "0"], "--max-batch 0"),
+        (["--url", "http://x", "--plot", "a.png"], "ends in .svg"),
+        (["--url", "http://x", "--save", "no/such/cost.json"], "there is no folder"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in failed(capsys, 2, *arguments)

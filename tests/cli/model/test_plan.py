@@ -1,0 +1,335 @@
+"""`vllm-sched plan`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vllm_sched.cli.main import main
+from vllm_sched.cost import profiles
+from vllm_sched.sim.planning import plan as planning
+from vllm_sched.sim.planning import search
+from vllm_sched.sim.planning.search import Search
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
+TARGETS = ["--goodput", "ttft:800", "tpot:500"]
+
+
+SHORT_RUNS = {"COARSE_MOST": 600, "FINE_MOST": 900}
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Play a few hundred requests at a time: what is printed of them does not depend on that."""
+    for name, requests in SHORT_RUNS.items():
+        monkeypatch.setattr(search, name, requests)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what was printed, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    text = said(capsys)
+    assert "best: 2 general; no policy" in text
+    assert "runner-up: 1 prefill + 1 decode" in text
+    more = re.search(r"one GPU more: ([\d.]+) requests/s", text)
+    fewer = re.search(r"one GPU fewer: ([\d.]+) requests/s", text)
+    assert more
+    assert fewer
+    assert float(more[1]) > float(fewer[1])
+    assert "one worker, by hand" in text
+    assert "KV cache 411,987 tokens of 128 KiB" in text
+    asked = "--workload=2000x20 --gpus=2 --profile=h100-8b --quick --policies default"
+    assert f"vllm-sched plan {asked} --goodput ttft:800" in path.read_text()
+    assert main(["check", str(path)]) == 0
+    assert "general-1" in capsys.readouterr().out
+
+
+def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, fleets = tmp_path / "measured", tmp_path / "fleets"
+    for folder in (measured, fleets):
+        folder.mkdir()
+    cost = {"step_time": profiles.find("h100-8b").time.to_json(), "max_model_len": 16384}
+    (measured / "cost.json").write_text(json.dumps(cost))
+    monkeypatch.chdir(tmp_path)
+    words = ["--profile", "measured/cost.json", "--policies", "default"]
+    assert main([*ASK, *words, "--save", "fleets/a plan.yaml", *TARGETS]) == 0
+    head = (fleets / "a plan.yaml").read_text()
+    assert "#     vllm-sched simulate 'fleets/a plan.yaml' --engine=fluid" in head
+    assert "profile: ../measured/cost.json" in head
+    load = ["--engine=fluid", "--workload=2000x20", "--request-rate=1", "--num-requests=5"]
+    assert main(["simulate", "fleets/a plan.yaml", *load]) == 0
+    monkeypatch.chdir(fleets)
+    assert main(["simulate", "a plan.yaml", *load]) == 0
+
+
+def test_the_profile_that_was_planned_with_is_the_one_that_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the saved name another one can be reached too: from here, but not from the file."""
+    here, fleets = tmp_path / "proj" / "h100", tmp_path / "deep" / "er" / "fleets"
+    for folder in (here, fleets):
+        folder.mkdir(parents=True)
+    (here / "linked").symlink_to(fleets)
+    (here / "beside").mkdir()
+    for path, front_s in ((tmp_path / "proj" / "cost.json", 60), (here / "cost.json", 0)):
+        cost = {"step_time": profiles.find("h100-8b").time.to_json(), "front_s": front_s}
+        path.write_text(json.dumps(cost))
+    monkeypatch.chdir(here)
+    words = ["--profile", "cost.json", "--policies", "default"]
+    load = ["--engine=fluid", "--workload=2000x20", "--request-rate=1", "--num-requests=2"]
+    for folder, named in (("beside", "../cost.json"), ("linked", "../../../proj/h100/cost.json")):
+        assert main([*ASK, *words, "--save", f"{folder}/f.yaml", *TARGETS]) == 0
+        assert f"profile: {named}" in (here / folder / "f.yaml").read_text()
+        save = here / f"{folder}.json"
+        assert main(["simulate", f"{folder}/f.yaml", *load, "--save", str(save)]) == 0
+        assert json.loads(save.read_text())["mean_ttft_ms"] < 60_000
+
+
+def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "fleet.yaml"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [*range(38)]}
+    trace.write_text(json.dumps(line) + "\n")
+    words = ["--workload", str(trace), "--block-tokens", "16", "--gpus", "1", "--model", "m"]
+    assert main([*ASK, *words, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    head = path.read_text()
+    assert head.count("--block-tokens=16") == 2  # of plan, and of simulate
+    assert "--model=m --goodput" in head
+
+
+def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None:
+    # In a process of its own: vLLM says such things once.
+    words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
+    code = (
+        "import sys; from vllm_sched.cli.main import main; from vllm_sched.sim import search; "
+        f"vars(search).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    said_by_us = "vllm-sched plan: "
+    assert all(line.startswith(said_by_us) for line in done.stderr.splitlines()), done.stderr
+    told = " ".join(done.stdout.split())
+    asked = re.search(r"schedulers (\d+) % of (\d+) in time at ([\d.]+) req./s: 1 general", told)
+    assert asked
+    assert int(asked[1]) >= 90
+    assert int(asked[2]) >= 300
+    assert f"best {asked[3]} {asked[1]} %" in told
+    assert "by one more draw" in told
+
+
+def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = ["--gpus", "1", "--policies", "default", *TARGETS]
+    assert main([*ASK, *few]) == 0
+    drawn = said(capsys)
+    assert "in each of 3 draws of 300 requests, none of them searched with" in drawn
+    assert "in a further draw as many are with a chance of about 3 in 4" in drawn
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 5}
+    trace.write_text("\n".join([json.dumps(line)] * 70))
+    assert main([*ASK, "--workload", str(trace), *few]) == 0
+    taken = said(capsys)
+    assert "none of them searched with" not in taken
+    assert "differ in where in the trace they begin and in the gaps alone" in taken
+    assert "further draw of this trace" in taken
+    assert "of another day's traffic nothing is said" in taken
+    assert "to play the best with them and the trace's first lines" in taken
+
+
+@pytest.mark.parametrize("gain", [0.98, 1.02])
+def test_it_is_said_why_the_highest_rate_is_not_best(
+    gain: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = planning.plan
+
+    def plan(*given: Any, **named: Any) -> planning.Plan:
+        found = planned(*given, **named)
+        best, other = found.ranking
+        return replace(found, ranking=[best, replace(other, rate=best.rate * gain)])
+
+    monkeypatch.setattr(planning, "plan", plan)
+    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
+    assert ("rates within 4% are equal: the simpler fleet first" in said(capsys)) == (gain > 1)
+
+
+def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:
+    trace, path = tmp_path / os.fsdecode(b"t\xff.jsonl"), tmp_path / "fleet.yaml"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5}\n')
+    words = ["--workload", str(trace), "--gpus", "1", "--policies", "default"]
+    assert main([*ASK, *words, "--save", str(path), *TARGETS]) == 0
+    assert "t\\udcff.jsonl" in path.read_text(encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--goodput", "ttft:1"], "ask for ttft:"),
+        ([*TARGETS, "--gpus", "0"], "--gpus 0: must be more than 0"),
+        ([*TARGETS, "--gpus", "9" * 322], "--gpus: a plan has at most 1,000,000"),
+        ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
+        (
+            [*TARGETS, "--gpus", "1000000"],
+            "--gpus 1000000: one simulation of all that they and a worker more compute would have",
+        ),
+        (["--goodput", "ttft:1e9"], "requests, and has at most 10,000,000; give a shorter"),
+        ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
+        (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
+        ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),
+        ([*TARGETS, "--profile", "h100-70b-tp4"], "--gpus 2: a worker of h100-70b-tp4 takes 4"),
+        ([*TARGETS, "--profile", "b300"], "unknown profile 'b300'"),
+        ([*TARGETS, "--workload", "nothing"], "unknown workload 'nothing'"),
+        (["--goodput", "speed:1"], "--goodput speed:1: unknown target"),
+        ([*TARGETS, "--save", "/nowhere/at/all.yaml"], "there is no folder"),
+        ([*TARGETS, "--save", "/"], "/: is a folder; name a file in it"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    more: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ASK, *more]) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "planning" not in each]
+    assert line.startswith("vllm-sched plan: ")
+    assert error in line
+
+
+def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--profile", "h100-70b-tp4", "--gpus", "7", "--policies", "default", *TARGETS]
+    assert main([*ASK, *large]) == 0
+    text = said(capsys)
+    assert "3 of 7 GPUs are over: a worker takes 4" in text
+    assert "a single GPU more or fewer changes nothing" in text
+    assert "4 GPUs (one worker) fewer: there is no such fleet" in text
+
+
+def test_how_far_it_is_is_told_without_a_terminal_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_sched.cli.progress_bar.EVERY_S", 0.0)
+    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
+    began, *told, ended = capsys.readouterr().err.splitlines()
+    assert began == "vllm-sched plan: planning for 2000x20"
+    assert ended == "vllm-sched plan: done"
+    assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", each) for each in told)
+    shares = [int(each.split("plan: ")[1].split("%")[0]) for each in told]
+    assert shares == sorted(shares)
+    assert 50 < shares[-1] < 100
+
+
+def test_ctrl_c_is_said_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_sched.sim.planning.plan.plan", interrupted)
+    assert main([*ASK, *TARGETS]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "vllm-sched plan: interrupted"
+
+
+@pytest.fixture
+def own_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C do what it does to a program: loops of earlier tests may have left theirs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def stopping(method: Callable[..., Any], number: int, *, after: int) -> Callable[..., Any]:
+    """Have the user stop the command before a method is called once more than so often."""
+    calls = 0
+
+    def called(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            signal.raise_signal(number)
+        return method(*args, **named)
+
+    return called
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("what", "after", "found"),
+    [
+        ("judged", 1, ["best: 2 general", "one GPU more: not known", "one GPU fewer: not known"]),
+        ("more", 0, ["best: 2 general", "runner-up: 1 prefill + 1 decode", "more: not known"]),
+        ("fewer", 0, ["runner-up: ", "one GPU more: ", "requests/s in time", "fewer: not known"]),
+    ],
+)
+def test_who_stops_it_has_the_best_by_then(
+    number: int,
+    what: str,
+    after: int,
+    found: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    monkeypatch.setattr(Search, what, stopping(getattr(Search, what), number, after=after))
+    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 130
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    shown = capsys.readouterr()
+    assert "done\n" not in shown.err
+    text = " ".join(shown.out.split())
+    assert text.startswith("interrupted at ")
+    assert [each for each in found if each not in text] == []
+    assert "# The search was interrupted at " in path.read_text()
+    assert main(["check", str(path)]) == 0
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+def test_who_stops_real_schedulers_has_what_plain_workers_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sched.sim.planning import plan
+
+    monkeypatch.setattr(plan, "play_exactly", stopping(plan.play_exactly, signal.SIGINT, after=1))
+    words = ["--policies", "default", "--exact", *TARGETS]
+    assert main([*ASK, *words]) == 130
+    text = said(capsys)
+    assert "best: 2 general" in text
+    assert "with vLLM's own schedulers" in text
+    assert "vLLM's own schedulers were not asked of all; to play the best with them" in text
+    assert "the order and rates are those of vLLM" not in text
+
+
+def test_who_stops_it_before_a_fleet_was_judged_is_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_sched.cli.main", *ASK, "--save", str(path), *TARGETS],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "vllm-sched plan: planning for 2000x20\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert err == "vllm-sched plan: interrupted\n"
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,211 @@
+"""What policies do not work with is refused in a line, before the model loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
+
+from tests.engine.schedulers import base_config, make_scheduler
+from vllm_sched import LongPromptScheduler, PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine import plugin, policy_setup, probes
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.workers.tiny_model import tiny_model
+
+
+def config(policies: dict[str, Any] | None = None, **scheduler_options: Any) -> VllmConfig:
+    """Make a configuration whose parts can be changed."""
+    made = copy.copy(base_config())
+    made.model_config = copy.copy(made.model_config)
+    made.parallel_config = copy.copy(made.parallel_config)
+    made.scheduler_config = copy.copy(made.scheduler_config)
+    made.scheduler_config.async_scheduling = False
+    made.additional_config = {"vllm_sched": {"long_prompt": {}} if policies is None else policies}
+    for name, value in scheduler_options.items():
+        setattr(made.scheduler_config, name, value)
+    return made
+
+
+def with_drafts(made: VllmConfig) -> None:
+    made.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+
+
+def with_stages(made: VllmConfig) -> None:
+    made.parallel_config.pipeline_parallel_size = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(with_drafts, "speculative decoding"), (with_stages, "pipeline parallelism")],
+)
+def test_where_asynchronous_scheduling_was_turned_off_the_other_class_is_named(
+    change: Callable[[VllmConfig], None], named: str
+) -> None:
+    made = config()
+    change(made)
+    told = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
+    with pytest.raises(UsageError, match=told):
+        policy_setup.check(made, PolicyScheduler)
+    policy_setup.check(made, SyncPolicyScheduler)
+    policy_setup.check(made)  # vLLM's own scheduler
+    made.scheduler_config.async_scheduling = True  # vLLM's asynchronous scheduler can, then
+    policy_setup.check(made, PolicyScheduler)
+
+
+def test_a_diffusion_model_is_refused() -> None:
+    made = config()
+    made.model_config = SimpleNamespace(is_diffusion=True, max_model_len=2048)
+    for kind in (PolicyScheduler, SyncPolicyScheduler):
+        with pytest.raises(UsageError, match=r"start without --scheduler-cls$"):
+            policy_setup.check(made, kind)
+
+
+@pytest.mark.parametrize("name", registry.POLICIES)
+def test_policies_that_contradict_the_prefill_interval_are_refused(name: str) -> None:
+    policy_setup.check(config({name: {}}), SyncPolicyScheduler)
+    made = config({name: {}}, prefill_schedule_interval=4)
+    if name in ("prefill_first", "deferred_prefill"):
+        told = rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
+        with pytest.raises(UsageError, match=told):
+            policy_setup.check(made, SyncPolicyScheduler)
+    else:
+        policy_setup.check(made, SyncPolicyScheduler)
+
+
+def test_with_every_policy_off_nothing_is_refused() -> None:
+    made = config({}, prefill_schedule_interval=4)
+    with_stages(made)
+    policy_setup.check(made, PolicyScheduler)
+
+
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_with_every_policy_off_the_kv_cache_is_not_looked_at(
+    kind: type[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_scheduler: Scheduler) -> None:
+        raise TypeError("a kind of group that policies do not know")
+
+    monkeypatch.setattr(policy_setup, "kv_cache_of", unknown)
+    make_scheduler({}, scheduler_cls=kind)
+    with pytest.raises(TypeError, match="a kind of group"):
+        make_scheduler({"long_prompt": {}}, scheduler_cls=kind)
+
+
+def test_a_class_that_switches_policies_on_is_checked_with_them() -> None:
+    made = config({})
+    with_drafts(made)
+    with pytest.raises(UsageError, match=r"LongPromptScheduler can't follow"):
+        policy_setup.check(made, LongPromptScheduler)
+
+
+def test_a_scheduler_that_was_not_checked_before_refuses_itself() -> None:
+    with pytest.raises(UsageError, match="contradicts --prefill-schedule-interval"):
+        make_scheduler({"prefill_first": {}}, prefill_schedule_interval=2)
+
+
+@pytest.fixture
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is put in the place of these goes with the test.
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
+    plugin.load()
+    plugin.load()
+
+
+def arguments(scheduler_cls: str | None, **more: Any) -> EngineArgs:
+    """Give what `vllm serve` makes of its flags."""
+    return EngineArgs(
+        model=str(tiny_model()),
+        dtype="float32",
+        max_model_len=1024,
+        scheduler_cls=scheduler_cls,
+        additional_config={"vllm_sched": {"long_prompt": {}}},
+        **more,
+    )
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+@pytest.mark.usefixtures("_registered")
+def test_plain_vllm_serve_refuses_ngram_drafts_with_the_asynchronous_class() -> None:
+    with pytest.raises(UsageError, match="turned asynchronous scheduling off"):
+        arguments("vllm_sched.PolicyScheduler", speculative_config=NGRAM).create_engine_config()
+    for other in ("vllm_sched.SyncPolicyScheduler", None):
+        arguments(other, speculative_config=NGRAM).create_engine_config()
+
+
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize(
+    ("version", "scheduler_cls", "probed"),
+    [
+        ("0.32.0+cpu", "vllm_sched.SyncPolicyScheduler", False),
+        ("0.32.7+cpu", "vllm_sched.SyncPolicyScheduler", True),
+        ("0.32.7", None, False),
+    ],
+)
+def test_a_release_that_was_not_tested_is_probed_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, version: str, scheduler_cls: str | None, probed: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    monkeypatch.setattr(probes, "require_known_behaviour", lambda: calls.append(True))
+    arguments(scheduler_cls).create_engine_config()
+    assert calls == [True] * probed
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        ("vllm_sched.PolicyScheduler", PolicyScheduler),
+        (SyncPolicyScheduler, SyncPolicyScheduler),
+        ("vllm.v1.core.sched.scheduler.Scheduler", None),
+        (Scheduler, None),
+        (None, None),
+    ],
+)
+def test_own_class(kind: Any, ours: type | None) -> None:
+    assert plugin.own_class(config(scheduler_cls=kind)) is ours
+
+
+@pytest.mark.parametrize(
+    ("wish", "scheduler_cls", "runner", "compiles"),
+    [
+        (None, "vllm_sched.PolicyScheduler", "generate", True),
+        (None, None, "generate", False),
+        ("1", None, "generate", True),
+        ("0", "vllm_sched.PolicyScheduler", "generate", False),
+        ("1", "vllm_sched.PolicyScheduler", "pooling", False),
+    ],
+)
+def test_which_engines_compile_for_logprobs_before_they_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+    wish: str | None,
+    scheduler_cls: str | None,
+    runner: str,
+    compiles: bool,
+) -> None:
+    monkeypatch.delenv(plugin.WARM_UP, raising=False)
+    if wish is not None:
+        monkeypatch.setenv(plugin.WARM_UP, wish)
+    made = config(scheduler_cls=scheduler_cls)
+    made.model_config.runner_type = runner
+    asked: list[Any] = []
+    executor: Any = SimpleNamespace(vllm_config=made, collective_rpc=asked.append)
+    plugin._compiling_logprobs(lambda _: None)(executor)
+    assert asked == ([plugin.compile_logprobs] if compiles else [])
+
+
+@pytest.mark.usefixtures("_registered")
+def test_a_wrong_wish_is_refused_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.WARM_UP, "yes")
+    with pytest.raises(UsageError, match="VLLM_SCHED_WARM_UP='yes' must be 0 or 1; correct it"):
+        arguments(None).create_engine_config()

@@ -1,0 +1,197 @@
+"""A vLLM that we do not know is refused in one line."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine.schedulers import make_request, make_scheduler, step
+from vllm_sched import SyncPolicyScheduler
+from vllm_sched.engine import vllm_compat
+from vllm_sched.engine.scheduler import PolicySteps
+from vllm_sched.engine.telemetry import Seen, Watched
+from vllm_sched.errors import UnsupportedVllmError
+
+SERVE = "import sys; from vllm_sched.cli.main import main; sys.exit(main(['serve', 'some']))"
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.30.2", False),
+        ("0.31.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1rc1", True),
+        ("0.34.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_the_range(version: str, tested: bool) -> None:
+    assert vllm_compat.is_tested(version) is tested
+
+
+def test_an_untested_version_is_refused_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.29.0")
+    monkeypatch.delenv(vllm_compat.OVERRIDE, raising=False)
+    with pytest.raises(UnsupportedVllmError) as caught:
+        vllm_compat.require_tested_vllm()
+    assert str(caught.value) == (
+        "vLLM 0.29.0 is outside the tested range 0.31 to 0.33; "
+        "install one inside it, or set VLLM_SCHED_ALLOW_UNTESTED=1 to try anyway"
+    )
+    monkeypatch.setenv(vllm_compat.OVERRIDE, "1")
+    with pytest.warns(UserWarning, match=r"0\.29\.0 is outside"):
+        vllm_compat.require_tested_vllm()
+
+
+def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Scheduler, "_reserve_prefill_lookahead")
+    with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._reserve_prefill_lookahead,"):
+        vllm_compat.require_tested_vllm()
+
+
+def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.v1.request.Request")
+    with pytest.raises(UnsupportedVllmError, match=r"lacks what we look into \(.*'Request'"):
+        vllm_compat.require_tested_vllm()
+
+
+def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda _, output: output)
+    assert vllm_compat.missing_seams() == ["Scheduler.update_from_output(scheduler_output)"]
+
+
+def test_what_the_cache_is_looked_up_with_is_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(KVCacheManager, "prefix_cache_lookup_enabled")
+    renamed = lambda _, block_hashes, most: (block_hashes, most)  # noqa: E731
+    monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", renamed)
+    assert vllm_compat.missing_seams() == [
+        "KVCacheManager.prefix_cache_lookup_enabled",
+        "KVCacheCoordinator.find_longest_cache_hit(max_cache_hit_length)",
+    ]
+
+
+def test_missing_fields_are_named_before_anything_is_made() -> None:
+    class Bare:
+        def __init__(self) -> None:
+            self.is_prefill_chunk = False
+
+        @property
+        def pause_state(self) -> None: ...
+
+    wanted = ("is_prefill_chunk", "next_decode_eligible_step", "pause_state")
+    assert vllm_compat.missing_fields(Bare, wanted) == ["Bare.next_decode_eligible_step"]
+    assert (
+        len(vllm_compat.missing_fields(Bare, vllm_compat.ATTRIBUTES))
+        == len(vllm_compat.ATTRIBUTES) - 1
+    )
+
+
+def test_without_vllm_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "import vllm_sched\n"
+        "try: vllm_sched.PolicyScheduler\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
+    )
+    assert "pip install 'vllm-sched[vllm]'" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["-m", "vllm_sched.engine.server"], ["-c", SERVE]])
+def test_to_serve_with_an_untested_vllm_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.29.0'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {k: v for k, v in os.environ.items() if k != vllm_compat.OVERRIDE}
+    done = subprocess.run(
+        [sys.executable, *arguments, "some"],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "vLLM 0.29.0 is outside the tested range" in line
+
+
+# What is the scheduler, by its name in the module.
+SCHEDULERS = {"scheduler": "self", "watched": "self", "start": "scheduler"}
+
+
+def of_a_scheduler(module: str) -> dict[str, bool]:
+    """Name what is used of it there, and tell whether it is written."""
+    source = Path(vllm_compat.__file__).with_name(f"{module}.py").read_text()
+    used: dict[str, bool] = {}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(ast.Name(name), attribute, context) if name == SCHEDULERS[module]:
+                written = isinstance(context, ast.Store)
+                used[attribute] = used.get(attribute, False) or written
+    return used
+
+
+@pytest.mark.parametrize("module", SCHEDULERS)
+def test_all_that_is_read_of_upstreams_scheduler_is_a_seam(module: str) -> None:
+    used = of_a_scheduler(module)
+    theirs = {name for name in used if hasattr(Scheduler, name)} | {
+        name for name in used if name in Scheduler.__init__.__code__.co_names
+    }
+    ours = set().union(*map(vars, (PolicySteps, Watched, Seen)))
+    for each in SCHEDULERS:
+        ours |= {name for name, written in of_a_scheduler(each).items() if written}
+    assert used.keys() - ours <= theirs
+    assert theirs - {"shutdown"} <= {*vllm_compat.METHODS, *vllm_compat.ATTRIBUTES}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_upstream_changes_no_chunk_where_no_drafter_looks_ahead(ahead: int) -> None:
+    ask = Scheduler._reserve_prefill_lookahead
+    scheduler = SimpleNamespace(num_prefill_lookahead=ahead)
+    assert not vllm_compat.looks_ahead(scheduler, ask)
+    for rest in range(1, 20):
+        request = SimpleNamespace(num_tokens=100 + rest)
+        for tokens in range(-2, rest + 1):
+            assert ask(scheduler, request, 100, tokens) == max(tokens, 0)  # type: ignore[arg-type]
+
+
+def test_in_doubt_upstream_is_asked() -> None:
+    ask = Scheduler._reserve_prefill_lookahead
+    assert vllm_compat.looks_ahead(SimpleNamespace(num_prefill_lookahead=2), ask)
+    assert vllm_compat.looks_ahead(SimpleNamespace(), ask)
+    another = lambda *_: 0  # noqa: E731
+    assert vllm_compat.looks_ahead(SimpleNamespace(num_prefill_lookahead=0), another)
+
+
+@pytest.mark.parametrize(("ahead", "chunks"), [(0, [64, 2]), (1, [64, 2]), (4, [62, 4])])
+def test_chunks_end_where_a_drafter_needs_them_to(
+    ahead: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _: ahead))
+    for kind, policies in ((Scheduler, None), (SyncPolicyScheduler, {"long_prompt": {}})):
+        scheduler = make_scheduler(policies, scheduler_cls=kind)
+        scheduler.add_request(make_request(66))
+        assert [sum(step(scheduler).values()) for _ in chunks] == chunks
+
+
+def test_a_cache_without_its_watermark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "__init__", lambda _: None)
+    assert vllm_compat.missing_seams() == [
+        f"KVCacheManager.{name}" for name in vllm_compat.CACHE_FIELDS
+    ]

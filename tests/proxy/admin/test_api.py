@@ -1,0 +1,418 @@
+"""The admin API, by the requests that it answers and those that it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from html import escape
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.admin.api import admin_app
+from proxy.admin.reference import reference_page
+from proxy.config import FleetConfig, WorkerConfig, parse
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.model.types import Ask, Reason, Role
+from proxy.core.router import Router, RouterSettings
+from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.health.balance import Balance
+from proxy.metrics.recent import Entry, Recent
+from proxy.metrics.registry import Metrics
+from proxy.status_page.live import Live
+from proxy.status_page.snapshot import LiveState
+from proxy.telemetry.logs import Logs
+
+FLEET = """
+model: tiny
+workers:
+  - {name: s0, role: short, url: "http://127.0.0.1:9001", max_model_len: 4096, api_key: secret-1}
+  - {name: l0, role: long, url: "http://127.0.0.1:9002", max_model_len: 16384}
+routing: {short_limit: 1000}
+"""
+NOW = 100.0
+
+
+class State:
+    """A router that is not running."""
+
+    def __init__(self) -> None:
+        self.config: FleetConfig = parse(FLEET, "fleet.yaml")
+        self.router = Router(RouterSettings(short_limit=1000), Fleet())
+        for worker in self.config.workers:
+            self.add_worker(worker)
+        self.recent = Recent()
+        self.balance = Balance(self.router)
+        self.live = Live(Metrics(self.router), LiveState(Metrics(self.router)))
+        self.logs = Logs(self.config, Metrics(self.router))
+        self.fault: Exception | None = None
+        self.reloads = 0
+
+    async def decisions(self, limit: int, **wanted: Any) -> list[Entry]:
+        return list(self.recent.newest(limit, **wanted))
+
+    def add_worker(self, worker: WorkerConfig) -> None:
+        """Put it into the fleet."""
+        spec = WorkerSpec(
+            worker.name,
+            worker.url or "",
+            Role(worker.role),
+            self.config.model_of(worker),
+            worker.max_model_len,
+            api_key=worker.api_key,
+        )
+        self.router.fleet.add(spec)
+
+    def remove_worker(self, name: str) -> None:
+        """Take it out."""
+        self.router.fleet.remove(name)
+
+    async def reload(self) -> list[str]:
+        """Pretend to read the file again."""
+        self.reloads += 1
+        if self.fault is not None:
+            raise self.fault
+        return ["router.port"]
+
+    def worker(self, name: str) -> Worker:
+        """Find a worker that is there."""
+        worker = self.router.fleet.get(name)
+        assert worker is not None
+        return worker
+
+    def come_up(self) -> None:
+        """Have every worker probed, as often as it takes."""
+        for worker in self.router.fleet:
+            while not worker.up:
+                self.router.fleet.probe_ok(worker.name, NOW)
+
+    def go_down(self) -> None:
+        """Have no worker answer."""
+        for worker in self.router.fleet:
+            while worker.up or not worker.probed:
+                self.router.fleet.probe_failed(worker.name, NOW)
+
+
+@pytest.fixture
+def state() -> State:
+    """Make one."""
+    return State()
+
+
+@pytest.fixture
+async def api(state: State) -> AsyncIterator[httpx.AsyncClient]:
+    """Speak to its API."""
+    transport = httpx.ASGITransport(admin_app(state, clock=lambda: NOW), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001") as client:
+        yield client
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """Check that an error has the one shape that they have."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "code", "problems"}
+    assert body["error"]["message"]
+    return dict(body["error"])
+
+
+def charge(state: State, name: str, request: str = "r1") -> Any:
+    """Put a request on a worker."""
+    ask = Ask(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
+    return state.router.fleet.charge(ask, Decision(state.worker(name), Reason.SHORT_POOL), NOW)
+
+
+async def test_workers_are_shown_with_their_charges(state: State, api: httpx.AsyncClient) -> None:
+    state.router.fleet.probe_ok("s0", NOW)
+    gauges = Gauges(at=NOW - 0.5, running=3, waiting=1, kv_usage=0.5, kv_capacity_tokens=1600)
+    state.router.fleet.set_gauges("s0", gauges)
+    charge(state, "s0")
+    short, long = (await api.get("/admin/workers")).json()
+    assert (short["name"], short["role"], short["state"]) == ("s0", "short", "up")
+    assert (short["requests"], short["prefill_tokens"], short["decode_tokens"]) == (1, 100, 20)
+    assert short["engine"] == {
+        "age_s": 0.5, "running": 3, "waiting": 1, "kv_usage": 0.5, "kv_capacity_tokens": 1600,
+    }  # fmt: skip
+    assert short["max_model_len"] == 4096
+    assert (long["name"], long["state"], long["engine"]) == ("l0", "starting", None)
+
+
+async def test_no_secret_is_shown_anywhere(state: State, api: httpx.AsyncClient) -> None:
+    charge(state, "s0")
+    for path in ("/admin/workers", "/admin/config", "/admin/decisions", "/openapi.json"):
+        answer = await api.get(path)
+        assert answer.status_code == 200
+        assert "secret-1" not in answer.text
+    assert (await api.get("/admin/config")).json()["workers"][0]["api_key"] == "***"
+
+
+async def test_states(state: State, api: httpx.AsyncClient) -> None:
+    async def state_of(name: str) -> str:
+        workers = (await api.get("/admin/workers")).json()
+        return str({worker["name"]: worker["state"] for worker in workers}[name])
+
+    fleet = state.router.fleet
+    fleet.probe_failed("s0", NOW)
+    assert await state_of("s0") == "down"
+    state.come_up()
+    assert await state_of("s0") == "up"
+    fleet.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
+    assert await state_of("s0") == "resting"
+    shown = (await api.get("/admin/workers")).json()[0]
+    assert shown["why"] == "it answered 503; left alone for 5 s more"
+    for _ in range(3):
+        fleet.probe_failed("s0", NOW)
+    assert await state_of("s0") == "down"
+
+
+async def test_draining_lets_requests_finish(state: State, api: httpx.AsyncClient) -> None:
+    state.come_up()
+    lease = charge(state, "s0")
+    drained = (await api.post("/admin/workers/s0/drain")).json()
+    assert (drained["state"], drained["requests"]) == ("draining", 1)
+    assert state.worker("s0").draining
+    state.router.fleet.release(lease)
+    assert (await api.get("/admin/workers")).json()[0]["state"] == "drained"
+    assert (await api.post("/admin/workers/s0/undrain")).json()["state"] == "up"
+    assert not state.worker("s0").draining
+
+
+async def test_adding_a_worker(state: State, api: httpx.AsyncClient) -> None:
+    worker = {"name": "g0", "url": "http://127.0.0.1:9003/", "api_key": "secret-2"}
+    answer = await api.post("/admin/workers", json=worker)
+    assert answer.status_code == 201
+    assert answer.json()["state"] == "starting"
+    assert "secret-2" not in answer.text
+    spec = state.worker("g0").spec
+    assert (spec.url, spec.role, spec.model) == ("http://127.0.0.1:9003", "general", "tiny")
+    assert spec.api_key == "secret-2"
+
+
+@pytest.mark.parametrize(
+    ("worker", "path"),
+    [
+        ({"url": "http://127.0.0.1:9"}, "name"),
+        ({"name": "g0"}, "url"),
+        ({"name": "g0", "url": "ftp://x"}, "url"),
+        ({"name": "g 0", "url": "http://127.0.0.1:9"}, "name"),
+        ({"name": "g0", "url": "http://127.0.0.1:9", "rôle": "long"}, "rôle"),
+        ({"name": "g0", "url": "http://127.0.0.1:9", "role": "prefill"}, "role"),
+        ({"name": "g0", "url": "http://127.0.0.1:9", "max_requests": "7"}, "max_requests"),
+        ({"name": "g0", "url": "http://127.0.0.1:9", "launch": {}}, "launch"),
+    ],
+)
+async def test_a_worker_that_can_t_be(
+    state: State, api: httpx.AsyncClient, worker: dict[str, Any], path: str
+) -> None:
+    worker = {"api_key": "secret-2"} | worker
+    answer = await api.post("/admin/workers", json=worker)
+    error = error_of(answer, 422)
+    assert [problem["path"] for problem in error["problems"]] == [path]
+    assert "secret-2" not in answer.text
+    assert len(state.router.fleet) == 2
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        {"name": "s0", "url": "http://127.0.0.1:9"},
+        {"name": "g0", "url": "http://127.0.0.1:9001"},
+    ],
+)
+async def test_a_worker_that_exists(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
+    error = error_of(await api.post("/admin/workers", json=worker), 409)
+    assert "'s0'" in error["message"]
+
+
+async def test_removing_leaves_requests_to_finish(state: State, api: httpx.AsyncClient) -> None:
+    worker = state.worker("s0")
+    lease = charge(state, "s0")
+    assert (await api.delete("/admin/workers/s0")).json() == {"name": "s0", "requests": 1}
+    assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["l0"]
+    assert state.router.fleet.release(lease)
+    assert worker.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/admin/workers/x/drain"),
+        ("POST", "/admin/workers/x/undrain"),
+        ("DELETE", "/admin/workers/x"),
+    ],
+)
+async def test_no_such_worker(api: httpx.AsyncClient, method: str, path: str) -> None:
+    error = error_of(await api.request(method, path), 404)
+    assert error["code"] == "no_such_worker"
+    assert "'x'" in error["message"]
+
+
+async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> None:
+    for number, name in enumerate(["s0", "l0", "s0"]):
+        lease = charge(state, name, request=f"r{number}")
+        recent = state.recent
+        recent.add(lease.ask, "short", lease.decision, Reason.SHORT_POOL, 200, 0.1, 1.0, 0.0)
+    everything = (await api.get("/admin/decisions")).json()
+    assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]
+    assert everything[0]["worker"] == "s0"
+    assert everything[0]["reason"] == "short_pool"
+    last = (await api.get("/admin/decisions", params={"worker": "s0", "limit": 1})).json()
+    assert [entry["id"] for entry in last] == ["r2"]
+    assert (await api.get("/admin/decisions", params={"reason": "long_pool"})).json() == []
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=100000", "reason=whim", "status=x"])
+async def test_filters_that_make_no_sense(api: httpx.AsyncClient, query: str) -> None:
+    error = error_of(await api.get(f"/admin/decisions?{query}"), 422)
+    assert error["problems"][0]["path"] == query.partition("=")[0]
+
+
+async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncClient) -> None:
+    state.come_up()
+    question = {"prompt_tokens": 8000, "max_tokens": 100}
+    told = (await api.post("/admin/explain", json=question)).json()
+    assert told["worker"] == "l0"
+    assert told["status"] is None
+    scores = {score["worker"]: score for score in told["scores"]}
+    assert set(scores) == {"s0", "l0"}
+    assert "4096" in scores["s0"]["note"]  # why it could not be
+    short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert short["worker"] == "s0"
+    assert not any(worker.requests for worker in state.router.fleet)  # nothing was charged
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "reason"),
+    [
+        ({"prompt_tokens": 20_000}, 400, "too_long"),
+        ({"prompt_tokens": 16_000, "max_tokens": 999}, 400, "too_long"),
+        ({"prompt_tokens": 10, "max_tokens": 20_000}, 400, "too_long"),
+        ({"prompt_tokens": 10, "model": "huge"}, 404, "unknown_model"),
+        ({"prompt_tokens": 10}, 503, "no_worker"),
+    ],
+)
+async def test_explain_tells_what_a_client_would_be_told(
+    state: State, api: httpx.AsyncClient, question: dict[str, Any], status: int, reason: str
+) -> None:
+    if reason == "no_worker":
+        state.go_down()
+    else:
+        state.come_up()
+    told = (await api.post("/admin/explain", json=question)).json()
+    assert (told["worker"], told["status"], told["reason"]) == (None, status, reason)
+    assert told["message"]
+
+
+async def test_before_the_first_probe_a_client_would_wait(api: httpx.AsyncClient) -> None:
+    told = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert (told["worker"], told["reason"]) == (None, "fleet_full")
+    assert "not probed yet" in told["message"]
+    assert {score["note"] for score in told["scores"]} == {"not probed yet"}
+    adapter = {"prompt_tokens": 10, "model": "adapter"}  # it may be one of theirs
+    told = (await api.post("/admin/explain", json=adapter)).json()
+    assert (told["status"], told["reason"]) == (503, "not_known_yet")
+
+
+@pytest.mark.parametrize("question", [{}, {"prompt_tokens": 0}, {"prompt_tokens": 1, "n": 1}])
+async def test_questions_that_are_invalid(api: httpx.AsyncClient, question: dict[str, int]) -> None:
+    error_of(await api.post("/admin/explain", json=question), 422)
+
+
+async def test_reload(state: State, api: httpx.AsyncClient) -> None:
+    told = (await api.post("/admin/reload")).json()
+    assert told == {"workers": ["s0", "l0"], "needs_restart": ["router.port"]}
+    assert state.reloads == 1
+
+
+async def test_all_problems_of_a_file_are_told(state: State, api: httpx.AsyncClient) -> None:
+    problems = [Problem("workers[0].url", "bad"), Problem("routing.policy", "worse")]
+    state.fault = ConfigError("fleet.yaml", problems)
+    error = error_of(await api.post("/admin/reload"), 422)
+    assert "fleet.yaml" in error["message"]
+    assert error["problems"] == [
+        {"path": "workers[0].url", "message": "bad"},
+        {"path": "routing.policy", "message": "worse"},
+    ]
+
+
+async def test_nothing_to_reload_from(state: State, api: httpx.AsyncClient) -> None:
+    state.fault = ProxyError("no file")
+    assert error_of(await api.post("/admin/reload"), 409)["message"] == "no file"
+
+
+async def test_our_own_mistakes_have_the_same_shape(state: State, api: httpx.AsyncClient) -> None:
+    state.fault = RuntimeError("secret-1")
+    answer = await api.post("/admin/reload")
+    assert error_of(answer, 500)["code"] == "internal_error"
+    assert "secret-1" not in answer.text
+
+
+async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> None:
+    assert error_of(await api.get("/nowhere"), 404)["code"] == "not_found"
+    answer = await api.put("/admin/workers")
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert "GET" in answer.headers["Allow"]
+    error_of(await api.post("/admin/explain", content=b"{"), 422)
+
+
+async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
+    paths = (await api.get("/openapi.json")).json()["paths"]
+    operations = [op for path in paths.values() for op in path.values()]
+    assert len(operations) == 13
+    assert all(operation["summary"] for operation in operations)
+
+
+async def test_the_reference_shows_all_of_it_and_fetches_nothing(api: httpx.AsyncClient) -> None:
+    described = (await api.get("/openapi.json")).json()
+    answer = await api.get("/docs")
+    assert answer.status_code == 200
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            said = f"<code>{method.upper()} {path}</code> {escape(operation['summary'])}"
+            assert said in answer.text
+    shapes = described["components"]["schemas"]
+    assert all(f'<section id="{name}">' in answer.text for name in shapes)
+    links = re.findall(r'(?:href|src|action)="([^"]*)"', answer.text)
+    assert {link for link in links if not link.startswith("#")} == {"/openapi.json"}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(shapes)
+    assert "<script" not in answer.text
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'none'; style-src 'sha256-")
+
+
+def test_what_a_description_says_is_no_markup() -> None:
+    evil = "<script>alert(1)</script>"
+    operation = {"summary": evil, "description": evil, "responses": {}}
+    schema = {"description": evil, "properties": {"a": {"description": evil, "enum": [evil]}}}
+    page = reference_page(
+        {
+            "info": {"title": evil},
+            "paths": {"/a": {"get": operation}},
+            "components": {"schemas": {"A": schema}},
+        }
+    )
+    assert page.count(escape(evil)) >= 6
+    assert "<script" not in page
+
+
+async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.AsyncClient) -> None:
+    answer = await api.get("/admin/balance")
+    assert (answer.status_code, answer.json()) == (200, [])
+
+
+async def test_the_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        state.router.fleet.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
+    state.come_up()
+    state.balance.look(NOW)
+    [shown] = (await api.get("/admin/balance")).json()
+    assert shown["model"] == "tiny"
+    assert shown["prefill"] == {
+        "workers": 1, "busy": 0.0, "wanted": 0.0, "ahead_s": 0.0, "step_s": None
+    }  # fmt: skip
+    assert shown["short"] == "neither"

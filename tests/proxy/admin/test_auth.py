@@ -1,0 +1,76 @@
+"""Which Host and Origin headers the admin API takes."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from proxy.admin.auth import Gate
+from proxy.admin.key import AdminKey
+
+
+async def status(
+    headers: list[tuple[str, str]], host: str = "127.0.0.1", key: AdminKey | None = None
+) -> int:
+    """Send a request with these headers through a gate."""
+    gate = Gate(PlainTextResponse("in"), host, key)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
+        answer = await client.get("http://127.0.0.1:8001/", headers=headers)
+    if answer.status_code == 403:
+        assert answer.json()["error"]["code"] == "forbidden"
+    return answer.status_code
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1:8001", "localhost:8001", "LOCALHOST", "[::1]:8001", "10.0.0.7:8001"],
+)
+async def test_hosts_that_nobody_else_can_be(host: str) -> None:
+    assert await status([("Host", host)]) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8001", "localhost.evil.example", "127.0.0.1.evil.example", "",
+     "[::1", "127.0.0.1@evil.example"],
+)  # fmt: skip
+async def test_foreign_hosts_are_refused(host: str) -> None:
+    assert await status([("Host", host)]) == 403
+
+
+async def test_the_configured_name_is_let_in() -> None:
+    assert await status([("Host", "admin.internal:8001")]) == 403
+    assert await status([("Host", "Admin.internal:8001")], host="admin.internal") == 200
+
+
+async def test_with_a_key_any_name_will_do_and_the_key_must_be_shown() -> None:
+    key = AdminKey()
+    assert await status([("Host", "router.example.com")], key=key) == 403  # it has none yet
+    key.take(secret := "a-key-of-many-letters-0123456789")
+    shown = ("Authorization", f"Bearer {secret}")
+    named = ("Host", "router.example.com")
+    assert await status([named, shown], key=key) == 200
+    assert await status([named, shown, ("Origin", "https://router.example.com")], key=key) == 200
+    assert await status([named], key=key) == 401
+    assert await status([named, shown, ("Origin", "https://evil.example")], key=key) == 403
+    assert await status([named, named, shown], key=key) == 403
+
+
+async def test_two_hosts_are_one_too_many() -> None:
+    assert await status([("Host", "localhost"), ("Host", "localhost")]) == 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ("http://127.0.0.1:8001", 200),
+        ("http://127.0.0.1:9000", 403),
+        ("http://evil.example", 403),
+        ("http://evil.example@127.0.0.1:8001", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+async def test_only_its_own_pages_may_call_it(origin: str, expected: int) -> None:
+    assert await status([("Host", "127.0.0.1:8001"), ("Origin", origin)]) == expected

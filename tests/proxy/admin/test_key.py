@@ -1,0 +1,113 @@
+"""Who has the admin API's key, and what is no key."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from proxy.admin.auth import Gate
+from proxy.admin.key import AdminKey, key_of
+from proxy.config import AdminConfig, parse
+from proxy.errors import ConfigError
+
+KEY = "0123456789abcdef-key"
+
+
+def basic(password: str, user: str = "anybody") -> str:
+    """Write what a browser sends."""
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([f"Bearer {KEY}"], True),
+        ([f"bearer  {KEY} "], True),
+        ([basic(KEY)], True),
+        ([basic(KEY, user="")], True),
+        ([], False),
+        ([""], False),
+        ([KEY], False),
+        (["Bearer"], False),
+        (["Bearer "], False),
+        ([f"Bearer {KEY}x"], False),
+        ([f"Bearer {KEY[:-1]}"], False),
+        ([f"Bearer {KEY}"] * 2, False),
+        (["Bearer é"], False),
+        ([basic("other")], False),
+        (["Basic !!!"], False),
+        ([f"Digest {KEY}"], False),
+    ],
+)
+async def test_who_is_let_in(said: list[str], expected: bool) -> None:
+    key = AdminKey()
+    key.take(KEY)
+    gate = Gate(PlainTextResponse("in"), "127.0.0.1", key)
+    headers = [(b"Host", b"127.0.0.1"), *((b"Authorization", x.encode()) for x in said)]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
+        answer = await client.get("http://127.0.0.1:8001/", headers=headers)
+    assert answer.status_code == (200 if expected else 401)
+    if not expected:
+        assert answer.json()["error"]["code"] == "unauthorized"
+        assert answer.headers["www-authenticate"].startswith("Basic ")
+        assert KEY not in answer.text
+
+
+def test_a_new_key_takes_the_place_of_the_old_one() -> None:
+    key = AdminKey()
+    assert key.admits(None)
+    key.take(KEY)
+    key.take("another-key-of-20-letters")
+    assert not key.admits(f"Bearer {KEY}")
+    assert key.admits("Bearer another-key-of-20-letters")
+    assert KEY not in repr(vars(key))
+
+
+def test_where_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert key_of(AdminConfig(), "f") is None
+    assert key_of(AdminConfig(key_file=file), "f") == KEY
+    assert key_of(AdminConfig(key_env="ADMIN"), "f", {"ADMIN": KEY}) == KEY
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"two words of the key", b"\xff" * 20])
+def test_what_is_no_key(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^f: router\.admin\.key_file: .*16 or more") as caught:
+        key_of(AdminConfig(key_file=file), "f")
+    assert "two words" not in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin\.key_env: ADMIN: is not set"):
+        key_of(AdminConfig(key_env="ADMIN"), "f", {})
+    with pytest.raises(ConfigError, match=r"key_file: '.*none': can't be read: No such file"):
+        key_of(AdminConfig(key_file=tmp_path / "none"), "f")
+
+
+def fleet(admin: str) -> str:
+    """Write a fleet file."""
+    return f"model: m\nworkers: [{{name: a, url: 'http://h:1'}}]\nrouter: {{admin: {admin}}}\n"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "'::1'", "localhost"])
+def test_on_loopback_none_is_needed(host: str) -> None:
+    parse(fleet(f"{{host: {host}}}"), "f")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1", "a.internal"])  # noqa: S104
+def test_elsewhere_one_is(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin\.host: .*router\.admin\.key_file"):
+        parse(fleet(f"{{host: {host}}}"), "f")
+    parse(fleet(f"{{host: {host}, key_env: ADMIN}}"), "f")
+
+
+def test_one_place_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin\.key_env: key_file is given too"):
+        parse(fleet("{key_env: A, key_file: b}"), "f")

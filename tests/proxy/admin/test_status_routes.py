@@ -1,0 +1,257 @@
+"""The status page as it is given, and the events that feed it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.admin.status_routes import page_file
+from proxy.config import load
+from proxy.setup.app import App
+from proxy.status_page.live import MOST_VIEWERS
+from proxy.wire.exchange.request_record import Record
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Answer, Client, chat, get
+from tests.proxy.wire.site import eventually
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    """Run a router before a fake worker."""
+    fake = FakeWorker("w0")
+    await fake.listen()
+    fake.always(scripts.stream(5, gap_s=0.03))
+    source = tmp_path / "fleet.yaml"
+    source.write_text(
+        f"model: tiny\nworkers: [{{name: w0, url: '{fake.url}'}}]\n"
+        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
+    )
+    running = App(load(source), source)
+    await running.start()
+    await eventually(lambda: all(w.up for w in running.fleet), within=DEADLINE_S)
+    yield running
+    await running.stop()
+    await fake.stop()
+
+
+@pytest.fixture
+async def web() -> AsyncIterator[aiohttp.ClientSession]:
+    """Ask as a browser would."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
+        yield session
+
+
+async def ask(app: App) -> int:
+    """Ask for a stream."""
+    client = await Client.connect(app.wire.port)
+    try:
+        return (await client.ask(chat(stream=True), within=DEADLINE_S)).status
+    finally:
+        client.close()
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
+    """Read events as they come."""
+    name = ""
+    async for line in answer.content:
+        if line.startswith(b"event: "):
+            name = line[7:].decode().strip()
+        elif line.startswith(b"data: "):
+            yield name, json.loads(line[6:])
+
+
+@pytest.mark.parametrize("path", ["/", "/status"])
+async def test_the_page_has_a_strict_policy(
+    app: App, web: aiohttp.ClientSession, path: str
+) -> None:
+    async with web.get(app.admin_url + path) as answer:
+        assert answer.status == 200
+        assert answer.content_type == "text/html"
+        policy = answer.headers["Content-Security-Policy"]
+        text = await answer.text()
+    assert "unsafe" not in policy
+    assert {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"} < set(
+        policy.split("; ")
+    )
+    for kind in ("script", "style"):
+        [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_the_page_fetches_nothing_and_makes_no_markup() -> None:
+    text, _ = page_file()
+    assert not re.findall(r"https?:|src=|@import|url\(", text)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+    assert 'style="' not in text  # the policy would refuse it
+    assert not re.findall(r"\son\w+=", text)
+
+
+async def test_other_sites_are_not_told(app: App, web: aiohttp.ClientSession) -> None:
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ):
+        async with web.get(app.admin_url + "/admin/live", headers=headers) as answer:
+            assert answer.status == 403
+
+
+async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) -> None:
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        assert answer.content_type == "text/event-stream"
+        told = events(answer)
+        name, everything = await anext(told)
+        assert name == "all"
+        assert [w["name"] for w in everything["state"]["workers"]] == ["w0"]
+        assert app.metrics.live is app.live.notes
+        assert await ask(app) == 200
+        fields, ticks = everything["fields"], []
+        async for _, data in told:
+            ticks += [at for tick in data["ticks"] for at in tick[1:]]
+            rows = [dict(zip(fields, row, strict=True)) for row in data["rows"]]
+            if rows and rows[-1]["ended"] is not None:
+                break
+    assert (rows[-1]["worker"], rows[-1]["status"], rows[-1]["pool"]) == ("w0", 200, "general")
+    assert ticks == sorted(ticks)
+    assert 2 <= len(ticks) <= 6
+    await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
+
+
+async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> None:
+    open_ones = [await web.get(app.admin_url + "/admin/live") for _ in range(MOST_VIEWERS)]
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        assert answer.status == 503
+        assert (await answer.json())["error"]["code"] == "too_many_viewers"
+    for each in open_ones:
+        each.close()
+    await eventually(lambda: not app.live.watched, within=DEADLINE_S)
+
+
+def happened(app: App, requests: int) -> None:
+    """Let requests end that nobody sent."""
+    for _ in range(requests):
+        record = Record()
+        record.started = app.wire.clock()
+        record.close(record.started, app.metrics, "completions", 200, None)
+
+
+async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.status_page.live.PATIENCE_S", 0.3)
+    monkeypatch.setattr("proxy.admin.status_routes.PATIENCE_S", 0.3)
+    client = await Client.connect(
+        int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
+    )
+    await client.send(get("/admin/live"))
+    await eventually(lambda: app.live.watched, within=DEADLINE_S)
+    give_up = app.wire.clock() + DEADLINE_S
+    while app.live.watched:  # until no buffer on the way takes any more
+        assert app.wire.clock() < give_up
+        happened(app, 2000)
+        await app.live.beat()
+        await asyncio.sleep(0.01)
+    await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
+    client.close()
+
+
+async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[int]) -> None:
+    """Note what a page is told: whose requests are over, and how many it was not told of."""
+    fields: list[str] = []
+    text = b""
+    async for piece in answer.content.iter_any():
+        *told, text = (text + piece).split(b"\n\n")
+        for each in told:
+            data = json.loads(each.partition(b"data: ")[2])
+            fields = data.get("fields", fields)
+            dropped.append(data.get("dropped", 0))
+            rows = (dict(zip(fields, row, strict=True)) for row in data["rows"])
+            ended |= {row["id"] for row in rows if row["ended"] is not None}
+
+
+async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
+    """Ask for a stream, under a name."""
+    async with at_once:
+        client = await Client.connect(app.wire.port)
+        try:
+            asked = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
+            return await client.ask(asked, within=2 * DEADLINE_S)
+        finally:
+            client.close()
+
+
+async def test_pages_that_take_nothing_hold_nobody_up_and_grow_by_nothing(
+    app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("status_page.live", "admin.status_routes"):  # no page is closed for being slow
+        monkeypatch.setattr(f"proxy.{module}.PATIENCE_S", 600.0)
+    admin = int(app.admin_url.rsplit(":", 1)[1])
+    deaf = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
+    for each in deaf:
+        await each.send(get("/admin/live"))
+    viewers = app.live._viewers
+    await eventually(lambda: len(viewers) == len(deaf), within=DEADLINE_S)
+    stuck = set(viewers)
+    no_end = aiohttp.ClientTimeout(total=None)
+    async with web.get(app.admin_url + "/admin/live", timeout=no_end) as answer:
+        ended: set[str] = set()
+        dropped: list[int] = []
+        reader = asyncio.create_task(follow(answer, ended, dropped))
+        await eventually(lambda: dropped, within=DEADLINE_S)
+        give_up = app.wire.clock() + 4 * DEADLINE_S
+        while not all(viewer.busy and viewer.behind for viewer in stuck):
+            assert app.wire.clock() < give_up  # by then no buffer on the way takes any more
+            happened(app, 2000)
+            await app.live.beat()
+            await asyncio.sleep(0.01)
+
+        before, beats = {id(viewer): viewer._slot for viewer in stuck}, app.live._beats
+        at_once, names = asyncio.Semaphore(20), [f"stream-{n}" for n in range(60)]
+        answers = await asyncio.gather(*(stream(app, name, at_once) for name in names))
+        assert {(each.status, each.body.endswith(b"data: [DONE]\n\n")) for each in answers} == {
+            (200, True)
+        }
+        await eventually(lambda: ended.issuperset(names), within=DEADLINE_S)
+        await eventually(lambda: app.live._beats > beats + 8, within=DEADLINE_S)
+        assert not any(dropped)
+        # Of all that came meanwhile nothing was put before those: one message each, and that the
+        # same.
+        assert viewers >= stuck
+        assert all(viewer._slot is before[id(viewer)] for viewer in stuck)
+        assert not app.live.notes._ended
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    # Once one reads again it is told all of it.
+    deaf[0].read_on()
+    pieces = [b"", b""]
+    async with asyncio.timeout(DEADLINE_S):
+        while names[-1].encode() not in pieces[-2] + pieces[-1]:
+            pieces.append(await deaf[0].reader.read(1 << 20))
+    text = b"".join(pieces)
+    assert names[-1].encode() in text.rpartition(b"event: all")[2]
+    assert text.count(b"event: all") > 1
+    for each in deaf:
+        each.close()
+
+
+async def test_a_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        told = events(answer)
+        await anext(told)
+        await asyncio.wait_for(app.stop(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(aiohttp.ClientError):  # the end may come as a broken connection
+                async for _ in told:
+                    pass

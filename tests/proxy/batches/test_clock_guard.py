@@ -1,0 +1,29 @@
+"""Whether the time of day is believed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from proxy.batches.clock_guard import DOUBT_S, JUMP_S, Almanac
+
+NIGHT_S = 8 * 3600.0
+
+
+def test_a_machine_that_sleeps_each_night_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    awake_s = slept_s = set_s = 0.0
+    clocks = {
+        time.CLOCK_MONOTONIC: lambda: awake_s,
+        time.CLOCK_BOOTTIME: lambda: awake_s + slept_s,
+    }
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
+    almanac = Almanac(lambda: awake_s, lambda: awake_s + slept_s + set_s)
+    for _ in range(3):
+        awake_s += NIGHT_S
+        slept_s += NIGHT_S
+        assert almanac.is_believed()
+    set_s += 2 * JUMP_S
+    assert not almanac.is_believed()
+    slept_s += DOUBT_S  # it may be set right in that time too
+    assert almanac.is_believed()

@@ -1,0 +1,67 @@
+"""Multipart forms: those that clients send, and those that nobody should."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from proxy.batches.multipart_form import MOST_PARTS, FormError, Part, read_form
+
+
+def test_as_the_official_client_writes_it() -> None:
+    content = b"\r\n--not the boundary\r\n\x00\xff\r\n"
+    sent = httpx.Request(
+        "POST", "http://x", data={"purpose": "batch"}, files={"file": ('a "b".jsonl', content)}
+    )
+    parts = read_form(sent.read(), sent.headers["content-type"].encode())
+    assert parts["purpose"] == Part(b"batch")
+    assert parts["file"].value == content
+    assert parts["file"].file_name in ('a "b".jsonl', "a %22b%22.jsonl")
+
+
+def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
+    """Write a form by hand."""
+    return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    """Write a part by hand."""
+    return b'content-disposition: form-data; name="%b"\r\n\r\n%b' % (name, value)
+
+
+KIND = b"multipart/form-data; boundary=b"
+
+
+@pytest.mark.parametrize("kind", [KIND, b'Multipart/Form-Data; boundary="b"', KIND + b"; x=y"])
+def test_how_a_boundary_is_named(kind: bytes) -> None:
+    assert read_form(form(field(b"x", b"1"), field(b"y", b"")), kind) == {
+        "x": Part(b"1"),
+        "y": Part(b""),
+    }
+
+
+def test_what_comes_before_it_is_no_part() -> None:
+    body = b"preamble\r\n" + form(field(b"x", b"1"))
+    assert read_form(body, KIND) == {"x": Part(b"1")}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (form(field(b"x", b"1")), b"application/json"),
+        (form(field(b"x", b"1")), b"multipart/form-data"),
+        (form(field(b"x", b"1")), b"multipart/form-data; boundary="),
+        (form(field(b"x", b"1")), b"multipart/form-data; boundary=other"),
+        (form(field(b"x", b"1"), end=b""), KIND),
+        (b"", KIND),
+        (b"--b", KIND),
+        (b"--b\r\nno head", KIND),
+        (form(b"x: y\r\n\r\nvalue"), KIND),
+        (form(b"\r\n\r\nvalue"), KIND),
+        (form(*[field(b"x", b"1")] * MOST_PARTS), KIND),
+        (form(b"content-disposition: form-data; name=x" + b" " * 5000 + b"\r\n\r\n"), KIND),
+    ],
+)
+def test_what_is_none(body: bytes, kind: bytes) -> None:
+    with pytest.raises(FormError):
+        read_form(body, kind)

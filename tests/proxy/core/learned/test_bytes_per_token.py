@@ -1,0 +1,114 @@
+"""How many tokens a text comes to, learnt from what others came to."""
+
+from __future__ import annotations
+
+import random
+from math import isfinite
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.learned.bytes_per_token import (
+    FIRST_BAND,
+    LEAST_PER_TOKEN,
+    MOST_PER_TOKEN,
+    Learnt,
+)
+
+
+def band(learnt: Learnt, text: int) -> float:
+    """Say how far off an estimate may be, as a share of it."""
+    return learnt.error(text) / learnt.tokens(text)
+
+
+def holds(learnt: Learnt, text: int, tokens: float, within: float = 0.3) -> bool:
+    """Whether an estimate is near the truth, and its band holds that."""
+    off = abs(learnt.tokens(text) - tokens)
+    return off <= within * tokens and off <= learnt.error(text)
+
+
+@pytest.mark.parametrize("times", [1, 5, 200])
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [(2, 29), (19, 34), (48, 40), (2, 700), (200, 740), (2, 0)],
+    ids=["hi", "hello", "weather", "a long template", "a long one, and text", "no template"],
+)
+def test_short_chats_teach_what_a_template_prints_and_no_rate(
+    text: int, tokens: int, times: int
+) -> None:
+    learnt = Learnt()
+    for _ in range(times):
+        learnt.see_prompt(text, tokens)
+    template = tokens - text / 4.5
+    for size in (8_000, 20_000, 180_000):
+        assert holds(learnt, size, template + size / 4.5)
+        assert band(learnt, size) > 0.4 * FIRST_BAND  # nobody knows yet
+    if times > 1:
+        assert learnt.tokens(text) == pytest.approx(tokens, rel=0.1, abs=2)
+
+
+@pytest.mark.parametrize("tools", [150, 3_000, 40_000])
+@pytest.mark.parametrize("times", [1, 2, 50])
+def test_tools_that_a_template_leaves_out_are_no_long_words(tools: int, times: int) -> None:
+    learnt = Learnt()
+    for _ in range(times):
+        learnt.see_prompt(8, 5, tools)
+    assert holds(learnt, 180_000, 40_000)
+    if times > 2:
+        assert learnt.tokens(8, tools) < 30
+
+
+def test_tools_have_a_rate_of_their_own() -> None:
+    learnt, noise = Learnt(), random.Random(1)
+    for _ in range(200):
+        text, tools = noise.randint(100, 20_000), noise.choice([2_000, 12_000, 20_000])
+        learnt.see_prompt(text, int(text / 4.6 + tools / 3.2 + 12), tools)
+    assert learnt.tokens(10_000, 12_000) == pytest.approx(10_000 / 4.6 + 12_000 / 3.2, rel=0.05)
+    assert learnt.tokens(20_000) == pytest.approx(20_000 / 4.6, rel=0.1)
+
+
+def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
+    learnt, noise = Learnt(), random.Random(1)
+    for _ in range(300):
+        if noise.random() < 0.05:
+            learnt.see_prompt(36_000, 8_029)
+        else:
+            learnt.see_prompt(48, 40)
+    assert learnt.tokens(36_000) == pytest.approx(8_029, rel=0.01)
+    assert learnt.tokens(48) == pytest.approx(40, abs=3)
+    assert band(learnt, 36_000) < 0.1
+
+
+def test_new_texts_count_for_more_than_old_ones() -> None:
+    learnt, noise = Learnt(), random.Random(1)
+    for per_token in (4.5, 2.8):
+        for _ in range(100):
+            text = noise.randint(4_000, 12_000)
+            learnt.see_prompt(text, int(text / per_token * noise.uniform(0.9, 1.1)))
+        assert learnt.bytes_per_token == pytest.approx(per_token, rel=0.05)
+
+
+def test_of_several_prompts_each_has_its_own_template() -> None:
+    learnt = Learnt()
+    for prompts in (1, 10, 100) * 10:
+        learnt.see_prompt(400 * prompts, 120 * prompts, prompts=prompts)
+    assert learnt.tokens(4_000, prompts=10) == pytest.approx(1_200, rel=0.02)
+    assert learnt.tokens(400) == pytest.approx(120, rel=0.05)
+
+
+SIZES = st.integers(0, 100_000_000)
+
+
+@given(
+    st.lists(st.tuples(SIZES, st.integers(-(2**20), 2**31), SIZES, st.integers(1, 999)), max_size=9)
+)
+def test_no_prompt_breaks_it(prompts: list[tuple[int, int, int, int]]) -> None:
+    learnt = Learnt()
+    for text, tokens, tools, count in prompts:
+        learnt.see_prompt(text, tokens, tools, count)
+        assert LEAST_PER_TOKEN <= learnt.bytes_per_token <= MOST_PER_TOKEN
+        assert 0.0 <= learnt.spread <= 1.0
+        for size in (0, 1, text, 10_000_000):
+            assert isfinite(learnt.tokens(size, tools, count))
+            assert 0.0 <= learnt.error(size, tools) < 1e9

@@ -1,0 +1,72 @@
+"""Pace, learnt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.learned.latency import FIXED_S, TOKEN_S, Pace
+
+
+def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> Pace:
+    """Teach one with prompts of all sizes on a worker of known speed."""
+    pace, rng = Pace(), random.Random(1)
+    for i in range(times):
+        tokens = rng.choice([50, 200, 1000, 8000])
+        seconds = (fixed + token * tokens) * rng.uniform(1 - noise, 1 + noise)
+        pace.saw_first_token(tokens, 0.0, 0.0, seconds, now=float(i))
+    return pace
+
+
+@pytest.mark.parametrize(("fixed", "token"), [(0.01, 1e-5), (0.05, 1e-3), (0.3, 5e-3)])
+def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> None:
+    pace = taught(fixed, token, noise=0.2)
+    for tokens in (100, 1000, 8000):
+        assert pace.first_token_s(tokens) == pytest.approx(fixed + token * tokens, rel=0.25)
+
+
+def test_the_first_observation_says_most() -> None:
+    pace = Pace()
+    before = pace.first_token_s(1000)
+    pace.saw_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
+    assert 2.5 * before < pace.first_token_s(1000) < 4 * before
+
+
+def test_steps_are_learnt_apart() -> None:
+    pace, rng = Pace(), random.Random(1)
+    for i in range(300):
+        beside = rng.choice([1, 8, 64])
+        pace.saw_steps(beside, 0.01 + 0.002 * beside, now=float(i))
+    assert pace.step_s(1) == pytest.approx(0.012, rel=0.3)
+    assert pace.step_s(64) == pytest.approx(0.138, rel=0.2)
+    assert (pace.fixed_s, pace.token_s) == (FIXED_S, TOKEN_S)
+
+
+def test_a_worker_that_lets_shorts_past_longs_is_known_for_it() -> None:
+    fair, strict = Pace(), Pace()
+    for i in range(50):
+        for pace, waited in ((fair, 0.1), (strict, 1.0)):
+            pace.saw_first_token(200, 0.0, 0.0, 0.02 + 200 * 1e-4, now=float(i))
+            seconds = 0.02 + 200 * 1e-4 + waited * 30_000 * 1e-4
+            pace.saw_first_token(200, 30_000, 0.0, seconds, now=float(i))
+    assert fair.passing == pytest.approx(0.1, abs=0.1)
+    assert strict.passing == pytest.approx(1.0, abs=0.1)
+
+
+seconds = st.floats(0, 1e6)
+tokens = st.floats(0, 1e8)
+
+
+@given(st.lists(st.tuples(tokens, tokens, seconds), max_size=60))
+def test_whatever_it_sees_it_stays_sane(seen: list[tuple[float, float, float]]) -> None:
+    pace = Pace()
+    for own, behind, took in seen:
+        pace.saw_first_token(own, behind, own, took, 0.0)
+        pace.saw_steps(own, took, 0.0)
+        pace.saw_whole(own, behind, own, 1, 10, took, 0.0)
+    for part in (pace.fixed_s, pace.token_s, pace.base_s, pace.each_s, pace.passing):
+        assert 0 < part < 1e15
+    assert pace.passing <= 1

@@ -1,0 +1,249 @@
+"""Members set and taken out of JSON text, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.request.json_edit import members, spliced
+from proxy.core.request.json_limits import Mask
+
+
+@pytest.mark.parametrize(
+    ("body", "after"),
+    [
+        (b'{"a":1,"c":2~}', b'{"a":1,"c":2,"b":3~}'),
+        (b'{"c":2~,"a":0}', b'{"c":2~,"a":1,"b":3}'),
+        (b'{"c":2,~"d":4,"a":1}', b'{"c":2,"a":1,"b":3}'),
+        (b'{~"d":4,"a":1}', b'{~"a":1,"b":3}'),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
+def test_blanks_however_many(body: bytes, after: bytes, size: int) -> None:
+    blanks = (b" \t\r\n" * size)[:size]
+    changes: dict[str, bytes | None] = {"a": b"1", "b": b"3", "d": None}
+    found = spliced(body.replace(b"~", blanks), changes)
+    assert found == after.replace(b"~", blanks)
+
+
+def test_blanks_cost_no_more_than_to_parse_them() -> None:
+    def cost(work: Callable[[bytes], object]) -> float:
+        best = 1e9
+        for _ in range(5):
+            began = time.process_time()
+            work(body)
+            best = min(best, time.process_time() - began)
+        return best
+
+    body = b'{"a":1' + b" " * (2 << 20) + b"}"
+    most = 10 * cost(orjson.loads)  # it was eighty times
+    assert cost(lambda body: spliced(body, {"b": b"1"}, {"a"})) < most
+    body = b'{"a":1,' + b" " * (2 << 20) + b'"b":1}'
+    assert cost(lambda body: spliced(body, {"b": None}, {"a", "b"})) < most
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "after"),
+    [
+        (b'{"a":1}', {"a": b"2"}, b'{"a":2}'),
+        (b'{"a": 1 , "b":[1.50]}', {"a": b"2"}, b'{"a": 2 , "b":[1.50]}'),
+        (b'{"b":0.7000}', {"a": b"2"}, b'{"b":0.7000,"a":2}'),
+        (b' {"b":1 }\n', {"a": b"2"}, b' {"b":1,"a":2 }\n'),
+        (b"{}", {"a": b"2"}, b'{"a":2}'),
+        (b"{ }", {"a": b"2", "b": b"3"}, b'{"a":2,"b":3 }'),
+        (b'{"a":1}', {"a": None}, b"{}"),
+        (b'{ "a" : 1 }', {"a": None}, b"{  }"),
+        (b'{"a":1, "b":2}', {"a": None}, b'{"b":2}'),
+        (b'{"b":2 , "a":1}', {"a": None}, b'{"b":2}'),
+        (b'{"b":2,"a":1,"c":3}', {"a": None}, b'{"b":2,"c":3}'),
+        (b'{"a":1,"b":2,"c":3}', {"a": None, "b": None}, b'{"c":3}'),
+        (b'{"a":1,"b":2,"c":3}', {"a": None, "b": None, "c": None}, b"{}"),
+        (b'{"a":1,"b":2}', {"a": None, "b": None, "d": b"4"}, b'{"d":4}'),
+        (b'{"a":1,"b":2,"c":3}', {"b": b"9", "a": None, "d": b"4"}, b'{"b":9,"c":3,"d":4}'),
+        (b'{"a":1}', {}, b'{"a":1}'),
+        (b'{"b":1}', {"a": None}, b'{"b":1}'),
+    ],
+)
+def test_set_and_taken_out(body: bytes, fields: dict[str, bytes | None], after: bytes) -> None:
+    assert spliced(body, fields) == after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        rb'"max_tokens"',
+        rb'"\"max_tokens\":7"',
+        rb'"\\"',
+        rb'"\\\""',
+        rb'"}],\"max_tokens\":7,{["',
+        rb'{"max_tokens":7}',
+        rb'[{"max_tokens":[7,"]"]},"}{"]',
+        rb'[[],{},[{}],""]',
+        rb'{"x":"%b","max_tokens":"\\\\\""}' % (b'{[\\"' * 100),
+        b'["%b","max_tokens"]' % (b"y" * 200),
+        b"[1,2,3 ]",
+        b"[]",
+        b"-1.5e+10",
+        b"true",
+        b"null",
+    ],
+)
+def test_what_only_looks_like_the_member_stays(value: bytes) -> None:
+    body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
+    assert json.loads(body)
+    assert spliced(body, {"max_tokens": b"1"}) == body.replace(
+        b'"max_tokens":5,', b'"max_tokens":1,'
+    )
+    assert spliced(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
+
+
+@pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
+def test_long_prompts(prompt: str) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
+    after = json.loads(spliced(body, {"stream": b"false", "kv": b"{}"}))
+    assert after == {"messages": messages, "stream": False, "n": 1, "kv": {}}
+
+
+NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
+PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which is looked for otherwise
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(['"', "\\"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+SPACE = st.text(" \t\r\n", max_size=2)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
+    """Draw JSON text of an object, members repeated and keys escaped at will, and its pairs."""
+    pairs = draw(st.lists(st.tuples(NAMES, VALUES), max_size=5))
+    ascii_only, indent = draw(st.booleans()), draw(st.sampled_from([None, 1]))
+    written = []
+    for name, value in pairs:
+        escaped = "".join(f"\\u{ord(each):04x}" for each in name)
+        key = f'"{escaped}"' if draw(st.booleans()) else json.dumps(name, ensure_ascii=ascii_only)
+        text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+        written.append(f"{draw(SPACE)}{key}{draw(SPACE)}:{draw(SPACE)}{text}{draw(SPACE)}")
+    return f"{draw(SPACE)}{{{','.join(written)}}}{draw(SPACE)}".encode(), pairs
+
+
+def pairs_of(text: bytes) -> list[tuple[str, Any]]:
+    """Read an object's pairs in order; objects in it as ever."""
+    return [
+        (member.name.decode(), json.loads(text[member.value : member.end]))
+        for member in members(text)
+    ]
+
+
+@given(texts(), st.dictionaries(PLAIN, st.none() | VALUES))
+def test_it_agrees_with_a_parser(
+    drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any]
+) -> None:
+    body, pairs = drawn
+    assert pairs_of(body) == pairs
+    after = spliced(
+        body,
+        {
+            name: None if value is None else json.dumps(value).encode()
+            for name, value in fields.items()
+        },
+    )
+    expected = [(n, fields.get(n, v)) for n, v in pairs if fields.get(n, 0) is not None]
+    there = {name for name, _ in pairs}
+    expected += [(n, v) for n, v in fields.items() if n not in there and v is not None]
+    assert json.loads(after) == dict(expected)
+    assert pairs_of(after) == expected
+
+
+@given(texts(), st.dictionaries(PLAIN, st.none() | VALUES), st.sampled_from(["", "x" * 9000]))
+def test_to_know_the_names_changes_nothing_but_the_cost(
+    drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any], long: str
+) -> None:
+    body, _ = drawn
+    if long:  # beyond what is searched where nothing is known
+        comma = b"," if json.loads(body) else b""
+        body = body.replace(b"{", b'{"p": "%b \\"a\\" \\\\"%b' % (long.encode(), comma), 1)
+    wanted = {
+        name: None if value is None else json.dumps(value).encode()
+        for name, value in fields.items()
+    }
+    said = frozenset(json.loads(body))
+    after = spliced(body, wanted)
+    assert spliced(body, wanted, said) == after
+    found = [each for each in members(body, Mask(body)) if each.name.decode() in wanted]
+    assert spliced(body, wanted, found=found) == after
+
+
+LONG = 'please tell me more\n "stream" ' * 1000
+OTHERWISE = {
+    "once": rb'{"p":%b,"stream" : true}',
+    "in front": rb'{"stream":true,"p":%b}',
+    "twice": rb'{"stream":false,"p":%b,"stream":true}',
+    "an escape": rb'{"str\u0065am":false,"p":%b,"stream":true}',
+    "an escape alone": rb'{"p":%b,"str\u0065am":false}',
+    "deeper too": rb'{"t":{"stream":1},"p":%b,"stream":true}',
+    "deeper too, and escaped": rb'{"t":{"stream":1},"p":%b,"\u0073tream":true}',
+    "a value": rb'{"t":"stream","p":%b,"stream":true}',
+    "the end of a key": rb'{"t\"stream":1,"p":%b,"stream":true}',
+    "the end of a string": rb'{"t":"a \"stream","p":%b,"stream":true}',
+    "an object": rb'{"p":%b,"stream":{"}":"\"}","x":[{}]}}',
+    "a long object": rb'{"p":%b,"stream":{"x":[' + b"1," * 500 + b"1]}}",
+    "a string": rb'{"p":%b,"stream":"\\\" }"}',
+    "a long string": rb'{"p":%b,"stream":"' + rb"\"" * 500 + b'"}',
+    "a list": rb'{"p":%b,"stream":["]",2]}',
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("prompt", ["", LONG, LONG + "\u00e9"], ids=["short", "long", "escaped"])
+@pytest.mark.parametrize("text", [b"false", None])
+def test_a_name_that_is_known_to_be_there(name: str, prompt: str, text: bytes | None) -> None:
+    body = OTHERWISE[name] % json.dumps(prompt).encode()
+    said = frozenset(json.loads(body))
+    assert "stream" in said
+    fields = {"stream": text, "kv": b"{}"}
+    after = spliced(body, fields, said)
+    assert after == spliced(body, fields)
+    pairs = [each for each in pairs_of(body) if each[0] != "stream" or text is not None]
+    pairs = [(key, False if key == "stream" else value) for key, value in pairs]
+    assert pairs_of(after) == [*pairs, ("kv", {})]
+
+
+@pytest.mark.parametrize("before", ["", "a_b _ ", "max_tokens ", '"max_tokens" ', "_" * 9000])
+@pytest.mark.parametrize("again", ["", '"x":"_","max_tokens":3,', '"max_tokens":[1],'])
+def test_a_name_with_a_mark_that_is_elsewhere_too(before: str, again: str) -> None:
+    text = json.dumps({"p": before})
+    body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
+    said = frozenset(json.loads(body))
+    after = spliced(body, {"max_tokens": b"1"}, said)
+    assert after == spliced(body, {"max_tokens": b"1"})
+    assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
+
+
+@given(texts())
+def test_nothing_changes_where_nothing_is_wanted(
+    drawn: tuple[bytes, list[tuple[str, Any]]],
+) -> None:
+    body, _ = drawn
+    assert spliced(body, {}) == body
+    assert spliced(body, {"absent": None}) == body
+
+
+@given(texts(), PLAIN)
+def test_to_set_a_member_to_what_it_is_changes_nothing(
+    drawn: tuple[bytes, list[tuple[str, Any]]], name: str
+) -> None:
+    body, _ = drawn
+    same = {m.name.decode(): body[m.value : m.end] for m in members(body)}
+    once = [m.name for m in members(body)].count(name.encode()) == 1
+    if once:
+        assert spliced(body, {name: same[name]}) == body

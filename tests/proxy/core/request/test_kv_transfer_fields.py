@@ -1,0 +1,233 @@
+"""What would steer a transfer is found in every spelling an engine reads, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.request.kv_transfer_fields import steering, steering_form
+
+EVIL = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
+TYPE = b"multipart/form-data; boundary=XyZ"
+
+
+def found(body: str) -> str | None:
+    """Ask as the reader does."""
+    return steering(orjson.loads(body), body.encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"kv_transfer_params": %s}', "kv_transfer_params"),
+        ('{"ec_transfer_params": %s}', "ec_transfer_params"),
+        ('{"kv_transfer\\u005fparams": %s}', "kv_transfer_params"),
+        ('{"\\u006bv_transfer_params"  : %s}', "kv_transfer_params"),
+        ('{"kv_transfer_params": %s, "kv_transfer_params": null}', "kv_transfer_params"),
+        ('{"kv_transfer_params": null, "kv_transfer_params": %s}', "kv_transfer_params"),
+        ('{"kv_transfer_params": %s, "kv\\u005ftransfer_params": null}', "kv_transfer_params"),
+        ('{"vllm_xargs": {"kv_transfer_params": %s}}', "vllm_xargs.kv_transfer_params"),
+        ('{"vllm_xargs": {"x": 1, "ec_transfer_params": %s}}', "vllm_xargs.ec_transfer_params"),
+        ('{"vllm\\u005fxargs": {"kv\\u005ftransfer_params": %s}}', "vllm_xargs.kv_transfer_params"),
+        (
+            '{"vllm_xargs": {"kv_transfer_params": %s}, "vllm_xargs": {"x": 1}}',
+            "vllm_xargs.kv_transfer_params",
+        ),
+        (
+            '{"vllm_xargs": {"kv_transfer_params": %s, "kv_transfer_params": null}}',
+            "vllm_xargs.kv_transfer_params",
+        ),
+        (
+            '{"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": %s}}}',
+            "sampling_params.extra_args.kv_transfer_params",
+        ),
+        (
+            '{"sampling_params": {"extra\\u005fargs": {"kv_transfer_params": %s}}}',
+            "sampling_params.extra_args.kv_transfer_params",
+        ),
+        (
+            '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": {}}}',
+            "sampling_params.extra_args.kv_transfer_params",
+        ),
+        (
+            '{"sampling_params": {"extra_args": {"ec_transfer_params": %s}}, "sampling_params": 1}',
+            "sampling_params.extra_args.ec_transfer_params",
+        ),
+    ],
+)
+@pytest.mark.parametrize("value", [EVIL, '"text"', "[1]", "0", "false", "{}", "true"])
+def test_found_in_every_spelling(body: str, name: str, value: str) -> None:
+    assert found(body % value) == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        '{"kv_transfer_params": null}',
+        '{"kv_transfer_params" :\\n null , "ec_transfer_params":null}'.replace("\\n", "\n"),
+        '{"vllm_xargs": null}',
+        '{"vllm_xargs": {"kv_transfer_params": null, "top": "kv_transfer_params"}}',
+        '{"vllm_xargs": {"deeper": {"kv_transfer_params": 1}}}',
+        '{"vllm_xargs": ["kv_transfer_params"], "n": 1}',
+        '{"sampling_params": {"kv_transfer_params": 1, "max_tokens": 3}}',
+        '{"sampling_params": {"extra_args": {"top_a": 0.1}}}',
+        '{"sampling_params": {"extra_args": [1]}}',
+        '{"prompt": "what does kv_transfer_params do?"}',
+        '{"prompt": "kv_transfer_params"}',
+        '{"prompt": "{\\"kv_transfer_params\\": {\\"do_remote_prefill\\": true}}"}',
+        '{"prompt": "\\\\\\", \\"kv_transfer_params\\": 1, \\"x\\": \\""}',
+        '{"messages": [{"role": "user", "content": "x", "kv_transfer_params": {"a": 1}}]}',
+        '{"tools": [{"function": {"parameters": {"properties": {"kv_transfer_params": {}}}}}]}',
+        '{"KV_TRANSFER_PARAMS": {}, "kv_transfer_params ": {}, "kv-transfer-params": {}}',
+    ],
+)
+def test_what_steers_nothing(body: str) -> None:
+    assert found(body) is None
+
+
+TEXT = st.text() | st.sampled_from(
+    ["kv_transfer_params", '"kv_transfer_params": 1', "\\", '"', '", "vllm_xargs": {"'],
+)
+
+
+@given(st.lists(TEXT).map(" ".join), st.booleans())
+def test_no_prompt_steers(prompt: str, ascii_only: bool) -> None:
+    fields = {"model": "tiny", "vllm_xargs": {"note": prompt}, "prompt": prompt}
+    assert found(json.dumps(fields, ensure_ascii=ascii_only)) is None
+
+
+@given(st.lists(TEXT).map(" ".join), st.sampled_from([(), ("vllm_xargs",)]), st.integers(0, 2**18))
+def test_it_is_found_beside_any_prompt(prompt: str, path: tuple[str, ...], escaped: int) -> None:
+    key = "".join(
+        f"\\u{ord(c):04x}" if escaped >> at & 1 else c for at, c in enumerate("kv_transfer_params")
+    )
+    inner = f'{json.dumps(prompt)}: 1, "{key}": {EVIL}, "z": {json.dumps(prompt)}'
+    for name in path:
+        inner = f'"{name}": {{{inner}}}'
+    body = f'{{"prompt": {json.dumps(prompt)}, {inner}}}'
+    assert found(body) == ".".join([*path, "kv_transfer_params"])
+
+
+# Forms
+
+
+def form(*parts: tuple[bytes, bytes]) -> bytes:
+    """Write a form of parts: the head of each, and its value."""
+    return b"".join(b"--XyZ\r\n%b\r\n\r\n%b\r\n" % part for part in parts) + b"--XyZ--\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b'Content-Disposition: form-data; name="vllm_xargs"',
+        b"content-disposition:form-data;name=vllm_xargs",
+        b'Content-Type: text/plain\r\nCONTENT-DISPOSITION: form-data; x="y"; name="vllm_xargs"',
+        b'Content-Disposition: form-data; name="vllm_xargs"\r\nContent-Type: application/json',
+        b"Content-Disposition: form-data; name*=utf-8''vllm%5Fxargs",
+        b'Content-Disposition: form-data; name*0="vllm_"; name*1="xargs"',
+        b'Content-Disposition: form-data; NAME*0="vllm_"; NAME*1="xargs"',
+        b'Content-Disposition: form-data; x=\n; name="vllm_xargs"',
+        b'Content-Disposition: form-data; x="a\nb"; name="vllm_xargs"',
+        b'Content-Disposition: form-data;\x0cname=\xa0"vllm_xargs"',
+    ],
+)
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'{"kv_transfer_params": "x"}',
+        b'{"kv\\u005ftransfer_params": ["x"]}',
+        b'{"kv_transfer_params": 1, "kv_transfer_params": null}',
+        b' \r\n{"a": NaN, "kv_transfer_params": 1}\r\n',
+    ],
+)
+def test_forms(head: bytes, value: bytes) -> None:
+    file = (b'Content-Disposition: form-data; name="file"; filename="a.wav"', b"\x00\xff" * 5000)
+    steers = "vllm_xargs.kv_transfer_params"
+    assert steering_form(form(file, (head, value)), TYPE) == steers
+    assert steering_form(form((head, value), file), TYPE) == steers
+    harmless = (head, b'{"temperature": 1}')
+    assert steering_form(form(harmless, (head, value)), TYPE) == steers
+    assert steering_form(form((head, value), harmless), TYPE) == steers
+    assert steering_form(form(harmless, file), TYPE) is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TYPE + b"; charset=utf-7",
+        TYPE + b'; Charset = "utf-16"',
+        TYPE + b"; charset=utf-8; charset=utf-7",
+        TYPE + b"; charset*=utf-8''utf-7",
+    ],
+)
+def test_a_form_in_an_odd_charset_could_spell_it_in_any_way(kind: bytes) -> None:
+    assert steering_form(form(), kind) == "charset"
+    assert steering_form(form(), TYPE + b"; charset=UTF-8") is None
+    assert steering_form(form(), TYPE + b"; charset=UTF-8; x=charset") is None
+
+
+def test_a_long_content_type_takes_as_long_as_it_is() -> None:
+    def cost(size: int) -> float:
+        kind, best = TYPE + b"; " + b"charset" * (size // 7), 1e9
+        for _ in range(3):
+            began = time.process_time()
+            assert steering_form(b"", kind) is None
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert cost(64_000) < 64 * max(cost(4_000), 1e-4)  # it was 256 times
+    assert steering_form(b"", TYPE + b"; " + b"charset" * 9000 + b"=utf-8") == "charset"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (b'Content-Disposition: form-data; name="prompt"', b'vllm_xargs {"kv_transfer_params": 1}'),
+        (b'Content-Disposition: form-data; name="prompt"', b'{"kv_transfer_params": 1}'),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b'["kv_transfer_params", 1]'),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"kv_transfer_params": null}'),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"x": {"kv_transfer_params": 1}}'),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b'kv_transfer_params: {"'),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b"[" * 50_000),
+        (b'Content-Disposition: form-data; name="file"; filename="name*.wav"', b"\x00" * 100),
+    ],
+)
+def test_forms_that_steer_nothing(part: tuple[bytes, bytes]) -> None:
+    assert steering_form(form(part), TYPE) is None
+
+
+def test_a_text_too_long_to_be_read_counts_as_one_that_steers() -> None:
+    head = b'Content-Disposition: form-data; name="vllm_xargs"'
+    assert steering_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
+
+
+@pytest.mark.parametrize("body", [b"", b"vllm_xargs", b"\nname*\r\n\r\n", b"name*" * 99])
+def test_forms_that_are_none(body: bytes) -> None:
+    assert steering_form(body, TYPE) is None
+    assert steering_form(body, b"") is None
+
+
+def test_a_form_that_ends_anywhere_is_read_up_to_its_end() -> None:
+    head = b'Content-Disposition: form-data; name="vllm_xargs"'
+    text = b'{"kv_transfer_params": 1}'
+    whole = form((head, text))
+    begin = whole.index(text)
+    for end in range(len(whole) + 1):
+        is_whole = end >= begin + len(text) and not whole[:end].endswith(b"\r\n-")
+        steers = "vllm_xargs.kv_transfer_params" if is_whole else None
+        assert steering_form(whole[:end], TYPE) == steers, whole[:end]
+
+
+def test_a_form_that_takes_long_to_tell_is_taken_to_steer() -> None:
+    assert steering_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
+    head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
+    assert steering_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
+    head = b'Content-Disposition: form-data; name="vllm_xargs"\r\n'
+    assert steering_form(head + b"y" * 10_000, TYPE) is None  # it has no end
+    assert steering_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"

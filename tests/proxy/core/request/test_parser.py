@@ -1,0 +1,226 @@
+"""From bytes to an ask."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+
+from proxy.core.model.types import Ask, Reason
+from proxy.core.request import json_edit, json_limits
+from proxy.core.request.json_edit import MOST_MEMBERS, spliced
+from proxy.core.request.json_limits import LARGE, MOST_NODES, masked
+from proxy.core.request.parser import prompt_start
+from proxy.core.request.routes import Shape
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Tenant, TenantSpec
+from tests.proxy.core.making import (
+    GENERAL,
+    LONG,
+    SHORT,
+    chat,
+    placed,
+    read,
+    refused,
+    route,
+    router_of,
+    sized,
+    spec,
+    worker_of,
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'"m"',
+        b"{'model': 'm'}",
+        b"[" * 5000,
+        b"NaN",
+        b'{"x": "\\ud83d", "seed": NaN}',
+        b'{"messages": [], "vllm_xargs": {"\\ud83d": 1}}',
+        '{"model": "m"}'.encode("utf-16"),
+    ],
+)
+def test_what_is_no_json_object_is_400(body: bytes) -> None:
+    refusal = refused(read(router_of(spec("w")), body))
+    assert (refusal.status, refusal.reason) == (400, Reason.BAD_REQUEST)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # as some editors write files
+        b'{"messages": [], "max_tokens": 7, "logit_bias": {"5": -Infinity}}',
+        b'{"temperature": NaN, "messages": [], "max_tokens": 7}',
+        b'\xef\xbb\xbf{"max_tokens": 7, "messages": [], "user": "%b"}' % (b"u" * LARGE),
+    ],
+)
+def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
+    found = read(router_of(spec("w")), body)
+    assert isinstance(found, Ask)
+    assert found.output_tokens == 7
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])
+def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
+    body = start + b'"kv_transfer_params": {"remote_host": "h"}, "messages": []}'
+    assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
+    body = start + b'"kv_transfer\\u005fparams": {"remote_host": "h"}, "messages": []}'
+    assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
+
+
+def test_a_body_of_countless_values_is_400_at_once() -> None:
+    body = b'{"messages": [' + b"[]," * MOST_NODES + b"[]]}"
+    refusal = refused(read(router_of(spec("w")), body))
+    assert refusal.status == 400
+    assert "more than 200,000 strings, lists and objects" in refusal.message
+
+
+def test_a_million_token_ids_are_not_too_many() -> None:
+    body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
+    found = read(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
+    assert isinstance(found, Ask)
+    assert found.prompt_tokens == 1_000_000
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("unit", [b'"a":1,', b'"\\u0061" : [] ,', b'"":"x",'])
+def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(unit: bytes) -> None:
+    """The same name all the time: what is parsed has one member."""
+    tenant = Tenant(TenantSpec("a", salted=True))
+    for count in (MOST_MEMBERS - 2, MOST_MEMBERS + 1, 20_000):
+        body = b'{%b"stream": true, "messages": []}' % (unit * count)
+        router = router_of(spec("w"))
+        found = router.read(route(), body, b"application/json", "id", tenant)
+        assert isinstance(found, Ask) is (count < MOST_MEMBERS)
+        if isinstance(found, Ask):
+            assert found.fields is not None
+            assert spliced(body, found.fields)
+        else:
+            assert refused(found).status == 400
+            assert "more than 2,000 members" in refused(found).message
+            assert router.decisions == {("", Reason.BAD_REQUEST): 1}
+
+
+def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
+    router = router_of(spec("w"))
+    router.fleet.add(spec("late"))
+    refusal = refused(read(router, chat("x", model="adapter")))
+    assert (refusal.status, refusal.reason) == (503, Reason.NOT_KNOWN_YET)
+    assert refusal.retry_after_s == 1.0
+    assert router.decisions == {("", Reason.NOT_KNOWN_YET): 1}
+    router.fleet.set_served("late", ["m", "adapter"])
+    router.fleet.probe_ok("late", 1.0)
+    assert sized(router, chat("x", model="adapter")).model == "adapter"
+    for _ in range(3):
+        router.fleet.probe_failed("late", 2.0)
+    assert refused(read(router, chat("x", model="other"))).status == 404
+
+
+@pytest.mark.parametrize("model", [1, ["m"], {"m": 1}, True])
+def test_a_model_that_is_no_name_is_400(model: object) -> None:
+    assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
+
+
+def test_prompts_begin_where_their_key_does() -> None:
+    body = json.dumps({"model": "m", "messages": [1], "x": 1}).encode()
+    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"messages": [1]')
+    assert prompt_start(Shape.CHAT, b"{}") == -1
+    assert prompt_start(Shape.INPUT, b'{"input": 1}') == -1
+
+
+def test_tools_in_front_belong_to_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = json.dumps({"model": "m", "tools": tools, "messages": []}).encode()
+    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"tools"')
+
+
+def test_a_prompt_cannot_pretend_to_be_a_key() -> None:
+    content = 'see "messages" and "tools"'
+    body = json.dumps({"a": content, "model": "m" * 40, "messages": []}).encode()
+    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"messages": []')
+
+
+# Counting
+
+
+def test_near_the_limit_between_shorts_and_longs_a_worker_counts() -> None:
+    router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 65_536), short_limit=1000)
+    assert router.counter_for(sized(router, chat("x" * 3600, max_tokens=10))) is not None
+    assert router.counter_for(sized(router, chat("x" * 400, max_tokens=10))) is None
+    assert router.counter_for(sized(router, chat("x" * 40_000, max_tokens=10))) is None
+
+
+def test_near_a_shorter_context_a_worker_counts() -> None:
+    router = router_of(spec("a", GENERAL, 2000), spec("b", GENERAL, 65_536))
+    assert router.counter_for(sized(router, chat("x" * 7000, max_tokens=10))) is not None
+    alone = router_of(spec("a", GENERAL, 2000))
+    assert alone.counter_for(sized(alone, chat("x" * 7000, max_tokens=10))) is None
+
+
+def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
+    router = router_of(spec("w", GENERAL, 65_536))
+    who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+
+    def of(size: int, path: str = "/v1/chat/completions") -> Ask:
+        body = json.dumps(chat("x" * size, max_tokens=1)).encode()
+        found = router.read(route(path), body, b"application/json", "id", who)
+        assert isinstance(found, Ask)
+        return found
+
+    assert router.counter_for(of(60_000)) is None  # let in, for it may be so short
+    assert router.counter_for(of(170_000)) is None  # refused, for it can't be
+    assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
+    for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
+        router = router_of(spec("w", GENERAL, 65_536))  # a count is learnt from
+        who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+        doubtful = of(100_000)
+        assert router.counter_for(doubtful) is worker_of(router, "w")
+        router.counted(doubtful, tokens)
+        assert getattr(router.submit(doubtful, 0.0), "reason", None) is reason
+    assert router.counter_for(of(100_000, "/v1/messages")) is None
+    assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
+
+
+# Stored responses
+
+
+def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
+    router = router_of(spec("a", model="m0"), spec("b", model="m1"))
+    router.fleet.expect(["m2"])
+    for _ in range(3):
+        router.fleet.probe_failed("a", 0.0)
+    get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
+    assert isinstance(get, Ask)
+    assert placed(router.submit(get, 0.0)).worker.name == "b"
+
+
+@pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize("text", [r"\"", r"\\\"", r"{\"key\": [1, 2]}, ", "\\\\", "a"])
+@pytest.mark.parametrize("more", ["", ', "seed": NaN'])
+def test_a_body_is_masked_once_however_often_it_is_looked_through(
+    text: str, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To mask a text that is full of escapes takes as long as to parse it twice."""
+    escaped = text * (4 * LARGE // len(text))
+    body = f'{{"priority": 1, "stream": true, "x": "{escaped}"{more}}}'.encode()
+    made: list[int] = []
+    for module in (json_limits, json_edit):
+        monkeypatch.setattr(module, "masked", lambda text: made.append(len(text)) or masked(text))
+    tenant = Tenant(TenantSpec("t"))
+    found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
+    assert isinstance(found, Ask)
+    assert found.fields is not None
+    after = spliced(body, found.fields, found=found.found)
+    assert sum(size >= len(escaped) for size in made) == 1
+    assert json.loads(after) == {
+        **{name: value for name, value in json.loads(body).items() if name != "priority"},
+        "stream_options": {"include_usage": True},
+    }

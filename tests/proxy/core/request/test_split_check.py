@@ -1,0 +1,106 @@
+"""What can be served in two legs, and what had better not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.core.model.types import Ask, Role
+from proxy.core.request.json_edit import spliced
+from proxy.core.request.routes import ROUTES
+from proxy.core.router import Router
+from proxy.core.tenants.tenants import Tenant, TenantSpec
+from tests.proxy.core.making import chat, router_of, sized, spec
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+FUNCTION = {"type": "function", "name": "f"}
+
+
+@pytest.fixture
+def router() -> Router:
+    """Make one that hands over."""
+    return router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", chat("hi")),
+        ("/v1/chat/completions", chat("hi", n=1, logprobs=True, seed=1, stop=["x"], min_tokens=3)),
+        ("/v1/chat/completions", chat("hi", tools=[FUNCTION], tool_choice="required")),
+        ("/v1/chat/completions", chat("hi", prompt_logprobs=None, echo=False, max_tokens=2)),
+        ("/v1/completions", {"prompt": "hi", "best_of": 1, "logprobs": 3}),
+        ("/v1/completions", {"prompt": "hi", "n": "+1", "best_of": True}),
+        ("/v1/completions", {"prompt": ["hi"]}),
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+        ("/v1/messages", chat("hi", max_tokens=9, tool_choice={"type": "auto"})),
+        ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}),
+        ("/v1/responses", {"input": "hi", "tools": []}),
+        ("/v1/responses", {"input": "hi", "request_id": None}),
+        ("/v1/chat/completions", chat("hi", request_id="mine")),
+    ],
+)
+def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> None:
+    assert sized(router, fields, path).whole == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "why"),
+    [
+        ("/v1/chat/completions", chat("hi", n=2), "samples"),
+        *(
+            ("/v1/chat/completions", chat("hi", n=n), "samples")
+            for n in ("2", "+2", " 2", "2\n", "0_2", "2.0", "2_0", 2.0, "0" * 60 + "2", "two", [2])
+        ),
+        ("/v1/chat/completions", chat("hi", use_beam_search=True), "beam_search"),
+        ("/v1/chat/completions", chat("hi", prompt_logprobs=0), "prompt_logprobs"),
+        ("/v1/chat/completions", chat("hi", max_tokens=1), "one_token"),
+        ("/v1/chat/completions", chat("hi", max_completion_tokens=0), "one_token"),
+        ("/v1/chat/completions", chat(IMAGE), "not_text"),
+        ("/v1/chat/completions", chat("hi", echo=True), "echo"),
+        ("/v1/chat/completions", chat("hi", truncate_prompt_tokens=-1), "truncated"),
+        ("/v1/responses", {"input": "hi", "truncation": "auto"}, "truncated"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "samples"),
+        ("/v1/completions", {"prompt": [[1], [2]]}, "samples"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, "samples"),
+        ("/v1/completions", {"prompt": "a", "best_of": "+2"}, "samples"),
+        ("/v1/completions", {"prompt": "a", "prompt_embeds": "x"}, "not_text"),
+        ("/v1/messages", chat("hi", tool_choice={"type": "tool", "name": "f"}), "tools"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "code_interpreter"}]}, "tools"),
+        ("/v1/responses", {"input": "hi", "background": True}, "stored"),
+        ("/v1/responses", {"input": "hi", "request_id": "resp_mine"}, "own_id"),
+        ("/inference/v1/generate", {"token_ids": [1, 2]}, "route"),
+        ("/v1/embeddings", {"input": "hi"}, "route"),
+    ],
+)
+def test_what_is_not(router: Router, path: str, fields: dict[str, object], why: str) -> None:
+    assert sized(router, fields, path).whole == why
+
+
+def test_whether_it_says_min_tokens_is_known(router: Router) -> None:
+    assert sized(router, chat("hi", min_tokens=4)).least_output
+    assert not sized(router, chat("hi")).least_output
+
+
+def test_the_names_of_its_members_are_known_where_it_can_be(router: Router) -> None:
+    one = sized(router, chat("hi", stream=True))
+    assert one.said == chat("hi", stream=True).keys()
+    assert sized(router, chat("hi", n=2)).said is None
+
+
+def test_fleets_without_a_transfer_do_not_ask() -> None:
+    whole = sized(router_of(spec("w0")), chat("hi", n=2))
+    assert (whole.whole, whole.said) == ("", None)
+
+
+def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) -> None:
+    """What it sets for a tenant is there then, and what it takes out is not."""
+    tenant = Tenant(TenantSpec("a", salted=True))
+    body = json.dumps(chat("hi", stream=True, priority=3)).encode()
+    one = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
+    assert isinstance(one, Ask)
+    assert one.fields is not None
+    assert one.said == json.loads(spliced(body, one.fields)).keys()
+    assert {"cache_salt", "stream_options"} <= one.said
+    assert "priority" not in one.said

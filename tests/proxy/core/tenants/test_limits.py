@@ -1,0 +1,151 @@
+"""Limits of a tenant: what passes in any stretch of time, and what is told to whom it does not."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.tenants.limits import CELLS, MINUTE, Bucket, Ledger, Limit, Limits
+from tests.present import present
+
+STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30)), max_size=60)
+
+
+@given(STEPS, st.integers(1, 50))
+def test_any_stretch_lets_through_a_minutes_worth_and_what_comes_meanwhile(
+    steps: list[tuple[float, int]], per_minute: int
+) -> None:
+    bucket, now = Bucket(per_minute), 1000.0
+    taken: list[tuple[float, int]] = []
+    for pause, amount in steps:
+        now += pause
+        if amount <= per_minute and not bucket.take(now, amount):
+            taken.append((now, amount))
+    for first, (start, _) in enumerate(taken):
+        for last in range(first, len(taken)):
+            passed = sum(amount for _, amount in taken[first : last + 1])
+            seconds = taken[last][0] - start
+            assert passed <= per_minute * (1 + seconds / MINUTE) + 1e-6
+
+
+@given(STEPS, st.integers(1, 50))
+def test_the_wait_it_names_is_enough_and_no_longer_than_needed(
+    steps: list[tuple[float, int]], per_minute: int
+) -> None:
+    bucket, now = Bucket(per_minute), 5.0
+    for pause, amount in steps:
+        now += pause
+        if wait := bucket.take(now, amount):
+            assert bucket.wait_s(now + wait * 0.99 - 1e-6, amount) > 0
+            assert bucket.wait_s(now + wait + 1e-6, amount) == 0
+            assert wait <= MINUTE * (1 + 30 / per_minute) + 1e-6
+
+
+def test_it_is_full_at_first_and_refills_steadily() -> None:
+    bucket = Bucket(60)
+    assert bucket.left(0.0) == 60
+    assert [bucket.take(0.0, 20) for _ in range(3)] == [0, 0, 0]
+    assert bucket.take(0.0, 1) == pytest.approx(1.0)
+    assert bucket.left(10.0) == pytest.approx(10)
+    assert bucket.reset_s(10.0) == pytest.approx(50)
+    assert bucket.left(1e6) == 60
+
+
+def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
+    bucket = Bucket(60)
+    assert bucket.take(0.0, 200) == 0
+    assert bucket.left(0.0) == -140  # and is owed
+    assert bucket.take(0.0, 1) == pytest.approx(141)
+    assert bucket.take(150.0, 200) > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "which", "entered"),
+    [
+        (Limits(requests_per_minute=2), Limit.REQUESTS, 2),
+        (Limits(tokens_per_minute=25), Limit.TOKENS, 2),
+        (Limits(concurrency=3), Limit.CONCURRENCY, 3),
+        (Limits(max_prompt_tokens=5), Limit.PROMPT, 0),
+    ],
+)
+def test_each_limit_is_named(limits: Limits, which: Limit, entered: int) -> None:
+    ledger = Ledger(limits)
+    breaches = [ledger.enter(0.0, 10, 8) for _ in range(entered + 1)]
+    assert breaches[:-1] == [None] * entered
+    breach = present(breaches[-1])
+    assert breach.limit is which
+    assert (breach.retry_after_s is None) == (which is Limit.PROMPT)
+
+
+def test_what_others_have_in_flight_counts() -> None:
+    ledger = Ledger(Limits(concurrency=3))
+    ledger.elsewhere = 3
+    assert ledger.enter(0.0, 1, 1) is not None
+    ledger.elsewhere = 2
+    assert ledger.enter(0.0, 1, 1) is None
+
+
+def test_a_retry_is_not_counted_as_another_request() -> None:
+    ledger = Ledger(Limits(requests_per_minute=1, tokens_per_minute=100))
+    assert ledger.enter(0.0, 60, 1) is None
+    ledger.leave(0.0, 60, 0)
+    ledger.enter_again(0.0, 60)
+    assert ledger.running == 1
+    breach = present(ledger.enter(0.0, 1, 1))
+    assert breach.tokens == (100, 40, 36.0)
+
+
+def test_other_limits_keep_what_was_taken() -> None:
+    ledger = Ledger(Limits(requests_per_minute=60, concurrency=9))
+    for _ in range(9):
+        ledger.enter(0.0, 1, 1)
+    ledger.limit(Limits(requests_per_minute=6))
+    assert ledger.running == 9
+    breaches = [ledger.enter(0.0, 1, 1) for _ in range(7)]
+    assert breaches[0] is None
+    assert breaches[-1] is not None
+    ledger.limit(Limits())
+    assert ledger.enter(0.0, 10**9, 10**9) is None
+
+
+def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
+    memory = memoryview(bytearray(8 * CELLS)).cast("d")
+    limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
+    one, other = Ledger(limits), Ledger(limits, array("d", [0.0] * CELLS))
+    assert one.enter(0.0, 10, 1) is None  # before they knew of each other
+    one.share(memory)
+    other.share(memory)
+    assert other.enter(0.0, 10, 1) is None
+    assert one.enter(0.0, 10, 1) is None
+    for ledger in (one, other):
+        breach = present(ledger.enter(0.0, 10, 1))
+        assert breach.requests == (3, 0, 60.0)
+
+
+def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
+    ledger = Ledger(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
+    assert ledger.spent(0.0) is None
+    assert ledger.enter(0.0, 300, 0) is None  # more than it holds, which it owes
+    assert getattr(ledger.spent(0.0), "limit", None) is Limit.CONCURRENCY
+    ledger.leave(0.0, 300, 300)
+    breach = present(ledger.spent(0.0))
+    assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
+    assert ledger.spent(121.0) is None
+    ledger.was_read(121.0)
+    assert ledger.spent(121.0) is None
+    ledger.was_read(121.0)
+    breach = present(ledger.spent(121.0))
+    assert (breach.limit, breach.retry_after_s) == (Limit.REQUESTS, pytest.approx(30))
+    assert ledger.spent(152.0) is None
+    assert ledger.running == 0
+
+
+def test_to_be_too_long_takes_a_request() -> None:
+    ledger = Ledger(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
+    assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
+    assert ledger.running == 0
+    assert ledger.left(0.0)[1] == (100, 100, 0.0)
+    assert getattr(ledger.enter(0.0, 5, 5), "limit", None) is Limit.REQUESTS

@@ -1,0 +1,108 @@
+"""Who rests, in the log and for operators."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S, TRIAL_S
+from proxy.health.breaker_log import TROUBLES, Resting, why_it_rests
+from proxy.wire.worker.connection import Trouble
+from tests.proxy.core.making import fleet_of, spec
+
+NEVER = {Trouble.STATUS, Trouble.OURS}  # a status is told itself, and the other is no worker's
+
+
+def test_every_trouble_has_its_words() -> None:
+    assert set(TROUBLES) == {trouble.value for trouble in Trouble} - NEVER
+
+
+def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        now = 0.0
+        for _ in range(30):
+            fleet.failed(worker, now, why="502")
+            now = max(worker.breaker.until, now)
+            worker.breaker.sent(now)
+        fleet.succeeded(worker)
+        fleet.failed(worker, now, 20.0, busy=True, why="503")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("WARNING", f"worker a is left alone for {FIRST_REST_S:g} s: it answered 502"),
+        ("INFO", "worker a answers, and is given requests again"),
+        ("INFO", "worker a is left alone for 20 s: it answered 503"),
+    ]
+
+
+def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    one, other = fleet
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        for second in range(100):
+            fleet.failed(one, second, 0.5, busy=True, why="429")
+            fleet.succeeded(one)
+            fleet.failed(other, second, 0.0, busy=True, why="429")  # may be asked again at once
+            fleet.succeeded(other)
+    said = [record.getMessage() for record in caplog.records]
+    rests = "worker a is left alone for 0.5 s: it answered 429"
+    assert said == [rests, "worker a answers, and is given requests again"] * 2
+
+
+def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
+    fleet.ejections.set_threshold(0.5)
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        for second in range(100):
+            now = float(second)
+            for worker in fleet:
+                for _ in range(FAILURES):
+                    fleet.failed(worker, now, why="502")
+            for worker in fleet:
+                fleet.succeeded(worker)
+    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    panic = (
+        "model m: requests fail on 2 of 3 workers, so requests go to all of them until more are "
+        "well (routing.panic_threshold)"
+    )
+    end = "model m: requests fail on 1 of 3 workers; workers that fail are left alone again"
+    found = [each for each in said if each[1].startswith("model")]
+    assert found == [("WARNING", panic), ("INFO", end)] * 2
+
+
+def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    fleet.witness = witness = Resting()
+    fleet.failed(worker, 0.0, 20.0)
+    assert worker in witness._awaited
+    fleet.remove("a")
+    assert not witness._awaited
+    assert not witness._told_at
+
+
+def test_operators_are_told_when_it_is_asked_again() -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    for _ in range(FAILURES):
+        fleet.failed(worker, 10.0, why="timeout")
+    late = "it did not answer in time"
+    assert why_it_rests(worker, 10.0) == f"{late}; left alone for 0.5 s more"
+    assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
+    worker.breaker.sent(11.0)
+    assert why_it_rests(worker, 11.5) == f"{late}; a request tries it now"
+    assert why_it_rests(worker, 11.0 + TRIAL_S) == f"{late}; the next request tries it"
+    fleet.failed(worker, 14.0, LONGEST_REST_S)
+    assert why_it_rests(worker, 14.0) == "requests failed there; left alone for 30 s more"
+    fleet.succeeded(worker)
+    fleet.failed(worker, 14.0, 250.0)
+    assert why_it_rests(worker, 14.0).endswith("left alone for 250 s more")
+    fleet.succeeded(worker)
+    fleet.failed(worker, 15.0, busy=True)
+    assert why_it_rests(worker, 15.0).startswith("it is busy; ")

@@ -1,0 +1,98 @@
+"""Workers that do not serve what they are there for, and what people on call are told of why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from proxy.config import load
+from proxy.setup.app import App
+from tests.proxy.metrics.scraped import scraped
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, chat
+from tests.proxy.wire.site import eventually
+from vllm_sched.workers.launch import free_port
+
+DEADLINE_S = 60.0
+SILENT = "GET /health: no answer in time"
+STRAYS = "serves llama, not tiny"
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    """Run a router of which one worker refuses, one hangs, and one serves another model."""
+    async with AsyncExitStack() as stack:
+        hung, other = FakeWorker("hung"), FakeWorker("other", model="llama")
+        for fake in (hung, other):
+            await fake.listen()
+            stack.push_async_callback(fake.stop)
+        hung.always(scripts.stall, "/health")
+        urls = {"refused": f"http://127.0.0.1:{free_port()}", "hung": hung.url, "other": other.url}
+        source = tmp_path / "fleet.yaml"
+        source.write_text(
+            "model: tiny\nworkers:\n"
+            + "".join(f"  - {{name: {name}, url: '{url}'}}\n" for name, url in urls.items())
+            + "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05, timeout_s: 0.5}}\n"
+        )
+        running = App(load(source), source)
+        await running.start()
+        stack.push_async_callback(running.stop)
+        await eventually(lambda: all(worker.why for worker in running.fleet), within=DEADLINE_S)
+        yield running
+
+
+@pytest.fixture
+async def web(app: App) -> AsyncIterator[aiohttp.ClientSession]:
+    """Ask its admin port."""
+    timeout = aiohttp.ClientTimeout(DEADLINE_S)
+    async with aiohttp.ClientSession(app.admin_url, timeout=timeout) as session:
+        yield session
+
+
+def up(app: App) -> dict[str, str]:
+    """Read which workers a scrape has up."""
+    lines = scraped(app.metrics).splitlines()
+    found = [line for line in lines if line.startswith("proxy_worker_up{")]
+    return {line.split('worker="')[1].split('"')[0]: line[-1] for line in found}
+
+
+async def test_operators_are_told_why_each_is_not_up(app: App, web: aiohttp.ClientSession) -> None:
+    async with web.get("/admin/workers") as answer:
+        told = {each["name"]: each for each in await answer.json()}
+    assert {name: each["state"] for name, each in told.items()} == {
+        "refused": "down", "hung": "down", "other": "wrong_model",
+    }  # fmt: skip
+    assert "GET /health" in told["refused"]["why"]
+    assert told["refused"]["why"] != SILENT
+    assert told["hung"]["why"] == SILENT
+    assert told["other"]["why"] == STRAYS
+    assert up(app) == dict.fromkeys(told, "0")
+    async with web.post("/admin/explain", json={"prompt_tokens": 10}) as answer:
+        explained = await answer.json()
+    notes = {score["worker"]: score["note"] for score in explained["scores"]}
+    assert explained["status"] == 503
+    assert notes["refused"].startswith("down: GET /health")
+    assert notes["hung"] == f"down: {SILENT}"
+    assert notes["other"] == STRAYS
+    assert len(notes) == len(app.fleet)
+    async with web.get("/admin/live") as events:
+        async for line in events.content:
+            if not line.startswith(b"data: "):
+                continue
+            if (state := json.loads(line[6:]).get("state")) is not None:
+                break
+    shown = {each["name"]: (each["state"], each["why"]) for each in state["workers"]}
+    assert shown["other"] == ("wrong_model", STRAYS)
+    assert shown["hung"] == ("down", SILENT)
+    client = await Client.connect(app.wire.port)
+    try:  # what the stray lists, it serves
+        assert (await client.ask(chat(model="llama"), within=DEADLINE_S)).status == 200
+        assert (await client.ask(chat(), within=DEADLINE_S)).status == 503
+    finally:
+        client.close()

@@ -1,0 +1,195 @@
+"""Errors in the shapes that each API's own clients look for; the clients are the judges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types.shared import ErrorResponse
+from openai import AsyncOpenAI
+from openai.types.responses import ResponseErrorEvent
+
+from proxy.core.model.types import Reason, Refusal
+from proxy.http.error_formats import error, error_for
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import Answer, request
+from tests.proxy.wire.site import Fake, Site
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+BODY = json.dumps({"model": "tiny", "max_tokens": 1, "messages": MESSAGES}).encode()
+KEY = "sk-vs-aaaaaaaaaaaaaaaa"
+SSE_HEAD = scripts.STREAM_HEAD
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (502, "server_error"),
+        (505, "invalid_request_error"),  # who asked in it would ask in vain again
+    ],
+)
+def test_openai_s(status: int, kind: str) -> None:
+    body = json.loads(error(status, "why", "c", "p"))
+    assert body == {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/x"])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+        (505, "invalid_request_error"),
+    ],
+)
+def test_anthropic_s(path: str, status: int, kind: str) -> None:
+    body = json.loads(error_for(path, refusal(status), b"id-1"))
+    said = {"type": kind, "message": "why"}
+    assert body == {"type": "error", "error": said, "request_id": "id-1"}
+    if status != 413:  # which its client has no name for
+        assert ErrorResponse.model_validate(body, strict=True).error.type == kind
+
+
+@pytest.mark.parametrize("path", ["/cohere/v2/chat", "/cohere/v2/chat/render", "/cohere/nowhere"])
+def test_cohere_s(path: str) -> None:
+    assert json.loads(error_for(path, refusal(400), b"id-1")) == {"message": "why", "id": "id-1"}
+    assert json.loads(error_for(path, refusal(400), b"")) == {"message": "why"}
+
+
+@pytest.mark.parametrize("path", ["", "/v1/messagesx", "/coherent", "/v1/responses", "/v2/embed"])
+def test_all_others_are_openai_s(path: str) -> None:
+    assert error_for(path, refusal(404), b"id-1") == error(404, "why", "c", "p")
+
+
+def refusal(status: int) -> Refusal:
+    return Refusal(status, Reason.BAD_REQUEST, "why", "c", "p")
+
+
+# On the wire
+
+
+def client_of(site: Site, key: str = "theirs") -> AsyncAnthropic:
+    """Make Anthropic's own client, which here does not try again by itself."""
+    url = f"http://127.0.0.1:{site.port}"
+    return AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[AsyncAnthropic]:
+    async with client_of(site) as client:
+        yield client
+
+
+async def refused(
+    client: AsyncAnthropic, model: str = "tiny", text: str = "hi", **more: Any
+) -> anthropic.APIStatusError:
+    messages: Any = [{"role": "user", "content": text}]
+    with pytest.raises(anthropic.APIStatusError) as error:
+        await client.messages.create(model=model, max_tokens=1, messages=messages, **more)
+    return error.value
+
+
+def kind_of(error: anthropic.APIStatusError) -> str:
+    body: Any = error.body
+    return str(body["error"]["type"])
+
+
+async def test_anthropic_s_client_reads_refusals(site: Site, client: AsyncAnthropic) -> None:
+    missing = await refused(client, "huge")
+    assert (type(missing), kind_of(missing)) == (anthropic.NotFoundError, "not_found_error")
+    assert "does not exist" in missing.message
+    long = await refused(client, text="word " * 60_000)
+    assert (type(long), kind_of(long)) == (anthropic.BadRequestError, "invalid_request_error")
+    odd = await refused(client, extra_body={"kv_transfer_params": {"a": 1}})
+    assert (type(odd), kind_of(odd)) == (anthropic.BadRequestError, "invalid_request_error")
+    site.down("w0")
+    gone = await refused(client)
+    assert (gone.status_code, kind_of(gone)) == (503, "overloaded_error")
+    assert int(gone.response.headers["retry-after"]) >= 1
+
+
+async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None:
+    """Its head is not read again, and tells even so where it goes and what it is called."""
+    site = await start(Fake("w0"), wire={"max_body_bytes": 1000})
+    client = await site.client()
+    named = b"X-Request-Id: mine"
+    for _ in range(2):
+        assert (await client.ask(request(BODY, named, path="/v1/messages"))).status == 200
+    large = await client.ask(request(BODY.ljust(2000), named, path="/v1/messages"))
+    assert (large.status, large.one(b"x-request-id")) == (413, b"mine")
+    told = large.json()
+    assert (told["error"]["type"], told["request_id"]) == ("request_too_large", "mine")
+
+
+async def test_a_broken_stream_in_anthropic_s_words(site: Site, client: AsyncAnthropic) -> None:
+    message = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "tiny"}
+    start = {"type": "message_start", "message": message}
+    began = b"event: message_start\ndata: %b\n\n" % json.dumps(start).encode()
+    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(began), end="reset"))
+    stream = await client.messages.create(
+        model="tiny", max_tokens=1, messages=MESSAGES, stream=True
+    )
+    assert (await anext(aiter(stream))).type == "message_start"
+    with pytest.raises(anthropic.APIStatusError, match="worker failed") as error:
+        await anext(aiter(stream))
+    assert kind_of(error.value) == "api_error"
+
+
+async def test_cohere_s_clients_get_a_message(site: Site) -> None:
+    async def ask(body: bytes) -> Answer:
+        head = b"X-Request-Id: id-1"
+        return await site.ask(request(body, head, path="/cohere/v2/chat"))
+
+    body = b'{"model": "%b", "messages": [{"role": "user", "content": "%b"}]}'
+    long = body % (b"tiny", b"word " * 60_000)
+    for said, status in ((body % (b"huge", b"hi"), 404), (b"[", 400), (long, 400)):
+        answer = await ask(said)
+        got = json.loads(answer.body)
+        assert (answer.status, got.pop("id")) == (status, "id-1")
+        assert list(got) == ["message"]
+        assert got["message"]
+
+
+def numbered(kind: str, number: int, **more: Any) -> bytes:
+    data = json.dumps({"type": kind, "sequence_number": number, **more})
+    return scripts.chunk(f"event: {kind}\ndata: {data}\n\n".encode())
+
+
+async def test_openai_s_client_sees_that_a_response_broke(site: Site) -> None:
+    """As it is documented; and raised, so that nobody takes half an answer for a whole one."""
+    events = numbered("response.created", 0, response={"id": "resp_1", "output": []})
+    events += numbered("response.in_progress", 1, response={"id": "resp_1", "output": []})
+    events += numbered("response.output_text.delta", 2, delta="a", item_id="m")
+    site.fake.always(scripts.raw(SSE_HEAD + events, end="reset"))
+    url = f"http://127.0.0.1:{site.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as client:
+        stream = await client.responses.create(model="tiny", input="hi", stream=True)
+        seen = [(await anext(stream)).type for _ in range(3)]
+        with pytest.raises(openai.APIError, match="worker failed") as error:
+            await anext(stream)
+    assert error.value.code == "worker_reset"
+    assert seen[-1] == "response.output_text.delta"
+    answer = await site.ask(request(b'{"model": "tiny", "input": "hi", "stream": true}',
+                                    path="/v1/responses"))  # fmt: skip
+    name, data = answer.body.split(b"\n\n")[-2].split(b"\n")
+    assert name == b"event: error"
+    event = ResponseErrorEvent.model_validate_json(data.removeprefix(b"data: "), strict=True)
+    assert (event.type, event.code, event.param) == ("error", "worker_reset", None)
+    assert (event.sequence_number, event.message) == (3, "The worker failed while it answered.")

@@ -1,0 +1,101 @@
+"""The ring of the last requests."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Ask, Reason, Role
+from proxy.metrics.recent import MAX_TEXT, Recent
+
+WORKERS = {
+    name: Worker(WorkerSpec(name, "http://127.0.0.1:1", Role.SHORT, "tiny"), index)
+    for index, name in enumerate(["s0", "s1"])
+}
+
+
+def ring(kept: int = 10) -> Recent:
+    """Make one whose clock counts 1, 2, 3."""
+    ticks = count(1)
+    return Recent(kept, clock=lambda: float(next(ticks)))
+
+
+def add(recent: Recent, name: str, worker: str | None = "s0", **more: object) -> None:
+    """Keep a request."""
+    ask = Ask(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
+    decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
+    reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
+    recent.add(ask, "short", decision, reason, 200 if decision else 429, 0.3, 1.5, 0.1)
+
+
+def test_an_entry_tells_the_whole_story() -> None:
+    recent = ring()
+    add(recent, "r1")
+    (entry,) = recent.newest(1)
+    assert (entry.id, entry.time, entry.model, entry.route) == ("r1", 1.0, "tiny", "completions")
+    assert (entry.worker, entry.reason, entry.status) == ("s0", Reason.SHORT_POOL, 200)
+    assert (entry.body_bytes, entry.prompt_tokens, entry.output_tokens) == (400, 100, 20)
+    assert (entry.predicted_ttft_s, entry.ttft_s) == (0.2, 0.3)
+    assert (entry.duration_s, entry.queue_s) == (1.5, 0.1)
+
+
+def test_a_refused_request_has_no_worker() -> None:
+    recent = ring()
+    add(recent, "r1", worker=None)
+    (entry,) = recent.newest(1)
+    assert (entry.worker, entry.predicted_ttft_s, entry.status) == (None, None, 429)
+
+
+def test_the_newest_come_first_and_the_oldest_go() -> None:
+    recent = ring(kept=3)
+    for number in range(5):
+        add(recent, f"r{number}")
+    assert [entry.id for entry in recent.newest(10)] == ["r4", "r3", "r2"]
+    assert [entry.id for entry in recent.newest(2)] == ["r4", "r3"]
+    assert len(recent) == 3
+
+
+def test_filters_look_through_all_of_it() -> None:
+    recent = ring()
+    add(recent, "a", worker="s1")
+    add(recent, "b", worker=None)
+    add(recent, "c", model="other")
+    for _ in range(3):
+        add(recent, "d")
+    assert [entry.id for entry in recent.newest(1, worker="s1")] == ["a"]
+    assert [entry.id for entry in recent.newest(1, reason=Reason.QUEUE_FULL)] == ["b"]
+    assert [entry.id for entry in recent.newest(1, model="other")] == ["c"]
+    assert [entry.id for entry in recent.newest(9, status=429)] == ["b"]
+    assert [entry.id for entry in recent.newest(9, worker="s0", model="tiny")] == ["d"] * 3
+    assert not list(recent.newest(9, worker="s1", status=429))
+
+
+def test_clients_can_t_fill_the_memory() -> None:
+    recent = ring()
+    add(recent, "x" * 50_000, model="m" * 50_000)
+    (entry,) = recent.newest(1)
+    assert len(entry.id) == len(entry.model) == MAX_TEXT
+
+
+def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> None:
+    recent = ring()
+    handover = Handover(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
+    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
+    ask = Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    for transferred_s in (None, 0.25):
+        handover.transferred_s = transferred_s
+        recent.add(ask, "long", decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
+        (entry,) = recent.newest(1)
+        assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
+        told = entry.prefill_s, entry.transfer_s, entry.transferred_s
+        assert told == (0.4, 0.2, transferred_s)
+
+
+def test_whether_it_was_handed_over_is_kept_where_it_could_have_been() -> None:
+    recent, ask = ring(), Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
+        decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)
+        recent.add(ask, "long", decision, Reason.DECODE_POOL, 200, 0.8, 1.5, 0.1)
+        assert [entry.handover for entry in recent.newest(1)] == [kept]

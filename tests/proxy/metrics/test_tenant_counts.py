@@ -1,0 +1,87 @@
+"""What is counted of tenants, as a scrape shows it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Rank, Tenant, Tenants, TenantSpec
+from proxy.metrics import tenant_counts
+from proxy.metrics.tenant_counts import MOST, TenantCounts
+from tests.proxy.metrics.scraped import shown
+
+
+def some(*specs: TenantSpec) -> tuple[Tenants, TenantCounts]:
+    tenants = Tenants()
+    tenants.replace(specs, {sha256(spec.name.encode()).digest(): spec.name for spec in specs})
+    return tenants, TenantCounts(tenants)
+
+
+def named(tenants: Tenants, name: str) -> Tenant:
+    found = tenants.get(name)
+    assert found is not None
+    return found
+
+
+def test_without_tenants_there_is_nothing_to_show() -> None:
+    assert shown(TenantCounts(Tenants())) == {}
+
+
+def test_requests_by_tenant_class_and_status() -> None:
+    tenants, counts = some(TenantSpec("a", Rank.INTERACTIVE), TenantSpec("b"))
+    for status in (200, 200, 429):
+        counts.ended(named(tenants, "a"), status, 0.3 if status == 200 else None, 0.02)
+    found = shown(counts)
+    labels = 'tenant="a",class="interactive"'
+    assert found[f'proxy_tenant_requests_total{{{labels},status="200"}}'] == 2
+    assert found[f'proxy_tenant_requests_total{{{labels},status="429"}}'] == 1
+    assert found[f"proxy_tenant_ttft_seconds_count{{{labels}}}"] == 2
+    assert found[f"proxy_tenant_queue_wait_seconds_count{{{labels}}}"] == 3
+    assert not [name for name in found if '"b"' in name and "requests_total" in name]
+
+
+def test_tokens_limits_and_what_is_under_way() -> None:
+    tenants, counts = some(TenantSpec("a", limits=Limits(concurrency=1)))
+    a = named(tenants, "a")
+    a.ledger.enter(0.0, 10, 1)
+    a.waiting = 3
+    a.totals.prompt_tokens, a.totals.output_tokens = 70, 30
+    a.totals.limited["concurrency"] = 2
+    found = shown(counts)
+    assert found['proxy_tenant_tokens_total{tenant="a",kind="prompt"}'] == 70
+    assert found['proxy_tenant_tokens_total{tenant="a",kind="output"}'] == 30
+    assert found['proxy_tenant_limited_total{tenant="a",limit="concurrency"}'] == 2
+    assert found['proxy_tenant_inflight_requests{tenant="a"}'] == 1
+    assert found['proxy_tenant_queue_requests{tenant="a"}'] == 3
+
+
+def test_counters_outlive_their_tenant() -> None:
+    tenants, counts = some(TenantSpec("a"))
+    a = named(tenants, "a")
+    a.totals.prompt_tokens = 70
+    counts.ended(a, 200, 0.1, 0.0)
+    tenants.replace([], {})
+    found = shown(counts)
+    assert found['proxy_tenant_tokens_total{tenant="a",kind="prompt"}'] == 70
+    assert 'proxy_tenant_inflight_requests{tenant="a"}' not in found
+    assert any(name.startswith("proxy_tenant_requests_total") for name in found)
+
+
+def test_a_scrape_does_not_grow_with_a_list_of_customers() -> None:
+    tenants, counts = some(*(TenantSpec(f"t{number}") for number in range(MOST + 50)))
+    for tenant in tenants:
+        tenant.totals.prompt_tokens = tenant.waiting = 1
+        counts.ended(tenant, 200, 0.1, 0.0)
+    found = shown(counts)
+    assert found['proxy_tenant_queue_requests{tenant="other"}'] == 50
+    assert found['proxy_tenant_tokens_total{tenant="other",kind="prompt"}'] == 50
+    assert sum(name.startswith("proxy_tenant_queue_requests") for name in found) == MOST + 1
+
+
+def test_nothing_is_a_clients_to_name() -> None:
+    families = [
+        each for each in vars(tenant_counts).values() if isinstance(each, tenant_counts.Family)
+    ]
+    assert {label for family in families for label in family.labels} == {
+        "tenant", "class", "status", "kind", "limit",
+    }  # fmt: skip

@@ -1,0 +1,359 @@
+"""The files that make TLS: what is wrong with them, and that new ones are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from proxy.app import App
+from proxy.config import FleetConfig, TlsConfig, WorkerTlsConfig, load, parse
+from proxy.errors import ConfigError
+from proxy.net.tls import Shown, TlsError, check_tls, client_context, server_context, to_worker
+from tests.proxy.certificates import Authority
+from tests.proxy.test_app import ready
+from tests.proxy.wire.fake_worker import FakeWorker
+from vllm_sched.cli.main import main
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """Make one."""
+    return Authority(tmp_path / "certificates")
+
+
+def wrong(config: TlsConfig | WorkerTlsConfig) -> tuple[str, str]:
+    """Return which field is complained of, and how."""
+    make = server_context if isinstance(config, TlsConfig) else client_context
+    with pytest.raises(TlsError) as caught:
+        make(config)  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
+    return caught.value.field, caught.value.why
+
+
+def test_files_that_are_not_there(authority: Authority, tmp_path: Path) -> None:
+    good = authority.port("a", clients=True)
+    for field in ("cert_file", "key_file", "client_ca_file"):
+        found = wrong(good.model_copy(update={field: tmp_path / "none"}))
+        assert found[0] == field
+        assert "can't be read: No such file" in found[1]
+    assert wrong(WorkerTlsConfig(ca_file=tmp_path / "none"))[0] == "ca_file"
+
+
+def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> None:
+    good = authority.port("a", clients=True)
+    junk = tmp_path / "junk"
+    for content in (
+        b"",
+        b"junk",
+        b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+    ):
+        junk.write_bytes(content)
+        for field in ("cert_file", "key_file", "client_ca_file"):
+            found = wrong(good.model_copy(update={field: junk}))
+            assert found[0] == field
+            assert "in PEM" in found[1]
+
+
+def test_a_key_of_another_certificate(authority: Authority) -> None:
+    one, two = authority.port("one"), authority.port("two")
+    mixed = one.model_copy(update={"key_file": two.key_file})
+    assert "is not the key of the certificate" in wrong(mixed)[1]
+
+
+def test_a_key_with_a_password(authority: Authority) -> None:
+    config = authority.port("a")
+    key = serialization.load_pem_private_key(config.key_file.read_bytes(), None)
+    config.key_file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    assert wrong(config) == (
+        "key_file",
+        f"{str(config.key_file)!r}: is encrypted; give the key without a password",
+    )
+
+
+def test_old_tls_is_not_spoken_and_everything_is_verified(authority: Authority) -> None:
+    for context in (server_context(authority.port("a")), client_context(authority.meeting())):
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert server_context(authority.port("a", clients=True)).verify_mode is ssl.CERT_REQUIRED
+    for config in (WorkerTlsConfig(), authority.meeting(verify_hostname=False)):
+        assert client_context(config).verify_mode is ssl.CERT_REQUIRED
+        assert client_context(config).check_hostname is config.verify_hostname
+
+
+def test_failed_renewals_are_kept_out(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = authority.port("a")
+    shown = Shown(config)
+    other = authority.issue("b")
+    shutil.copy(other[0], config.cert_file)  # its key is yet to come
+    shown.renew(config)
+    assert "what was shown before stays" in caplog.text
+    caplog.clear()
+    shutil.copy(other[1], config.key_file)
+    shown.renew(config)
+    assert not caplog.text
+
+
+def test_what_workers_are_met_with_is_read_again_when_it_changes(authority: Authority) -> None:
+    config = authority.meeting("to-worker")
+    first = to_worker(config)
+    assert first is not None
+    assert to_worker(config) is first
+    assert config.key_file is not None
+    before = config.key_file.read_bytes()
+    touch(config.key_file, b"half a k")
+    assert to_worker(config) is first  # what was good stays
+    touch(config.key_file, before)
+    assert to_worker(config) not in (None, first)
+    assert to_worker(None) is None
+
+
+def touch(path: Path, content: bytes) -> None:
+    """Write a file so that its date differs for certain."""
+    then = path.stat().st_mtime_ns
+    path.write_bytes(content)
+    os.utime(path, ns=(then + 1_000_000, then + 1_000_000))
+
+
+def fleet(text: str) -> FleetConfig:
+    """Read a fleet file."""
+    return parse(text, "f")
+
+
+def test_how_a_worker_is_met() -> None:
+    config = fleet(
+        "model: m\nworker_tls: {ca_file: /a}\nworkers:\n"
+        "- {name: a, url: 'http://h:1'}\n- {name: b, url: 'https://h'}\n"
+        "- {name: c, url: 'https://h:2', tls: {ca_file: /c}}\n"
+        "- {name: d, url: 'https://h:3', tls: {}}\n"
+    )
+    met = [config.tls_of(worker) for worker in config.workers]
+    assert [each and str(each.ca_file) for each in met] == [None, "/a", "/c", "/a"]
+    assert config.workers[1].address == ("h", 443)
+
+
+@pytest.mark.parametrize(
+    ("worker", "more", "message"),
+    [
+        ("url: 'http://h:1', tls: {}", "", r"workers\[0\]\.tls: the url is 'http://h:1'"),
+        ("url: 'https://h:1', launch: {}", "", r"workers\[0\]\.launch: .*http://"),
+        ("url: 'https://h:1', tls: {cert_file: x}", "", r"workers\[0\]\.tls\.key_file: is missing"),
+        ("url: 'https://h:1'", "worker_tls: {key_file: x}", r"worker_tls\.cert_file: is missing"),
+        (
+            "url: 'https://h:1'",
+            "router: {tls: {cert_file: x}}",
+            r"router\.tls\.key_file: is missing",
+        ),
+        (
+            "url: 'https://h:1', tls: {verify: no}",
+            "",
+            r"tls\.verify: is not known here; leave it out; valid: ca_file",
+        ),
+    ],
+)
+def test_what_contradicts_itself(worker: str, more: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fleet(f"model: m\nworkers: [{{name: a, {worker}}}]\n{more}\n")
+
+
+def test_check_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "model: m\nworkers: [{name: a, url: 'https://h:1', tls: {ca_file: /no/ca}}]\n"
+        "worker_tls: {ca_file: /no/other}\nrouter:\n  tls: {cert_file: /no/c, key_file: /no/k}\n"
+        "  admin: {tls: {cert_file: /no/c, key_file: /no/k}}\n"
+        "discovery: {pools: [{name: p, dns: h, tls: {ca_file: /no/p}}]}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_tls(load(path), "f")
+    assert [problem.path for problem in caught.value.problems] == [
+        "router.tls.cert_file",
+        "router.admin.tls.cert_file",
+        "worker_tls.ca_file",
+        "workers[0].tls.ca_file",
+        "discovery.pools[0].tls.ca_file",
+    ]
+    with pytest.raises(ConfigError):
+        App(load(path), path)
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.count("/no/") == 5
+
+
+async def test_a_whole_router_with_tls_everywhere(
+    authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeWorker("a")
+    fake.tls = server_context(authority.port("worker", clients=True))
+    await fake.listen()
+    port, met = authority.port("router"), authority.meeting("to-worker")
+    tls = json.dumps({"cert_file": str(port.cert_file), "key_file": str(port.key_file)})
+    worker_tls = json.dumps(
+        {k: str(v) for k, v in met.model_dump(exclude={"verify_hostname"}).items()}
+    )
+    source = tmp_path / "fleet.yaml"
+    source.write_text(
+        f"model: tiny\nworkers: [{{name: a, url: '{fake.url}'}}]\nworker_tls: {worker_tls}\n"
+        f"router: {{port: 0, tls: {tls}, admin: {{port: 0, tls: {tls}}}, "
+        "probe: {interval_s: 0.05}}\n"
+    )
+    app = App(load(source), source)
+    await app.start()
+    await ready(app, "a")  # probed over TLS, with our certificate
+    assert app.url.startswith("https://127.0.0.1:")
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    connector = aiohttp.TCPConnector(ssl=authority.client())
+    async with aiohttp.ClientSession(connector=connector) as session:
+        async with session.post(f"{app.url}/v1/chat/completions", json=question) as answer:
+            assert answer.status == 200
+        async with session.get(f"{app.admin_url}/admin/workers") as answer:
+            assert [(each["name"], each["state"]) for each in await answer.json()] == [("a", "up")]
+        async with session.get(f"{app.url}/metrics") as answer:
+            assert answer.status == 200
+    asked = ["explain", str(source), "--prompt-tokens", "9", "--live", app.admin_url]
+    assert await asyncio.to_thread(main, asked) == 0
+    assert capsys.readouterr().out.startswith("a: ")
+    old = port.cert_file.read_bytes()
+    authority.issue("router")
+    assert await app.reload() == []
+    connector = aiohttp.TCPConnector(ssl=authority.client())
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get(f"{app.url}/health") as answer,
+    ):
+        assert answer.status == 200
+    port.key_file.write_bytes(old)
+    with pytest.raises(ConfigError, match=r"router\.tls\.key_file"):
+        await app.reload()
+    await app.stop()
+    await fake.stop()
+
+
+class Moving:
+    """A router whose certificates and operator's key lie in one place, then in another."""
+
+    def __init__(self, authority: Authority, folder: Path, url: str) -> None:
+        self.authority = authority
+        self.folder = folder
+        self.url = url
+        self.source = folder / "fleet.yaml"
+        self.write("first")
+        self.app = App(load(self.source), self.source)
+
+    def write(self, place: str, *, tls: bool = True, workers: str = "a") -> None:
+        """Make certificates and a key there, and a fleet file that names them."""
+        port = self.authority.port(place)
+        (self.folder / f"{place}.admin").write_text(self.key(place))
+        shown = {"cert_file": str(port.cert_file), "key_file": str(port.key_file)}
+        block = {"tls": shown} if tls else {}
+        admin = {"port": 0, "key_file": str(self.folder / f"{place}.admin"), **block}
+        router = {"port": 0, "probe": {"interval_s": 0.05}, "admin": admin, **block}
+        self.source.write_text(
+            f"model: tiny\nworkers: [{{name: {workers}, url: '{self.url}'}}]\n"
+            f"router: {json.dumps(router)}\n"
+        )
+
+    def key(self, place: str) -> str:
+        """Return the operator's key of that place."""
+        return f"{place}-{'k' * 32}"
+
+    def forget(self, place: str) -> None:
+        """Have nothing there any more."""
+        for path in (f"certificates/{place}.pem", f"certificates/{place}.key", f"{place}.admin"):
+            (self.folder / path).unlink()
+
+    async def shows(self, url: str) -> int:
+        """Return the number of the certificate that a port shows."""
+        host, port = url.removeprefix("https://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=self.authority.client())
+        number = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+        writer.close()
+        return int(number, 16)
+
+    def number(self, place: str) -> int:
+        """Return the number of the certificate of that place."""
+        path = self.folder / f"certificates/{place}.pem"
+        return x509.load_pem_x509_certificate(path.read_bytes()).serial_number
+
+    async def asked(self, place: str) -> int:
+        """Ask the admin API with the key of that place; return the status."""
+        connector = aiohttp.TCPConnector(ssl=self.authority.client())
+        headers = {"Authorization": f"Bearer {self.key(place)}"}
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"{self.app.admin_url}/admin/workers", headers=headers) as answer,
+        ):
+            return answer.status
+
+
+@pytest.fixture
+async def moving(authority: Authority, tmp_path: Path) -> AsyncIterator[Moving]:
+    """Start one."""
+    fake = FakeWorker("a")
+    await fake.listen()
+    moving = Moving(authority, tmp_path, fake.url)
+    await moving.app.start()
+    yield moving
+    await moving.app.stop()
+    await fake.stop()
+
+
+async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> None:
+    app = moving.app
+    assert [await moving.asked(place) for place in ("first", "second")] == [200, 401]
+    moving.write("second")
+    moving.forget("first")
+    assert await app.reload() == []
+    for url in (app.url, app.admin_url):
+        assert await moving.shows(url) == moving.number("second")
+    assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
+    (moving.folder / "second.admin").write_text("short")
+    with pytest.raises(ConfigError, match="16 or more"):
+        await app.reload()
+    assert await moving.asked("second") == 200
+    (moving.folder / "second.admin").unlink()
+    with pytest.raises(ConfigError, match="can't be read"):
+        await App(load(moving.source), moving.source).start()
+
+
+async def test_tls_goes_only_with_a_restart(
+    moving: Moving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether TLS is spoken takes a restart; until then what was shown last goes on."""
+    before = moving.number("first")
+    moving.write("second", tls=False, workers="b")
+    moving.forget("first")
+    assert await moving.app.reload() == ["router.tls", "router.admin"]
+    assert "what was shown before stays" in caplog.text
+    assert [worker.name for worker in moving.app.fleet] == ["b"]
+    assert await moving.shows(moving.app.url) == before
+    assert await moving.asked("second") == 200
+
+
+async def test_another_process_begins_as_the_others_are(moving: Moving) -> None:
+    """It is told of the first file too, which may name what is there no longer."""
+    first = moving.app.config
+    moving.write("second", workers="b")
+    moving.forget("first")
+    await moving.app.reload()
+    another = App(moving.app.config, moving.source, started_with=first)
+    assert [worker.name for worker in another.fleet] == ["b"]
+    assert another.wire.tls is not None
+    assert await another.reload() == []

@@ -1,0 +1,183 @@
+"""The memory that processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from proxy.core.fleet.remote_load import Load
+from proxy.core.queue.buckets import Last
+from proxy.processes.shared.shared_memory import (
+    BYTES,
+    CHANGES,
+    MOST_TENANTS,
+    MOST_WORKERS,
+    PLACES,
+    RING,
+    RINGS,
+    WAITING,
+    Front,
+    Table,
+    Taken,
+    Tide,
+)
+from proxy.wire.worker.connection import Trouble
+
+LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+TOLD = (False, True, 12.5, 3, 2, 11.0, "503")
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    made = Table.make(3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("why", ["", "100", "503", "999", *Trouble])
+def test_why_a_breaker_opened_is_told(table: Table, why: str) -> None:
+    sheet = table.sheet(1)
+    for flags in ((True, False), (False, True), (False, False)):
+        told = (*flags, 12.5, 3, 2, 11.0, str(why))
+        sheet.write_breaker(0, 7.0, told)
+        assert sheet.read_breaker(0) == (7.0, told)
+    sheet.write_breaker(0, 7.0, (*TOLD[:-1], "what nobody knows"))
+    assert sheet.read_breaker(0)[1] == (*TOLD[:-1], "")
+
+
+def test_each_writes_beside_the_others(table: Table) -> None:
+    sheets = [table.sheet(i) for i in range(3)]
+    last = MOST_WORKERS - 1
+    for number, sheet in enumerate(sheets):
+        for row in (0, last):
+            sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
+            sheet.write_breaker(row, 7.0 + number, TOLD)
+        for place in (0, PLACES - 1):
+            sheet.write_front(place, 2, Front(1, 2.5, number, 0.5))
+            sheet.write_last(place, Last(number, passed=True, passer=2))
+            sheet.write_tide(place, Tide(1, number, 2.5))
+        for tenant in (0, MOST_TENANTS - 1):
+            taken = Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
+            sheet.write_taken(tenant, taken)
+        sheet.write_count(WAITING, number)
+        sheet.write_count(BYTES, 2**40 + number)
+    for number, sheet in enumerate(sheets):
+        for row in (0, last):
+            assert sheet.read_load(row) == (LOAD._replace(requests=number), number + row / 2)
+            assert sheet.read_breaker(row) == (7.0 + number, TOLD)
+        assert sheet.read_load(1) == (Load(), 0.0)
+        assert sheet.read_breaker(1)[0] == 0.0
+        assert sheet.read_front(PLACES - 1, 2) == Front(1, 2.5, number, 0.5)
+        assert sheet.read_last(PLACES - 1) == Last(number, passed=True, passer=2)
+        assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
+        assert sheet.read_taken(MOST_TENANTS - 1) == Taken(
+            number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0)
+        )
+        assert sheet.read_front(PLACES - 1, 1) == Front()
+        assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
+        assert sheet.count(CHANGES) == 0
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_changes_are_told_until_a_round_is_missed(table: Table, ring: int) -> None:
+    sheet = table.sheet(1)
+    for other in RINGS.keys() - {ring}:
+        sheet.tell(3, other)
+    assert sheet.told(0, ring) == (0, set())
+    for row in (5, 9, 5):
+        sheet.tell(row, ring)
+    assert sheet.told(0, ring) == (3, {5, 9})
+    assert sheet.told(2, ring) == (3, {5})
+    for row in range(RING):
+        sheet.tell(row, ring)
+    assert sheet.told(3, ring) == (RING + 3, set(range(RING)))
+    assert sheet.told(2, ring) == (RING + 3, None)
+
+
+def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table: Table) -> None:
+    sheet, other = table.sheet(1), table.sheet(2)
+    sheet.write_load(4, LOAD, 1.0)
+    sheet.tell(4)
+    other.write_load(4, LOAD, 1.0)
+    table.clear(1)
+    assert sheet.read_load(4) == (Load(), 0.0)
+    assert other.read_load(4)[0] == LOAD
+    assert sheet.told(1)[1] is None
+    now = sheet.changes
+    sheet.tell(8)  # whoever comes after it
+    assert sheet.told(now) == (now + 1, {8})
+
+
+def test_what_tenants_were_served_stays_when_a_process_goes(table: Table) -> None:
+    sheet = table.sheet(1)
+    sheet.write_taken(5, Taken(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    sheet.write_floors((7.0, 8.0, 9.0))
+    table.clear(1)
+    assert sheet.read_taken(5) == Taken(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert sheet.read_floors() == (0.0, 0.0, 0.0)
+
+
+def test_a_row_is_in_use_while_anything_is_charged(table: Table) -> None:
+    sheet = table.sheet(0)
+    assert not sheet.has(3)
+    sheet.write_load(3, Load(requests=1), 0.0)
+    assert sheet.has(3)
+    sheet.write_load(3, Load(written=10), 9.0)
+    assert not sheet.has(3)
+    sheet.wipe(3)
+    assert sheet.read_load(3) == (Load(), 0.0)
+
+
+def test_another_process_sees_it(table: Table) -> None:
+    code = (
+        "import sys; from proxy.processes.shared.shared_memory import Table;"
+        "from proxy.core.fleet.remote_load import Load;"
+        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2);"
+        "s.write_load(7, Load(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
+    )
+    table.sheet(0).write_load(7, Load(requests=41), 0.0)
+    os.set_inheritable(table.fd, True)
+    subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
+    assert table.sheet(2).told(0) == (1, {7})
+    assert table.sheet(2).read_load(7) == (Load(requests=42), 2.5)
+
+
+def test_who_reads_while_another_writes_sees_each_number_whole(table: Table) -> None:
+    """They differ from one moment to the next in one of them, and are never anything else."""
+    code = (
+        "import sys; from proxy.processes.shared.shared_memory import Table, Taken;"
+        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
+        "ones, twos = (Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
+        "exec('while not stop.count(1): s.write_taken(5, ones); s.write_taken(5, twos)')"
+    )
+    os.set_inheritable(table.fd, True)
+    read = table.sheet(2).read_taken
+    with subprocess.Popen([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd]) as it:
+        try:
+            while not read(5).running:
+                assert it.poll() is None
+            seen = Counter(read(5) for _ in range(200_000))
+        finally:
+            table.sheet(1).write_count(1, 1)
+    assert seen.keys() <= {Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
+
+
+def test_tenants_have_rows_that_all_find(table: Table) -> None:
+    marks = [7, 7 + MOST_TENANTS, 9]
+    rows = [table.tenant_row(mark) for mark in marks]
+    assert rows == [7, 8, 9]
+    assert [table.tenant_row(mark) for mark in reversed(marks)] == [9, 8, 7]
+    cells = [table.tenant_cells(row) for row in (7, 8)]
+    cells[0][1] = 2.5
+    assert [list(each) for each in cells] == [[0.0, 2.5], [0.0, 0.0]]
+
+
+def test_tenants_beyond_the_last_row_have_none(table: Table) -> None:
+    for mark in range(1, MOST_TENANTS + 1):
+        assert table.tenant_row(mark) is not None
+    assert table.tenant_row(MOST_TENANTS + 1) is None

@@ -1,0 +1,156 @@
+"""Metrics of many processes on one page."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as read_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+import proxy.metrics
+from proxy.core.model.types import Reason
+from proxy.metrics.exposition import OPENMETRICS, TEXT, Family, Page
+from proxy.metrics.histogram import Histogram
+from proxy.metrics.registry import Metrics
+from proxy.processes import metrics_merge
+from tests.proxy.core.making import router_of, spec
+from tests.proxy.metrics.scraped import scraped, written
+
+# What every process says alike; the leader's word is shown. A new gauge belongs here, or among
+# those that add up.
+ALIKE = {
+    "proxy_build_info",
+    "proxy_bytes_per_token",
+    "proxy_discovery_up",
+    "proxy_discovery_workers",
+    "proxy_pool_panic",
+    "proxy_queue_limit_requests",
+}
+
+REQUESTS = Family("proxy_requests", "counter", "Requests.", ("worker",))
+INFLIGHT = Family("proxy_worker_inflight_requests", "gauge", "In flight.", ("worker",))
+CLIENTS = Family("proxy_client_connections", "gauge", "Clients.")
+TIMES = Family("proxy_ttft_seconds", "histogram", "Times.", ("pool",))
+BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("worker",))
+
+
+def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -> str:
+    """Write what one process would."""
+    found = Page(openmetrics=False)
+    found.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
+    found.values(INFLIGHT, [(("a",), inflight)])
+    found.values(CLIENTS, [((), clients)])
+    seen = Histogram((0.1, 1.0))
+    for time in times:
+        seen.observe(time)
+    found.histograms(TIMES, [(("short",), seen)])
+    found.values(BYTES, [(("a",), 1e12)])
+    return written(found)
+
+
+def sums(*texts: str) -> dict[str, float]:
+    """Add pages up, and read the sum as Prometheus would."""
+    total = metrics_merge.add_up(map(metrics_merge.read, texts))
+    text = metrics_merge.write(total, openmetrics=False)[0].decode()
+    return {
+        sample.name + "".join(sample.labels.values()): sample.value
+        for family in read_text(text)
+        for sample in family.samples
+    }
+
+
+def test_what_each_has_a_part_of_adds_up() -> None:
+    found = sums(page({"a": 3}, 2, 5, 0.05, 0.5), page({"a": 4, "b": 1}, 2, 6, 0.05, 3.0))
+    assert found["proxy_requests_totala"] == 7
+    assert found["proxy_requests_totalb"] == 1
+    assert found["proxy_client_connections"] == 11
+    assert found["proxy_ttft_seconds_bucketshort0.1"] == 2
+    assert found["proxy_ttft_seconds_bucketshort+Inf"] == 4
+    assert found["proxy_ttft_seconds_countshort"] == 4
+    assert found["proxy_ttft_seconds_sumshort"] == pytest.approx(3.6)
+
+
+def test_a_name_may_be_any_text() -> None:
+    name = 'a b} 7\\"\u2028\x85\x0c\r\n# '
+    assert sums(page({name: 3}, 0, 0), page({name: 4}, 0, 0))[f"proxy_requests_total{name}"] == 7
+
+
+def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
+    text = scraped(Metrics(router_of(spec("a"))))
+    found, alone = sums(text, text), sums(text)
+    assert found["proxy_processes"] == 2
+    assert found["process_max_fds"] == 2 * alone["process_max_fds"]
+    assert found["process_open_fds"] == 2 * alone["process_open_fds"]
+
+
+def test_what_all_know_alike_is_the_leaders_word() -> None:
+    found = sums(page({}, 2, 0), page({}, 3, 0))
+    assert found["proxy_worker_inflight_requestsa"] == 2
+    assert found["proxy_transfer_bytes_totala"] == 1e12
+
+
+def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
+    past = metrics_merge.lasting(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
+    total = metrics_merge.add_up(
+        [metrics_merge.read(page({"a": 1}, 1, 1)), past, metrics_merge.lasting(past)]
+    )
+    assert total["proxy_requests_total"].series == {'proxy_requests_total{worker="a"}': 7}
+    assert total["proxy_client_connections"].series == {"proxy_client_connections": 1}
+    assert set(past) == {"proxy_requests_total", "proxy_ttft_seconds"}
+
+
+def test_one_page_alone_is_as_it_was() -> None:
+    router = router_of(spec("a"), spec('b"\\\n'))
+    metrics = Metrics(router)
+    metrics.request_done(
+        "chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0, placed_s=0.0
+    )
+    for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
+        text = scraped(metrics, openmetrics=openmetrics)
+        again, kind = metrics_merge.write(
+            metrics_merge.read(scraped(metrics)), openmetrics=openmetrics
+        )
+        assert kind == (OPENMETRICS if openmetrics else TEXT)
+        found, wanted = ([*parse(each)] for each in (again.decode(), text))
+        assert [family for family in found if not family.name.startswith("process_")] == [
+            family for family in wanted if not family.name.startswith("process_")
+        ]
+        assert len(found) == len(wanted)
+
+
+def test_a_breaker_has_the_state_that_the_leader_knows() -> None:
+    """Or a worker would have two for a moment, or still one that the leader saw close."""
+    states = Family("proxy_worker_breaker_state", "gauge", "How it is.", ("worker", "state"))
+
+    def told(*rows: tuple[str, str]) -> str:
+        found = Page(openmetrics=False)
+        found.values(states, ((row, 1) for row in rows))
+        return written(found)
+
+    late = told(("a", "open"), ("b", "open"))
+    assert sums(told(("a", "half_open")), late) == {"proxy_worker_breaker_stateahalf_open": 1}
+    assert sums(told(), late) == {}
+
+
+def test_both_formats_can_be_read() -> None:
+    total = metrics_merge.add_up([metrics_merge.read(page({"a": 3}, 2, 5, 0.05))] * 2)
+    text = metrics_merge.write(total, openmetrics=True)[0].decode()
+    names = {family.name for family in read_openmetrics(text)}
+    assert {"proxy_requests", "proxy_ttft_seconds", "proxy_client_connections"} <= names
+
+
+def test_of_every_gauge_it_is_said_how_it_is_summed() -> None:
+    families = [
+        found
+        for module in pkgutil.iter_modules(proxy.metrics.__path__, "proxy.metrics.")
+        for found in vars(importlib.import_module(module.name)).values()
+        if isinstance(found, Family)
+    ]
+    gauges = {family.name for family in families if family.kind == "gauge"}
+    assert len(gauges) > 15
+    of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
+    assert gauges - of_workers - metrics_merge.ADDED - ALIKE == set()

@@ -1,0 +1,124 @@
+"""One of several processes, without the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from operator import attrgetter
+from typing import cast
+
+import pytest
+
+from proxy.config import load, parse
+from proxy.core.model.types import Reason
+from proxy.processes.channel import Channel
+from proxy.processes.ipc_messages import Answer, Ask, Begin, Drain, Message, Stop, Unanswered, What
+from proxy.processes.server_process import Member
+from proxy.processes.shared.shared_memory import Table
+from proxy.setup.secrets import Keys
+from tests.proxy.core.making import ask
+from tests.proxy.wire.site import eventually
+
+CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
+
+
+class Line:
+    """What a member says to its supervisor."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[Message] = asyncio.Queue()
+        self.say = self.said.put_nowait
+
+
+@pytest.fixture
+async def member() -> AsyncIterator[Member]:
+    table = Table.make(1)
+    keys = Keys.read(CONFIG, "fleet.yaml")
+    begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
+    member = Member(begin, 0, table.fd, cast("Channel", Line()))
+    yield member
+    member.app.logs.close()
+
+
+def deaf(_: Message) -> None:
+    """Hear, and do nothing."""
+
+
+def lost() -> None:
+    """Hear of the end of a line."""
+
+
+WHAT = {
+    "page": ("metrics.page", None),
+    "minute": ("live.notes.part", None),
+    "logs": ("logs.change", (True, {})),
+    "decisions": ("recent.newest", (1, {})),
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+async def test_what_can_t_be_answered_ends_no_process(
+    member: Member, what: What, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = cast("Line", member._channel).said
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    place, given = WHAT[what]
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        *whose, name = place.split(".")
+        patch.setattr(attrgetter(".".join(whose))(member.app), name, fails)
+        member.heard(Ask(1, what, given))
+        await asyncio.gather(*member._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # for who is told of its end
+    assert f"process 0 has no answer: {what}" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert not member.ended.is_set()
+    assert not member.failed
+    assert await said.get() == Unanswered(1)
+    member.heard(Ask(2, "page"))
+    answer = await said.get()
+    assert isinstance(answer, Answer)
+    assert answer.number == 2
+
+
+async def test_nor_does_what_can_t_be_told_on() -> None:
+    """Which is found as late as it is written."""
+    table, keys = Table.make(1), Keys.read(CONFIG, "fleet.yaml")
+    ours, theirs = socket.socketpair()
+    heard: asyncio.Queue[Message] = asyncio.Queue()
+    there = await Channel.open(ours, heard.put_nowait, lost)
+    here = await Channel.open(theirs, deaf, lost)
+    member = Member(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
+    member.app.recent.add(ask(), "short", None, cast("Reason", lambda: None), 200, None, 0.1, 0.0)
+    member.heard(Ask(1, "decisions", (1, {})))
+    assert await asyncio.wait_for(heard.get(), 5.0) == Unanswered(1)
+    assert not member.ended.is_set()
+    for channel in (here, there):
+        channel.close()
+    member.app.logs.close()
+
+
+async def test_nor_does_a_message_that_can_t_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Be it one that came with the first, before there was anybody to hear it."""
+    ours, theirs = socket.socketpair()
+    heard: list[Message] = []
+
+    def hear(message: Message) -> None:
+        heard.append(message)
+        raise ZeroDivisionError
+
+    there = await Channel.open(ours, deaf, lost)
+    here = await Channel.open(theirs, hear, lost)
+    with caplog.at_level(logging.ERROR):
+        here.take(Stop())
+        there.say(Drain())
+        there.say(Stop())
+        await eventually(lambda: len(heard) == 3)
+    assert heard == [Stop(), Drain(), Stop()]
+    assert caplog.text.count("a message of another process") == 3
+    for channel in (here, there):
+        channel.close()

@@ -1,0 +1,357 @@
+"""The status page as a reader sees it: in Chromium, before a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from proxy.config import load
+from proxy.core.fleet.leases import Decision
+from proxy.core.model.types import Reason
+from proxy.setup.app import App
+from proxy.wire.exchange.request_record import Record
+from tests.proxy.core.making import ask
+from tests.proxy.status_page.browser import Page, browser
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, chat
+from tests.proxy.wire.site import eventually
+from vllm_sched.workers.launch import free_port
+
+pytestmark = pytest.mark.browser
+
+DEADLINE_S = 60.0
+MARKUP = b"<img src=x onerror=alert(1)>"
+MINUTE = 5000  # requests
+TABLE = "document.querySelector('#requests').innerText"
+PRESSED = "document.activeElement.getAttribute('aria-pressed')"
+OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+SIGHT = """
+(() => {
+  const box = document.querySelector('#lanes'), { top, lane } = geometry();
+  const y = top + Math.min(rows.get(chosen).lane, 1199) * lane;
+  return [box.scrollTop, y, box.scrollTop + box.clientHeight - lane];
+})()
+"""
+INKED = """
+(() => {
+  const canvas = document.querySelector('#lanes canvas');
+  const { width, height } = canvas;
+  const copy = new OffscreenCanvas(width, height).getContext('2d', { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const data = copy.getImageData(0, 20, width, height - 20).data;
+  const seen = new Set();
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at + 3] === 255) seen.add([data[at], data[at + 1], data[at + 2]].join());
+  return [...seen];
+})()
+"""
+
+
+# Shows names and a reason that are long; returns heads that are out of sight, and what is cut for
+# good.
+LONG_NAMES = """
+(() => {
+  const model = 'meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic';
+  const why = "GET /health: [Errno 111] Connect call failed ('10.120.30.113', 8000)";
+  const wide = 'W'.repeat(34);
+  const latency = { what: 'TTFT', pool: 'general', size: 'short', model: wide, count: 99999,
+    p50_s: 12, p99_s: 99 };
+  const worker = { name: 'worker-short-10', model, state: 'down', why, most: 1024, requests: 1024,
+    prefill_tokens: 1234567, decode_tokens: 1234567, wait_s: 99, running: 1024, waiting: 1024,
+    kv_usage: 1 };
+  const workers = state.workers.map((each) => ({ ...each, ...worker }));
+  state = { ...state, latencies: [latency], workers };
+  showState();
+  const unseen = [], cut = [];
+  for (const id of ['latencies', 'workers']) {
+    const edge = $(id).closest('.scroll').getBoundingClientRect().right;
+    for (const head of $(id).tHead.rows[0].cells)
+      if (head.getBoundingClientRect().right > edge + 1) unseen.push(head.innerText);
+    for (const cell of $(id).querySelectorAll('td'))
+      if (cell.scrollWidth > cell.clientWidth && cell.title !== cell.innerText)
+        cut.push(cell.innerText);
+  }
+  return [unseen, cut];
+})()
+"""
+
+
+class Place:
+    """Workers, and a router before them that may be started anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._source = folder / "fleet.yaml"
+        self.fakes = {"s0": FakeWorker("s0"), "l0": FakeWorker("l0")}
+        self.app: App
+
+    async def start(self, admin: int = 0, more: str = "") -> None:
+        """Start a router."""
+        workers = "".join(
+            f"  - {{name: {name}, role: {role}, url: '{self.fakes[name].url}'}}\n"
+            for name, role in (("s0", "short"), ("l0", "long"))
+        )
+        self._source.write_text(
+            f"model: tiny\nworkers:\n{workers}routing: {{short_limit: 500}}\n"
+            f"router: {{port: 0, admin: {{port: {admin}{more}}}, probe: {{interval_s: 0.05}}}}\n"
+        )
+        self.app = App(load(self._source), self._source)
+        await self.app.start()
+        await eventually(lambda: all(w.up for w in self.app.fleet), within=DEADLINE_S)
+
+    @property
+    def admin(self) -> int:
+        """The port of the page."""
+        return int(self.app.admin_url.rsplit(":", 1)[1])
+
+    async def ask(self, text: str = "hi", *headers: bytes, model: str = "tiny") -> int:
+        """Ask for a stream."""
+        client = await Client.connect(self.app.wire.port)
+        try:
+            return (
+                await client.ask(chat(text, *headers, model=model, stream=True), within=DEADLINE_S)
+            ).status
+        finally:
+            client.close()
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """Run a router."""
+    place = Place(tmp_path)
+    for fake in place.fakes.values():
+        await fake.listen()
+        fake.always(scripts.stream(6, gap_s=0.02))
+    await place.start()
+    yield place
+    await place.app.stop()
+    for fake in place.fakes.values():
+        await fake.stop()
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    """Open a browser."""
+    async with browser() as page:
+        yield page
+
+
+async def test_it_shows_what_happened(place: Place, page: Page) -> None:
+    assert await place.ask("before anybody looked") == 200
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.rows === 1 && statusPage.state === 'up'")
+    assert await place.ask() == 200
+    assert await place.ask("long " * 600) == 200
+    assert await place.ask("hi", b"X-Request-Id: " + MARKUP, model="nope") == 404
+    await page.until("statusPage.rows === 4 && statusPage.drawn === 4")
+    table = await page.until(f"{TABLE}.includes('onerror') && {TABLE}")
+    assert {"short_pool", "long_pool", "unknown_model", "404", "s0", "l0"} <= set(table.split())
+    assert await page.run("document.querySelectorAll('img').length") == 0
+    workers = await page.until("document.querySelector('#workers').innerText")
+    assert {"s0", "l0", "short", "long", "closed"} <= set(workers.split())
+    place.app.fleet.set_served("s0", ["llama"])
+    bad = "document.querySelector('#workers .bad')?.innerText"
+    await page.until(f"{bad} === 'wrong_model: serves llama, not tiny'")
+    await page.until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
+    await page.until("document.querySelector('#decisions').innerText.includes('long_pool')")
+    ink = {scheme: set(await schemed(page, scheme)) for scheme in ("light", "dark")}
+    assert "0,99,166" in ink["light"]  # a short's blue
+    assert "240,160,75" in ink["dark"]  # a long's orange
+    assert await page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 22)"
+    assert page.complaints == []
+
+
+async def test_figures_and_reasons_are_seen_beside_long_names(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up' && state !== null")
+    unseen, cut = await page.run(LONG_NAMES)
+    assert set(unseen) <= {"model"}
+    assert cut == []
+
+
+async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
+    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 2)
+    for number in range(3):
+        nowhere = f"http://127.0.0.1:{free_port()}"
+        place.app.fleet.add(replace(place.app.fleet.get("l0").spec, name=f"z{number}", url=nowhere))
+    await page.goto(place.app.admin_url)
+    await page.until("/^long\\s+z.\\s+down/.test($('workers').tBodies[0]?.rows[1]?.innerText)")
+    names = "[...$('workers').tBodies[0].rows].map((row) => row.cells[1].innerText)"
+    assert [name[0] for name in await page.run(names)] == ["z", "z"]
+    caption = await page.run("$('workers').caption.innerText")
+    assert caption == (
+        "Workers: long 1 of 4 up, 0 in flight; short 1 of 1 up, 0 in flight. "
+        "3 more are not shown, none of them in worse state"
+    )
+
+
+async def schemed(page: Page, scheme: str) -> list[str]:
+    """Look at the picture in one of two ways; list its colours."""
+    await page.prefer(color_scheme=scheme)
+    drawn = await page.run("statusPage.frames")
+    await page.until(f"statusPage.frames > {drawn} + 2")
+    return list(await page.run(INKED))
+
+
+async def test_it_needs_no_mouse(place: Place, page: Page) -> None:
+    await page.prefer(reduced_motion="reduce")
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.drawn === 1")
+    await page.press("Tab")
+    assert await page.run("document.activeElement.innerText") == "S short"
+    assert await page.run(OUTLINE) == "solid"
+    await page.press("Enter")
+    assert await page.run(PRESSED) == "false"
+    await page.until("statusPage.drawn === 0")
+    await page.press(" ")
+    assert await page.run(PRESSED) == "true"
+    await page.press(*["Tab"] * 6)
+    assert await page.run("document.activeElement.id") == "pause"
+    await page.press("Enter")
+    assert await page.run("document.activeElement.innerText") == "Go on"
+    await page.press("Tab")
+    assert await page.run("document.activeElement.id") == "lanes"
+    assert await page.run(OUTLINE) == "solid"
+    await page.press("ArrowRight")
+    chosen = await page.run("document.querySelector('#chosen').innerText")
+    assert "route short" in chosen
+    assert "worker s0" in chosen
+    await page.press("Escape")
+    assert await page.run("document.querySelector('#chosen').innerText") == ""
+    assert page.complaints == []
+
+
+async def test_what_is_paused_stays(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await asyncio.gather(*(place.ask() for _ in range(5))) == [200] * 5
+    await page.until("statusPage.rows === 5 && statusPage.drawn === 5")
+    await page.run("document.querySelector('#pause').click()")
+    seen = f"[statusPage.drawn, document.querySelector('#lanes canvas').toDataURL(), {TABLE}]"
+    before = await page.run(seen)
+    await page.until("[...rows.values()].every((row) => field(row, 'ended') !== null)")
+    await place.app.stop()  # what it is told now is ours
+    await page.until("statusPage.state === 'down'")
+    fields = "Object.keys(index).reverse()"
+    for event in (  # a minute goes by; then a router that was started anew has nothing to tell
+        "take('news', {now: clock() + WINDOW + 5000, rows: [], ticks: []})",
+        f"take('all', {{now: 5, run: 'b', fields: {fields}, rows: [], ticks: []}})",
+    ):
+        await page.run(event)
+        assert await page.run("statusPage.rows") == 0
+        frames = await page.run("statusPage.frames")
+        await page.until(f"statusPage.frames > {frames} + 2")
+        assert await page.run(seen) == before
+    await page.run("document.querySelector('#pause').click()")
+    await page.until("statusPage.drawn === 0")
+    assert await page.run("document.querySelectorAll('#requests tbody tr').length") == 0
+    assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
+async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    worker, began = next(iter(place.app.fleet)), place.app.wire.clock() - 10.0
+    for at in range(1250):  # all at once, so each has a lane of its own
+        record, now = Record(), began + at / 1000
+        record.started, record.ask = now, ask(prompt=200)
+        record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
+        record.close(now + 5.0, place.app.metrics, "completions", 200, None)
+        if at % 500 == 499:
+            await eventually(lambda: not place.app.live.notes._ended, within=DEADLINE_S)
+    await page.until("statusPage.rows === 1250 && statusPage.drawn === 1200")
+    assert await page.run("document.querySelector('#undrawn').innerText") == (
+        "50 more lanes are not drawn."
+    )
+    await page.run("document.querySelector('#lanes').focus()")
+    for key, lane in (("End", 1249), ("ArrowLeft", 1248), ("Home", 0), ("ArrowRight", 1)):
+        await page.press(key)
+        assert await page.run("rows.get(chosen).lane") == lane
+        chosen = await page.run("document.querySelector('#chosen').innerText")
+        assert ("not drawn" in chosen) == (lane >= 1200)
+        above, y, below = await page.run(SIGHT)
+        assert above <= y <= below
+    await page.run("document.querySelector('#lanes').scrollTop = 600")
+    await page.press("ArrowRight")
+    above, y, below = await page.run(SIGHT)
+    assert above <= y <= below
+    assert page.complaints == []
+
+
+async def test_it_survives_a_restart(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1")
+    port = place.admin
+    await place.app.stop()
+    await page.until("statusPage.state === 'down'")
+    told = await page.run("document.querySelector('#link').innerText")
+    assert "does not answer" in told
+    await place.start(port)
+    await page.until("statusPage.state === 'up'")
+    assert "started anew" in await page.run("document.querySelector('#link').innerText")
+    assert await page.run("statusPage.rows") == 0
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
+    tile = "document.querySelector('#tiles').innerText.includes('answered, last minute\\n1\\n')"
+    await page.until(tile)
+    # That it could not be reached is all there was to complain of.
+    assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
+async def test_whoever_has_the_key_sees_it(
+    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-key-of-many-letters-0123456789"
+    monkeypatch.setenv("STATUS_PAGE_KEY", key)
+    await place.app.stop()
+    await place.start(more=", key_env: STATUS_PAGE_KEY")
+    await page.goto(f"http://127.0.0.1:{place.admin}/")
+    assert await page.run("window.statusPage === undefined")
+    await page.goto(f"http://any:{key}@127.0.0.1:{place.admin}/")  # as if typed when asked
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1")
+
+
+async def test_five_thousand_requests_a_minute(
+    place: Place, page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    app, dice = place.app, random.Random(1)
+    workers = list(app.fleet)
+    for count in range(MINUTE):
+        now = app.wire.clock() - dice.uniform(2.0, 30.0)  # none grows too old before all are there
+        record = Record()
+        record.started, record.ask = now, ask(prompt=200)
+        record.place(now + 0.01, Decision(dice.choice(workers), Reason.LEAST_LOADED))
+        for _ in range(30):
+            now += dice.expovariate(20.0)
+            record.saw_tokens(now, app.metrics)
+        record.close(now, app.metrics, "completions", 200, None)
+        if count % 500 == 499:
+            await eventually(lambda: not app.live.notes._ended, within=DEADLINE_S)
+            await asyncio.sleep(0)
+    await page.until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
+    stats = await page.run("statusPage")
+    # With all of them it goes on drawing, and reading what it is told.
+    before = await page.run("[statusPage.frames, statusPage.messages]")
+    await page.until(
+        f"statusPage.frames > {before[0]} + 5 && statusPage.messages > {before[1]} + 5"
+    )
+    with capsys.disabled():  # for whoever wants to know: no bound on it
+        sys.stdout.write(f" [{MINUTE} requests drawn in {stats['draw_ms']:.0f} ms] ")
+    assert "dropped" not in await page.run(TABLE)
+    assert page.complaints == []

@@ -1,0 +1,144 @@
+"""How the router fares, as the status page shows it; and what a minute of counts comes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import orjson
+import pytest
+
+from proxy.core.fleet.breaker import FAILURES
+from proxy.core.model.specs import Gauges
+from proxy.core.model.types import Reason
+from proxy.core.tenants.tenants import Rank, TenantSpec
+from proxy.metrics.histogram import Histogram
+from proxy.metrics.registry import Metrics
+from proxy.status_page.snapshot import MOST_LINES, LiveState
+from proxy.status_page.window import WINDOW_S, Window, quantile
+from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
+
+BOUNDS = (1.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "counts", "expected"),
+    [
+        (0.5, [0, 0, 0, 0], None),
+        (0.5, [10, 0, 0, 0], 0.5),
+        (0.5, [0, 10, 0, 0], 1.5),
+        (0.99, [50, 50, 0, 0], 1.98),
+        (1.0, [5, 0, 5, 0], 4.0),
+        (0.5, [0, 0, 0, 7], 4.0),  # beyond the last bound nobody knows
+    ],
+)
+def test_quantiles(share: float, counts: list[int], expected: float | None) -> None:
+    found = quantile(share, counts, BOUNDS)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_only_the_last_minute_counts() -> None:
+    window, histogram = Window(), Histogram(BOUNDS)
+    for second in range(0, 300, 5):
+        histogram.observe(0.5 if second < 200 else 3.0)
+        window.copy(float(second), {"c": second}, {"h": histogram})
+    assert window.since == 295 - WINDOW_S
+    assert window.count("c", 300) == 65
+    assert window.of("h", histogram) == [0, 0, 12, 0]
+
+
+def test_what_was_not_there_a_minute_ago_counts_whole() -> None:
+    window, histogram = Window(), Histogram(BOUNDS)
+    histogram.observe(1.5)
+    assert window.of("h", histogram) == [0, 1, 0, 0]
+    window.copy(0.0, {}, {})
+    assert window.of("h", histogram) == [0, 1, 0, 0]
+    assert window.count("c", 3) == 3
+
+
+def test_everything_is_told() -> None:
+    router = router_of(spec("s0", SHORT, most=8), spec("l0", LONG))
+    metrics = Metrics(router)
+    state = LiveState(metrics)
+    metrics.request_done(
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
+    )
+    router.decisions["m", Reason.SHORT_POOL] = 4
+    state.copy(100.0)
+    metrics.request_done(
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
+    )
+    metrics.gaps_of("short", "long").observe(0.02)
+    metrics.handover_ended("prefilled")
+    metrics.retried("s0", "status")
+    router.decisions["m", Reason.SHORT_POOL] = 5
+    router.decisions["m", Reason.LONG_POOL] = 1
+    worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
+    told = orjson.loads(orjson.dumps(state(130.0)))
+    assert told["covers_s"] == 30.0
+    assert told["answered"] == [2, 1]
+    assert told["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
+    assert (told["handovers"], told["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
+    kinds = {each["what"]: each for each in told["latencies"]}
+    assert set(kinds) == {"TTFT", "TPOT", "ITL"}
+    assert kinds["TTFT"]["count"] == 1
+    assert 0.15 < kinds["TTFT"]["p50_s"] < 0.25
+    assert (kinds["TTFT"]["pool"], kinds["TTFT"]["size"]) == ("short", "short")
+    first, second = told["workers"]
+    assert (first["name"], first["running"], first["waiting"], first["most"]) == ("s0", 3, 2, 8)
+    assert (first["state"], first["breaker"], second["running"]) == ("up", "closed", None)
+
+
+def test_tenants_are_told_of_all_processes_together() -> None:
+    states = []
+    for tokens in (10, 5):
+        router = router_of(spec("s0", SHORT))
+        router.tenants.replace([TenantSpec("acme", Rank.BATCH)], {})
+        state = LiveState(Metrics(router))
+        state.copy(100.0)
+        [tenant] = router.tenants
+        tenant.totals.prompt_tokens, tenant.totals.limited = tokens, {"requests": 1}
+        tenant.ledger.running, tenant.waiting = 3, 1
+        states.append(state)
+    told = states[0](130.0, [state.figures(130.0) for state in states])
+    assert told["tenants"] == [
+        {"name": "acme", "class": "batch", "requests": 6, "waiting": 2, "tokens": [15, 15],
+         "limited": [2, 2]},
+    ]  # fmt: skip
+
+
+def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 3)
+    router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
+    w0, _, _, _, w4, w5 = router.fleet
+    for _ in range(FAILURES):
+        router.fleet.failed(w4, 1.0, why="reset")
+        router.fleet.probe_failed("w5", 1.0)
+    w0.requests = w5.requests = 2
+    told = LiveState(Metrics(router))(2.0)
+    shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]
+    assert shown == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
+    assert told["workers"][0]["why"].startswith("it closed the connection")
+    assert told["more_workers"] == 3
+    assert told["pools"] == [
+        {"role": "long", "workers": 4, "up": 2, "requests": 2},
+        {"role": "short", "workers": 2, "up": 2, "requests": 2},
+    ]
+
+
+def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_requests() -> None:
+    metrics = Metrics(router_of(*(spec(f"w{n}", model=f"m{n}") for n in range(70))))
+    state = LiveState(metrics)
+    state.copy(100.0)
+    for number in range(70):
+        for _ in range(2 if number == 69 else 1):
+            metrics.request_done(
+                "completions", f"m{number}", f"w{number}", Reason.GENERAL_POOL, 200, 0.2, 2.0, 0.0,
+                "general", 0.1, "short", 0.02,
+            )  # fmt: skip
+    metrics.gaps_of("general", "short").observe(0.02)
+    told = state(130.0)
+    assert Counter(each["what"] for each in told["latencies"]) == {
+        "TTFT": MOST_LINES, "TPOT": MOST_LINES, "ITL": 1,
+    }  # fmt: skip
+    assert told["more_latencies"] == 2 * (70 - MOST_LINES)
+    assert [e["count"] for e in told["latencies"] if e["model"] == "m69"] == [2, 2]

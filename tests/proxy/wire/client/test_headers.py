@@ -1,0 +1,166 @@
+"""Which headers pass, which stay behind, and which are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.model.types import Role
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import chat, get, request
+from tests.proxy.wire.site import Fake, Site
+
+BODY = b'{"model": "tiny", "messages": []}'
+
+
+async def test_headers_pass_as_they_are(site: Site) -> None:
+    lines = (
+        b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        b"tracestate: a=1,b=2",
+        b"baggage: k=v",
+        b"User-Agent: OpenAI/Python 3",
+        b"X-Stainless-Lang: python",
+        b"Accept: text/event-stream",
+        b"OpenAI-Organization: org",
+        b"X-Latin: caf\xe9",
+        b"X-Empty:",
+        b"X-Twice: 1",
+        b"X-Twice: 2",
+        b"Cookie: a=b; c=d",
+        b"x-data-parallel-rank: 1",
+    )
+    assert (await site.ask(request(BODY, *lines))).status == 200
+    [call] = site.fake.served
+    for line in lines:
+        name, _, value = line.partition(b":")
+        assert value.strip() in call.all(name), name
+    assert call.all(b"x-twice") == [b"1", b"2"]
+    assert call.all(b"content-type") == [b"application/json"]
+    assert call.all(b"content-length") == [b"%d" % len(BODY)]
+
+
+async def test_connection_can_not_take_away_what_matters(site: Site) -> None:
+    """Naming a header there must not remove what the router itself writes."""
+    lines = (
+        b"Connection: close, Content-Length, Host, Content-Type, X-Request-Id",
+        b"X-Request-Id: a",
+    )
+    assert (await site.ask(request(BODY, *lines))).status == 200
+    [call] = site.fake.served
+    assert call.body == BODY
+    assert len(call.all(b"host")) == 1
+    assert call.all(b"x-request-id") != []
+
+
+async def test_the_host_is_the_workers(site: Site) -> None:
+    await site.ask(request(BODY))
+    assert site.fake.served[0].all(b"host") == [b"127.0.0.1:%d" % site.fake.port]
+
+
+async def test_a_request_id_is_kept(site: Site) -> None:
+    answer = await site.ask(request(BODY, b"X-Request-Id: mine-1"))
+    assert site.fake.served[0].all(b"x-request-id") == [b"mine-1"]
+    assert answer.all(b"x-request-id") == [b"mine-1"]
+
+
+async def test_a_request_id_is_made(site: Site) -> None:
+    client = await site.client()
+    ids = [(await client.ask(request(BODY))).one(b"x-request-id") for _ in range(10)]
+    assert len(set(ids)) == 10
+    assert [call.all(b"x-request-id") for call in site.fake.served] == [[each] for each in ids]
+
+
+async def test_answers_of_the_routers_own_have_an_id_too(site: Site) -> None:
+    for data in (get("/health"), get("/nowhere"), request(b"{"), request(b'{"model": "x"}')):
+        named = data.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n", 1)
+        assert (await site.ask(named)).all(b"x-request-id") == [b"mine"]
+        assert len((await site.ask(data)).one(b"x-request-id")) > 8
+
+
+async def test_the_clients_authorization_passes(site: Site) -> None:
+    await site.ask(request(BODY, b"Authorization: Bearer theirs"))
+    await site.ask(request(BODY))
+    first, second = site.fake.served
+    assert first.all(b"authorization") == [b"Bearer theirs"]
+    assert second.all(b"authorization") == []
+
+
+async def test_a_workers_own_key_takes_its_place(start: Start) -> None:
+    site = await start(
+        Fake("w0", api_key="secret0", max_model_len=4096), Fake("w1", max_model_len=4096),
+        router={"policy": "round_robin"},
+    )  # fmt: skip
+    for _ in range(4):
+        answer = await site.ask(request(BODY, b"Authorization: Bearer theirs", b"X-Explain: 1"))
+        assert b"secret0" not in answer.body + repr(answer.headers).encode()
+    for call in site.fakes["w0"].served:
+        assert call.all(b"authorization") == [b"Bearer secret0"]
+    for call in site.fakes["w1"].served:
+        assert call.all(b"authorization") == [b"Bearer theirs"]
+    assert len(site.fakes["w0"].served) == len(site.fakes["w1"].served) == 2
+
+
+async def test_the_key_goes_to_tokenize_as_well(start: Start) -> None:
+    site = await start(
+        Fake("w0", api_key="secret0", max_model_len=2048), Fake("w1", api_key="secret1")
+    )
+    await site.ask(chat("word " * 1600, b"Authorization: Bearer theirs"))
+    [(name, call)] = [
+        (name, call)
+        for name, fake in site.fakes.items()
+        for call in fake.calls
+        if call.path == "/tokenize"
+    ]
+    assert call.all(b"authorization") == [b"Bearer secret" + name[1:].encode()]
+
+
+async def test_an_answer_says_where_it_came_from_when_asked(start: Start) -> None:
+    site = await start(Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG))
+    assert (await site.ask(chat())).all(b"x-route") == []
+    for data in (chat("hi", b"X-Explain: 1"), chat("hi", b"x-explain: true", stream=True)):
+        answer = await site.ask(data)
+        route = answer.one(b"x-route").decode()
+        worker, reason, *scores = route.split("; ")
+        assert worker in ("s0", "l0")
+        assert reason.partition("=")[0] == "reason"
+        assert reason.partition("=")[2] in {"short_pool", "spill_to_long", "prefix"}
+        assert {score.partition("=")[0] for score in scores} == {"s0", "l0"}
+    assert not any(call.all(b"x-explain") for f in site.fakes.values() for call in f.served)
+
+
+@pytest.mark.parametrize("said", [b"0", b"false", b"No", b"off", b""])
+async def test_one_who_says_no_wants_no_explanation(site: Site, said: bytes) -> None:
+    assert (await site.ask(chat("hi", b"X-Explain: " + said))).all(b"x-route") == []
+
+
+GET = b"GET /v1/models HTTP/1.1\r\n"
+REFUSED_HEADS = {
+    "no host": (GET + b"X-Request-Id: mine\r\n\r\n", 400, b"mine"),
+    "two hosts": (GET + b"Host: a\r\nHost: b\r\nX-Request-Id: mine\r\n\r\n", 400, b"mine"),
+    "an expectation": (GET + b"Host: a\r\nExpect: b\r\nX-Request-Id: mine\r\n\r\n", 417, b"mine"),
+    "too large a body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n"
+        b"X-Request-Id: mine\r\n\r\n", 413, b"mine",
+    ),
+    "an id that is none": (GET + b"X-Request-Id: %b\r\n\r\n" % (b"x" * 300), 400, None),
+    "nothing said of it": (GET + b"\r\n", 400, None),
+    "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED_HEADS)
+async def test_what_is_refused_for_its_head_has_an_id_too(site: Site, how: str) -> None:
+    """Or nobody could say which of the log's lines it was."""
+    data, status, expected = REFUSED_HEADS[how]
+    client = await site.send(data)
+    answer = await client.answer()
+    assert answer.status == status
+    said = answer.one(b"x-request-id")
+    assert said == expected if expected else 10 < len(said) < 100
+
+
+async def test_an_id_of_the_request_before_is_nobody_elses(site: Site) -> None:
+    client = await site.client()
+    assert (await client.ask(chat("hi", b"X-Request-Id: first"))).status == 200
+    await client.send(b"nonsense\r\n\r\n")
+    answer = await client.answer()
+    assert (answer.status, answer.one(b"x-request-id") == b"first") == (400, False)

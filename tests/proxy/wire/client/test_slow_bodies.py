@@ -1,0 +1,184 @@
+"""Bodies that come too slowly: a byte a minute holds no connection for ever."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.http.request_parser import Reading
+from proxy.net.tls import server_context
+from proxy.wire.client.connection import MAX_AHEAD, ClientConnection
+from tests.proxy.certificates import Authority
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import Client, chat, request
+from tests.proxy.wire.site import Fake, Site, eventually
+
+RATE, GRACE_S = 1024, 75.0
+BODY = chat("x" * 200_000)
+
+
+async def begun(
+    start: Start, data: bytes, authority: Authority | None = None, **wire: Any
+) -> tuple[Site, Client]:
+    """Start a router where no time passes but what is skipped, and send the start of a request."""
+    tls = None if authority is None else server_context(authority.port("router"))
+    site = await start(wire={"linger_s": 0.1} | wire, tls=tls)
+    site.stand_still()
+    client = await site.send(data, tls=authority and authority.client())
+    await reading(site)
+    return site, client
+
+
+async def reading(site: Site) -> None:
+    """Wait until the router has the first of a body."""
+    await eventually(
+        lambda: any(
+            each._reader.state is Reading.BODY and each.deadline == site.clock() + GRACE_S
+            for each in site.wire.clients
+        )
+    )
+
+
+def connection(site: Site) -> ClientConnection:
+    """Return the only client's."""
+    [only] = site.wire.clients
+    return only
+
+
+async def send(site: Site, client: Client, data: bytes) -> None:
+    """Send some, and wait until the router has it."""
+    before = connection(site)._arrival._body_bytes
+    await client.send(data)
+    await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files"])
+async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, path: str) -> None:
+    whole = request(b"x" * 100_000, path=path)
+    site, client = await begun(start, whole[:500])
+    for _ in range(2):
+        site.skip(60)
+        if not site.wire.clients:
+            break
+        await client.send(b"x")
+        await site.swept()
+    answer = await client.answer()
+    assert answer.status == 408
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert f"{RATE} bytes a second" in error["message"]
+    assert answer.one(b"connection") == b"close"
+    counted = [(key[5], key[4]) for key in site.metrics.requests]
+    assert counted == [(408, "slow_body")]
+    assert site.wire.collecting.held == 0
+
+
+async def test_a_slow_link_is_served(start: Start) -> None:
+    """A body of 200 kB at twice the least rate, in bursts of 10 s."""
+    site, client = await begun(start, BODY[:1000])
+    for at in range(1000, len(BODY) - 1, 10 * 2 * RATE):
+        await send(site, client, BODY[at : min(at + 10 * 2 * RATE, len(BODY) - 1)])
+        site.skip(10)
+        await site.swept()
+        assert not connection(site)._leaving
+    await client.send(BODY[-1:])
+    assert (await client.answer()).status == 200
+
+
+async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000])
+    at = 1000
+    seconds = 0
+    while not connection(site)._leaving:
+        await send(site, client, BODY[at : at + 10 * RATE // 2])
+        at += 10 * RATE // 2
+        seconds += 10
+        site.skip(10)
+        await site.swept()
+    # Half of the rate: what is missing has grown to the first 75 s of it after 150 s.
+    assert seconds == 160
+    assert (await client.answer()).error()["code"] == "slow_body"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted: bool) -> None:
+    data = request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5]
+    site, client = await begun(start, data, Authority(tmp_path) if encrypted else None)
+    for _ in range(2):
+        await client.send(b"1\r\nx\r\n")
+        site.skip(60)
+        await site.swept()
+    assert (await client.answer()).error()["code"] == "slow_body"
+
+
+async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000])
+    site.skip(70)
+    await client.send(BODY[1000:])
+    assert (await client.answer()).status == 200
+    for part in (BODY[:150_000], BODY):  # read as it came, and as one that is known
+        await client.send(part[:100_000])
+        await reading(site)
+        site.skip(70)
+        await site.swept()
+        await client.send(BODY[100_000:])
+        assert (await client.answer()).status == 200
+
+
+async def test_nought_is_any_rate(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000], body_min_bytes_per_s=0)
+    for at in range(1000, 1010):
+        site.skip(70)
+        await site.swept()
+        await send(site, client, BODY[at : at + 1])
+    await client.send(BODY[1010:])
+    assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
+@pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
+async def test_time_of_the_answer_before_does_not_count(
+    start: Start, ahead: int, limits: dict[str, float]
+) -> None:
+    site = await start(Fake(max_model_len=1 << 20), wire=limits)
+    site.stand_still()
+    gate = site.fake.hold_next()
+    large = chat("x" * 4 * MAX_AHEAD)
+    client = await site.send(chat())
+    await site.fake.got(1)
+    client.writer.write(large[:ahead])
+    await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD))
+    for exchange in site.wire.exchanges:
+        exchange.deadline = inf
+    site.skip(5 * GRACE_S)
+    await site.swept()
+    gate.set()
+    assert (await client.answer()).status == 200
+    await reading(site)
+    site.skip(0.9 * GRACE_S)
+    await site.swept()
+    client.writer.write(large[ahead:])
+    assert (await client.answer()).status == 200
+
+
+async def test_after_continue_the_body_has_its_full_time(start: Start) -> None:
+    site = await start()
+    site.stand_still()
+    gate = site.fake.hold_next()
+    client = await site.send(chat())
+    await site.fake.got(1)
+    head, body = chat("x" * 1000, b"Expect: 100-continue").split(b"\r\n\r\n", 1)
+    await client.send(head + b"\r\n\r\n")
+    site.skip(5 * GRACE_S)
+    await site.swept()
+    gate.set()
+    assert (await client.answer()).status == 200
+    await reading(site)
+    assert (await client.answer()).status == 100
+    site.skip(0.9 * GRACE_S)
+    await site.swept()
+    await client.send(body)
+    assert (await client.answer()).status == 200

@@ -1,0 +1,242 @@
+"""Encrypted on both sides: what holds without TLS holds with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.net.tls import server_context
+from tests.proxy.certificates import Authority
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.raw_client import Answer, BrokenError, chat, get
+from tests.proxy.wire.site import Fake, Site, eventually
+
+Begin = Callable[..., Awaitable[Site]]
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Make one for all tests here."""
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def begin(start: Start, authority: Authority) -> Begin:
+    """Start routers that show a certificate."""
+
+    async def started(
+        *fakes: Fake, shown: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
+    ) -> Site:
+        shown = shown or server_context(authority.port("router"))
+        return await start(*(fakes or (worker(authority),)), wire=wire, tls=shown)
+
+    return started
+
+
+def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
+    """Describe a worker that speaks HTTPS."""
+    met = more.pop("met", None) or authority.meeting("to-worker" if clients else None)
+    shown = server_context(
+        authority.port("worker", clients=clients, host=more.pop("host", "127.0.0.1"))
+    )
+    return Fake(tls=shown, met=met, **more)
+
+
+async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
+    """Ask once."""
+    client = await site.client(tls=tls)
+    try:
+        return await client.ask(data, within=DEADLINE_S)
+    finally:
+        client.close()
+
+
+async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
+    site = await begin(worker(authority, max_model_len=1_000_000))
+    client = await site.client(tls=authority.client())
+    answer = await client.ask(chat())
+    assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "w0")
+    stream = await client.ask(chat(stream=True))
+    assert stream.body.count(b"data: ") == 5
+    assert stream.body.endswith(b"data: [DONE]\n\n")
+    large = await client.ask(chat("x" * 300_000))
+    assert large.status == 200
+    assert len(site.fake.connections) == 1  # kept, and used again
+    version = client.writer.get_extra_info("ssl_object").version()
+    assert version in ("TLSv1.2", "TLSv1.3")
+    client.close()
+
+
+async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> None:
+    site = await begin()
+    plain = await site.client()
+    with pytest.raises((BrokenError, ConnectionError)):
+        await plain.ask(get("/health"))
+    assert site.wire.tls is not None
+    assert site.wire.tls.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+async def test_client_certificates(begin: Begin, authority: Authority, tmp_path: Path) -> None:
+    site = await begin(shown=server_context(authority.port("strict", clients=True)))
+    assert (await ask(site, authority.client("client"), get("/health"))).status == 200
+    stranger = Authority(tmp_path).issue("stranger")
+    context = authority.client()
+    with pytest.raises((BrokenError, OSError)):
+        await ask(site, context, get("/health"))
+    context.load_cert_chain(*stranger)
+    with pytest.raises((BrokenError, OSError)):
+        await ask(site, context, get("/health"))
+
+
+async def test_a_worker_may_want_our_certificate(begin: Begin, authority: Authority) -> None:
+    site = await begin(
+        worker(authority, clients=True, name="w0"),
+        worker(authority, clients=True, name="w1", met=authority.meeting()),
+    )
+    tls = authority.client()
+    answers = [await ask(site, tls, chat()) for _ in range(4)]
+    assert [answer.status for answer in answers] == [200] * 4
+    assert {call.connection.worker.name for call in site.served()} == {"w0"}
+
+
+@pytest.mark.parametrize("why", ["authority", "name"])
+async def test_a_worker_that_is_not_who_it_should_be_gets_nothing(
+    begin: Begin, authority: Authority, tmp_path: Path, why: str
+) -> None:
+    met = Authority(tmp_path).meeting() if why == "authority" else authority.meeting()
+    host = "worker.example" if why == "name" else "127.0.0.1"
+    site = await begin(worker(authority, met=met, host=host))
+    answer = await ask(site, authority.client(), chat())
+    assert answer.status in (502, 503)
+    assert site.fake.calls == []
+
+
+async def test_a_name_may_be_left_unverified(begin: Begin, authority: Authority) -> None:
+    met = authority.meeting(verify_hostname=False)
+    site = await begin(worker(authority, met=met, host="worker.example"))
+    assert (await ask(site, authority.client(), chat())).status == 200
+
+
+async def test_a_client_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
+    site = await begin(wire={"client_header_s": 0.2})
+    silent = await site.client()
+    halting = await site.send(b"\x16\x03\x01\x02\x00\x01")
+    async with asyncio.timeout(DEADLINE_S):
+        for each in (silent, halting):
+            with suppress(ConnectionError):
+                await each.reader.read()  # to its end
+    assert (await ask(site, authority.client(), get("/health"))).status == 200
+
+
+async def test_a_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
+    site = await begin(Fake(name="w0", met=authority.meeting()), wire={"connect_s": 0.2})
+    answer = await ask(site, authority.client(), chat())
+    assert answer.status in (502, 503, 504)
+
+
+@pytest.mark.parametrize("end", ["close", "cut"])
+async def test_an_end_without_notice_is_broken(
+    begin: Begin, authority: Authority, end: str
+) -> None:
+    """Of a body that ends with its connection, TLS tells a proper end from one cut off."""
+
+    async def answer(call: Call) -> None:
+        await call.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}")
+        await asyncio.sleep(0.05)  # what was sent should arrive
+        if end == "close":
+            call.close()
+        else:
+            raw = call.connection.transport.get_extra_info("socket")
+            with socket.socket(fileno=os.dup(raw.fileno())) as underneath:
+                underneath.shutdown(socket.SHUT_WR)
+
+    site = await begin()
+    site.fake.always(answer)
+    client = await site.client(tls=authority.client())
+    if end == "close":
+        assert (await client.ask(chat())).body == b"{}"
+        return
+    with pytest.raises((BrokenError, OSError, asyncio.IncompleteReadError)):
+        await client.ask(chat())
+
+
+async def test_a_break_just_as_the_client_has_gone(begin: Begin, authority: Authority) -> None:
+    """There is no socket any more then, and nobody has been told."""
+    site, loop = await begin(), asyncio.get_running_loop()
+    client = await site.client(tls=authority.client())
+    assert (await client.ask(get("/health"))).status == 200
+    (theirs,) = site.wire.clients
+    broken_off = loop.create_future()
+
+    def look() -> None:
+        if theirs._transport.get_extra_info("socket") is not None:
+            loop.call_soon(look)
+            return
+        assert theirs in site.wire.clients
+        theirs.break_off()
+        broken_off.set_result(None)
+
+    look()
+    client.reset()
+    await asyncio.wait_for(broken_off, DEADLINE_S)
+
+
+async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
+    """Ask as a client of threads does, which looks at its connection when it reads alone."""
+
+    def ask() -> ssl.SSLSocket:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(DEADLINE_S)
+        raw.connect(("127.0.0.1", site.port))
+        client = authority.client().wrap_socket(raw, server_hostname="127.0.0.1")
+        client.sendall(data)
+        return client
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_a_drain_waits_for_no_close_notify(begin: Begin, authority: Authority) -> None:
+    site = await begin(wire={"linger_s": 0.1})
+    with await kept(site, authority, get("/health")) as client:
+        assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200")
+        async with asyncio.timeout(DEADLINE_S):
+            await site.wire.drain(3600.0)
+        assert not site.wire.clients
+
+
+async def test_a_slow_reader_gets_the_end_of_an_answer(begin: Begin, authority: Authority) -> None:
+    site = await begin(wire={"linger_s": 0.1})
+    go, content = asyncio.Event(), b"x" * 60_000
+    site.fake.always(scripts.gated(go, scripts.answer(200, content)))
+    with await kept(site, authority, chat("hi", b"Connection: close")) as client:
+        await site.fake.got()
+        (theirs,) = site.wire.clients
+        raw = theirs._transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        go.set()
+        await eventually(lambda: theirs._leaving)
+        for _ in range(5):  # looks
+            theirs.deadline = -inf
+            await eventually(lambda: theirs.deadline > 0)
+        assert site.wire.clients == {theirs}
+        pieces = [piece async for piece in pieces_of(client)]
+        assert b"".join(pieces).endswith(b"\r\n\r\n" + content)
+
+
+async def pieces_of(client: ssl.SSLSocket) -> AsyncIterator[bytes]:
+    """Read to the end."""
+    while piece := await asyncio.to_thread(client.recv, 1 << 16):
+        yield piece

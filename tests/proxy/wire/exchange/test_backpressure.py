@@ -1,0 +1,140 @@
+"""A side that does not keep up holds the other back; nothing is heaped up in between."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from proxy.net.tls import server_context
+from tests.proxy.certificates import Authority
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.raw_client import chat, get
+from tests.proxy.wire.site import Fake, eventually
+
+PIECE = 64 * 1024
+TOTAL = 40 << 20
+# What two connections and three programs may hold; the kernel's own buffers are most of it.
+IN_BETWEEN = 24 << 20
+CHUNKED_HEAD = scripts.head(200, (b"transfer-encoding", b"chunked"))
+
+
+def flood(total: int = TOTAL, head: bytes = scripts.STREAM_HEAD) -> scripts.Script:
+    """Send much, as fast as it is taken."""
+
+    async def run(call: Call) -> None:
+        await call.send(head)
+        for number in range(total // PIECE):
+            await call.send(scripts.chunk(b"data: %s\n\n" % (b"%08d" % number).ljust(PIECE - 8)))
+        await call.send(scripts.LAST_CHUNK)
+
+    return run
+
+
+def expected(total: int = TOTAL) -> list[bytes]:
+    return [b"%08d" % number for number in range(total // PIECE)]
+
+
+async def stalled(call: Call) -> int:
+    """Wait until the worker can send no more; return how much it has sent."""
+    sent = -1
+    async with asyncio.timeout(10):
+        while sent != call.connection.sent or not call.connection.stalled.is_set():
+            sent = call.connection.sent
+            await asyncio.sleep(0.1)
+    return sent
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_unread_answers_are_not_held(start: Start, tmp_path: Path, encrypted: bool) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.client() if encrypted else None
+    shown = server_context(authority.port("router")) if encrypted else None
+    site = await start(tls=shown)
+    site.fake.always(flood())
+    clients = [await site.client(limit=1024, rcvbuf=8192, tls=tls) for _ in range(8)]
+    for number, client in enumerate(clients, start=1):
+        await client.send(chat(stream=True))
+        await site.fake.got(number)
+    for call in site.served():
+        await stalled(call)
+    unsent = [each._transport.get_write_buffer_size() for each in site.wire.clients]
+    assert len(unsent) == len(clients)
+    assert max(unsent) < 400 << 10
+
+
+@pytest.mark.parametrize("events", [True, False])
+async def test_a_client_that_does_not_read_stalls_its_worker(start: Start, events: bool) -> None:
+    site = await start()
+    site.fake.always(flood(head=scripts.STREAM_HEAD if events else CHUNKED_HEAD))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
+    call = await site.fake.got()
+    assert await stalled(call) < IN_BETWEEN
+    # Others are served meanwhile.
+    site.fake.always(scripts.stream(3))
+    assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
+    assert (await site.ask(get("/health"))).status == 200
+    # Then everything arrives.
+    client.read_on()
+    answer = await client.answer(within=20.0)
+    events = answer.body.split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+
+
+async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: Start) -> None:
+    """As it may by the answers to requests that it sent before."""
+    site = await start(Fake("w0", max_requests=1))
+    gate = site.fake.hold_next()
+    site.fake.always(flood())
+    first, client = await site.client(), await site.client(limit=1024, rcvbuf=8192)
+    await first.send(chat())
+    await site.fake.got()
+    await client.send(chat(stream=True))
+    await eventually(lambda: site.wire.queued)
+    [waiting] = site.wire.queued.values()
+    connection = waiting._client
+    before = b"." * (16 << 20)
+    connection.write(before)
+    await eventually(lambda: not connection.writable)
+    gate.set()
+    assert await stalled(await site.fake.got(2)) < IN_BETWEEN
+    client.read_on()
+    async with asyncio.timeout(10):
+        assert await client.reader.readexactly(len(before)) == before
+    answer = await client.answer(within=20.0)
+    events = answer.body.split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+
+
+async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
+    total = 8 << 20
+    site = await start(wire={"idle_s": 100.0})
+    site.stand_still()
+    site.fake.always(flood(total))
+    client = await site.send(chat(stream=True), rcvbuf=65536)
+    await client.head()
+    pieces = []
+    while piece := await client.piece():
+        pieces.append(piece)
+        if len(pieces) % 8 == 0:
+            site.skip(15.0)  # several times its patience in all; what goes on makes it wait anew
+            await asyncio.sleep(0.02)
+            assert site.wire._timer is not None
+            site.wire._timer.cancel()
+            site.wire._tick()  # it looks who is late
+    events = b"".join(pieces).split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected(total)
+
+
+async def test_a_client_that_never_reads_again_is_given_up(start: Start) -> None:
+    """Or its worker would hold the blocks of that request for ever."""
+    site = await start(wire={"idle_s": 0.3})
+    site.fake.always(flood())
+    await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
+    call = await site.fake.got()
+    await call.was_lost()
+    await site.settled()
+    await eventually(lambda: not site.wire.clients)

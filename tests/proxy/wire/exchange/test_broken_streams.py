@@ -1,0 +1,256 @@
+"""A worker that fails after its answer has begun: the client sees it, and no fake end.
+
+Peers cut the stream off without a word, or invent a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.http.sse import MAX_HELD
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.raw_client import BrokenError, Client, chat, get, request
+from tests.proxy.wire.site import Fake, Site
+
+SSE_HEAD = scripts.STREAM_HEAD
+FIRST = [scripts.token("a"), scripts.token("b")]
+CHUNKS = b"".join(map(scripts.chunk, FIRST))
+HALF = scripts.token("never seen")[:-7]
+# What a client writes is quoted, so it is no event of its own.
+QUOTED_DONE = scripts.token("x\ndata: [DONE]\n\n")
+FAILURES: dict[str, Script] = {
+    "close": scripts.raw(SSE_HEAD + CHUNKS, end="close"),
+    "reset": scripts.raw(SSE_HEAD + CHUNKS, end="reset"),
+    "stall": scripts.raw(SSE_HEAD + CHUNKS, end="stall"),
+    "a bad chunk": scripts.raw(SSE_HEAD + CHUNKS, b"zz\r\n\r\n", gap_s=0.03, end="stall"),
+    "half an event": scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(HALF), end="close"),
+    "half an event, reset": scripts.raw(SSE_HEAD + CHUNKS, scripts.chunk(HALF), end="reset"),
+    "half a chunk": scripts.raw(SSE_HEAD + CHUNKS + b"40\r\n" + HALF[:20], end="close"),
+    "half an event, stalled": scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(HALF), end="stall"),
+}
+
+
+async def read_events(client: Client) -> list[bytes]:
+    """Read a stream that ends well as HTTP; the error event is its last."""
+    answer = await client.answer()
+    assert answer.status == 200
+    assert answer.body.endswith(b"\n\n")
+    return answer.body.split(b"\n\n")[:-1]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> None:
+    site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
+    site.always(FAILURES[name])
+    client = await site.send(chat(stream=True))
+    *tokens, last = await read_events(client)
+    assert tokens == [event.removesuffix(b"\n\n") for event in FIRST]
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error["message"]
+    assert error["type"] == "server_error"
+    assert {"param", "code"} <= set(error)
+    assert len(site.served()) == 1
+    site.always(scripts.obey("well"))
+    assert (await client.ask(chat())).status == 200  # the client's connection is kept
+    await site.settled()
+
+
+async def test_connection_close_holds_after_an_error_event(site: Site) -> None:
+    site.fake.then(FAILURES["reset"])
+    client = await site.send(chat("hi", b"Connection: close", stream=True))
+    answer = await client.answer()
+    assert answer.one(b"connection") == b"close"
+    assert b'"error"' in answer.body
+    assert await client.closed() == b""
+
+
+def typed(name: str, **data: object) -> bytes:
+    """Return an event with a name, as /v1/responses and /v1/messages send."""
+    return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
+
+
+DELTA = typed("response.output_text.delta", delta="a")
+TEXT = typed("content_block_delta", delta={"type": "text_delta", "text": "a"})
+COHERE_START = b'data: {"delta":{},"type":"message-start"}\n\n'
+COHERE_TEXT = b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
+COHERE_END = b'data: {"type":"message-end","delta":{"finish_reason":"COMPLETE"}}\n\n'
+# By path: what begins a stream there, and the event after which it is whole.
+LAST_EVENTS = [
+    ("/v1/chat/completions", b"".join(FIRST), scripts.DONE),
+    ("/v1/completions", b"".join(FIRST), b"data:[DONE]\n\n"),
+    (
+        "/inference/v1/generate",
+        b"".join(FIRST).replace(b"\n", b"\r\n"),
+        b"data: [DONE]\r\n\r\n",
+    ),
+    ("/v1/responses", DELTA, typed("response.completed", response={})),
+    ("/v1/responses", DELTA, typed("response.incomplete", response={})),
+    ("/v1/responses", DELTA, typed("response.failed", response={})),
+    ("/v1/messages", TEXT, typed("message_stop")),
+    ("/cohere/v2/chat", COHERE_START + COHERE_TEXT, COHERE_END),
+    ("/cohere/v2/chat", COHERE_START + COHERE_TEXT, COHERE_END + scripts.DONE),
+]
+ANY_BODY = (
+    b'{"model": "tiny", "prompt": "hi", "input": "hi", "messages": [], "token_ids": [1], '
+    b'"max_tokens": 9, "stream": true}'
+)
+
+
+@pytest.mark.parametrize("end", ["close", "reset", "stall"])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    ("path", "begin", "last"), LAST_EVENTS, ids=[f"{n}{x[0]}" for n, x in enumerate(LAST_EVENTS)]
+)
+async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_ends(
+    start: Start, path: str, begin: bytes, last: bytes, apart: bool, end: str
+) -> None:
+    site = await start(Fake("w0"), wire={"idle_s": 0.3})
+    pieces = [SSE_HEAD + scripts.chunk(begin), scripts.chunk(last)]
+    site.fake.then(scripts.raw(*pieces if apart else [b"".join(pieces)], gap_s=0.03, end=end))
+    client = await site.client()
+    answer = await client.ask(request(ANY_BODY, path=path))
+    assert answer.body == begin + last
+    assert (await client.ask(chat())).status == 200
+    assert site.worker().breaker.spotless
+    await site.settled()
+
+
+@pytest.mark.parametrize("last", [b"data: [DONE", QUOTED_DONE], ids=["half", "quoted"])
+async def test_what_only_looks_like_the_last_event_is_not_one(site: Site, last: bytes) -> None:
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(last), end="reset"))
+    assert b'"worker_reset"' in (await site.ask(chat(stream=True))).body
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_half_of_a_large_last_event_is_a_broken_stream(site: Site, end: str) -> None:
+    begun = typed("response.completed", response="x" * (MAX_HELD + 1000))[:-100]
+    site.fake.then(
+        scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(begun), gap_s=0.03, end=end)
+    )
+    client = await site.send(request(ANY_BODY, path="/v1/responses"))
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+    await site.settled()
+    assert not site.worker().breaker.spotless
+
+
+UNFRAMED = scripts.head(200, (b"content-type", scripts.SSE))
+DONE_PATHS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/cohere/v2/chat",
+    "/v1/audio/transcriptions",
+]
+BODY = b'{"model": "tiny", "prompt": "hi", "messages": [], "token_ids": [1], "stream": true}'
+
+
+def to(path: str) -> bytes:
+    """Ask for a stream there."""
+    if "audio" not in path:
+        return request(BODY, path=path)
+    part = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x--\r\n'
+    data = request(part, path=path)
+    return data.replace(b"application/json", b"multipart/form-data; boundary=x")
+
+
+@pytest.mark.parametrize("path", DONE_PATHS)
+@pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED_DONE], ids=["event", "half", "quoted"])
+@pytest.mark.parametrize("old", [False, True], ids=["1.1", "1.0"])
+async def test_unframed_without_done_is_cut(
+    start: Start, path: str, last: bytes, old: bool
+) -> None:
+    """Its end is that of the connection, as if its worker had died."""
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(scripts.raw(UNFRAMED + FIRST[0], last, gap_s=0.02, end="close"))
+    client = await site.client()
+    asked = to(path)
+    await client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0") if old else asked)
+    head = await client.head()
+    body = await client.body(head)
+    whole = b"" if last is HALF else last
+    assert body.startswith(FIRST[0] + whole + b'data: {"error"')
+    assert b'"worker_reset"' in body
+    assert b"[DONE]" not in body[len(FIRST[0] + whole) :]
+    if old:
+        assert await client.closed() == b""
+    assert len(site.served()) == 1
+    assert not any(worker.breaker.spotless for worker in site.fleet if worker.name == "w0")
+
+
+@pytest.mark.parametrize("path", DONE_PATHS)
+@pytest.mark.parametrize("end", [b"", b"\n", b": bye\n\n"])
+async def test_unframed_with_done_is_whole(site: Site, path: str, end: bytes) -> None:
+    site.fake.then(
+        scripts.raw(UNFRAMED + FIRST[0], FIRST[1], scripts.DONE + end, gap_s=0.02, end="close")
+    )
+    client = await site.client()
+    answer = await client.ask(to(path))
+    assert answer.body == b"".join(FIRST) + scripts.DONE + end
+    assert (await client.ask(chat())).status == 200
+    assert site.worker().breaker.spotless
+
+
+async def test_last_words_may_be_cut_from_what_stands_before_them(site: Site) -> None:
+    """In CRLF, without a blank after the colon, and with no empty line at the end."""
+    for said in (b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"):
+        site.fake.then(
+            scripts.raw(UNFRAMED + FIRST[0], said[:8], said[8:], gap_s=0.02, end="close")
+        )
+        assert (await site.ask(chat(stream=True))).body == FIRST[0] + said
+
+
+@pytest.mark.parametrize("said", [b"", HALF])
+async def test_unframed_without_events_is_asked_elsewhere(start: Start, said: bytes) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
+    site.fakes["w0"].always(scripts.raw(UNFRAMED + said, end="close"))
+    assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
+    assert [len(fake.served) for fake in site.fakes.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_typed_streams_without_framing_end_as_they_do(site: Site, path: str) -> None:
+    """They have no such word."""
+    typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
+    site.fake.then(scripts.raw(UNFRAMED + typed, end="close"))
+    body = b'{"model": "tiny", "input": "hi", "messages": [], "max_tokens": 1, "stream": true}'
+    assert (await site.ask(request(body, path=path))).body == typed
+
+
+async def test_what_a_worker_calls_the_end_is_the_end(site: Site) -> None:
+    """A whole body without [DONE] passes as it is: nothing is made up, either way."""
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.LAST_CHUNK))
+    assert (await site.ask(chat(stream=True))).body == b"".join(FIRST)
+
+
+async def test_a_workers_own_error_event_passes(site: Site) -> None:
+    event = scripts.event({"error": {"message": "EngineDeadError", "code": 500}})
+    tail = scripts.chunk(event) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + tail))
+    assert (await site.ask(chat(stream=True))).body == b"".join(FIRST) + event + scripts.DONE
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_pipelined_requests_survive_a_broken_stream(site: Site, end: str) -> None:
+    site.fake.then(FAILURES[end])
+    client = await site.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
+    *_, last = await read_events(client)
+    assert b'"error"' in last
+    assert (await client.answer()).json()["choices"]
+    assert (await client.answer()).status == 200
+    assert (await client.answer()).body.endswith(scripts.DONE)
+    assert len(site.fake.served) == 3
+
+
+async def test_pipelined_requests_end_with_a_broken_body(site: Site) -> None:
+    """No byte after it can be told from the body that was promised."""
+    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
+    site.fake.then(scripts.raw(head + b"{", end="reset"))
+    client = await site.send(chat() + chat())
+    await client.head()
+    assert await client.closed() in (b"{", b"")
+    assert len(site.fake.served) == 1

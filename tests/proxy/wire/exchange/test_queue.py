@@ -1,0 +1,141 @@
+"""A full fleet: requests wait in the router, within bounds; past them an answer says how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.types import Refusal
+from proxy.wire.exchange.exchange import Exchange
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import Answer, Client, chat
+from tests.proxy.wire.site import Fake, Site, eventually
+
+
+async def fill(site: Site, gate: asyncio.Event, waiting: int) -> list[Client]:
+    """Occupy the only place of the only worker, and let so many wait behind it."""
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    clients = [await site.client() for _ in range(waiting + 1)]
+    for number, client in enumerate(clients):
+        await client.send(chat(f"number {number}"))
+        if number == 0:
+            await site.fake.got()
+        else:
+            await eventually(lambda number=number: len(site.router.queue) == number)
+    return clients
+
+
+def retry_after(answer: Answer) -> int:
+    text = answer.one(b"retry-after")
+    assert text.isdigit()
+    return int(text)
+
+
+async def test_those_who_wait_are_served_in_order(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    gate = asyncio.Event()
+    clients = await fill(site, gate, 10)
+    gate.set()
+    for client in clients:
+        assert (await client.answer()).status == 200
+    texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
+    assert texts == [f"number {number}" for number in range(11)]
+
+
+async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
+    gate = asyncio.Event()
+    clients = await fill(site, gate, 3)
+    client = await site.client()
+    answer = await client.ask(chat())
+    assert answer.status == 429
+    assert answer.error()["type"] == "rate_limit_error"
+    assert retry_after(answer) >= 1
+    gate.set()
+    for each in clients:
+        assert (await each.answer()).status == 200
+    assert (await client.ask(chat())).status == 200  # the connection goes on
+
+
+async def test_waiting_has_an_end(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 10.0})
+    site.stand_still()
+    gate = asyncio.Event()
+    first, second, third = await fill(site, gate, 2)
+    site.skip(9)
+    await asyncio.sleep(0.15)  # the router looks at the queue
+    assert len(site.router.queue) == 2
+    site.skip(1.1)
+    for client in (second, third):
+        answer = await client.answer()
+        assert answer.status in (429, 503)
+        answer.error()
+        assert retry_after(answer) >= 1
+    gate.set()
+    assert (await first.answer()).status == 200
+    assert len(site.fake.served) == 1
+
+
+async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
+    site = await start(Fake("w0", up=False))
+    asking = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: len(site.router.queue) == 1)
+    assert site.fake.served == []
+    site.up("w0")
+    assert (await asking).status == 200
+
+
+async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    gate = asyncio.Event()
+    first, second = await fill(site, gate, 1)
+    site.down("w0")
+    assert (await second.answer()).status == 503
+    gate.set()
+    assert (await first.answer()).status == 200  # what is under way goes on
+
+
+async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    waits: list[float] = []
+    site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
+    gate = asyncio.Event()
+    first, second = await fill(site, gate, 1)
+    site.skip(25.0)
+    second.close()
+    await eventually(lambda: waits)
+    [waited] = waits
+    assert waited >= 25.0
+    (wait,) = [each for key, each in site.metrics.waits.items() if key[:2] == ("none", "tiny")]
+    assert wait.total == waited
+    gate.set()
+    assert (await first.answer()).status == 200
+
+
+async def test_one_that_can_not_be_sent_on_takes_nobody_along(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    gate = asyncio.Event()
+    clients = await fill(site, gate, 2)
+    first, _ = site.wire.queued.values()
+    usual = type(first).placed
+
+    def placed(exchange: Exchange, now: float, answer: Lease | Refusal) -> None:
+        if exchange is first:
+            assert isinstance(answer, Lease)
+            exchange._ticket, exchange._lease = None, answer
+            raise RuntimeError("no reason")
+        usual(exchange, now, answer)
+
+    monkeypatch.setattr(Exchange, "placed", placed)
+    site.worker().most = 3  # room for both at once
+    site.wire.settle(site.clock())
+    assert (await clients[1].answer()).status == 503
+    gate.set()
+    assert (await clients[0].answer()).status == 200
+    assert (await clients[2].answer()).status == 200
+    assert "could not be sent on" in caplog.text

@@ -1,0 +1,145 @@
+"""What is told of a request once it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.model.types import Reason
+from proxy.metrics.registry import Metrics
+from proxy.wire.exchange.request_record import Record
+from tests.proxy.core.making import ask
+from tests.proxy.wire import scripts
+from tests.proxy.wire.raw_client import chat, get
+from tests.proxy.wire.site import Site, eventually
+
+
+@pytest.fixture
+def metrics(site: Site) -> Metrics:
+    return site.metrics
+
+
+async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metrics) -> None:
+    record = Record()
+    record.ask = ask()
+    record.decision = Decision(site.worker(), Reason.ONLY_CHOICE)
+    record.started = 1.0
+    for now, tokens in ((2.0, 1), (2.5, 1), (4.0, 3)):  # speculated ones come together
+        record.saw_tokens(now, metrics, tokens)
+    record.close(5.0, metrics, "completions", 200, None)
+    [tpot] = metrics.tpot.values()
+    [ttft] = metrics.ttft.values()
+    [gaps] = metrics.gaps.values()
+    assert (tpot.total, tpot.cumulative()[-1]) == (0.5, 1)
+    assert ttft.total == 1.0
+    assert (gaps.total, gaps.cumulative()[-1]) == (2.0, 2)
+
+
+async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
+    record = Record()
+    record.ask = ask()
+    record.saw_tokens(2.0, metrics, 1)
+    record.close(5.0, metrics, "completions", 200, None)
+    [tpot] = metrics.tpot.values()
+    assert tpot.cumulative()[-1] == 0
+
+
+async def test_both_ttfts_count_from_the_start(site: Site, metrics: Metrics) -> None:
+    record = Record()
+    record.ask = ask()
+    record.started = 1.0
+    record.queue_s = 0.5
+    for placed in (1.5, 3.0):  # that leg failed
+        record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25))
+    record.saw_tokens(3.5, metrics)
+    record.close(5.0, metrics, "completions", 200, None)
+    [real], [predicted] = metrics.ttft.values(), metrics.predicted.values()
+    assert (real.total, predicted.total) == (2.5, 2.25)
+
+
+def phases(metrics: Metrics) -> dict[str, float]:
+    """Sum up what was counted of each phase; how many have had which is told by `queue` alone."""
+    found: dict[str, float] = {}
+    for each in metrics.phases.values():
+        for name, seen in each.seen.items():
+            found[name] = found.get(name, 0.0) + seen.total
+    return found
+
+
+def streamed(site: Site, handover: Handover | None = None, *, placed: float = 1.0) -> Record:
+    """Make the record of a stream that came at 1, had its first token at 5, and ends at 12."""
+    record = Record()
+    record.ask = ask()
+    record.started = 1.0
+    record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25, handover=handover))
+    if handover is not None:
+        record.prefilled_at = 3.5
+    record.saw_tokens(5.0, site.metrics)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (None, {"queue": 0.0, "prefill": 4.0, "decode": 7.0}),
+        (700, {"queue": 0.0, "prefill_leg": 2.5, "transfer": 1.5, "decode": 7.0}),
+        # There was nothing to fetch: the decode worker has prefilled it all.
+        (0, {"queue": 0.0, "prefill_leg": 2.5, "prefill": 1.5, "decode": 7.0}),
+    ],
+)
+async def test_the_phases_of_a_stream_are_all_of_its_time(
+    site: Site, metrics: Metrics, tokens: int | None, wanted: dict[str, float]
+) -> None:
+    handover = None if tokens is None else Handover(site.worker(), 0, tokens, 0.4, 0.2)
+    streamed(site, handover).close(12.0, metrics, "completions", 200, None)
+    assert phases(metrics) == wanted
+    [ttft], [duration] = metrics.ttft.values(), metrics.durations.values()
+    assert sum(wanted.values()) == duration.total
+    assert sum(wanted.values()) - wanted["decode"] == ttft.total
+
+
+async def test_time_on_failed_workers_is_a_retry_phase(site: Site, metrics: Metrics) -> None:
+    record = streamed(site, placed=4.0)
+    record.queue_s = 1.0
+    record.close(12.0, metrics, "completions", 200, None)
+    assert phases(metrics) == {"queue": 1.0, "retry": 2.0, "prefill": 1.0, "decode": 7.0}
+
+
+async def test_of_what_shows_no_first_token_no_phase_is_known(site: Site, metrics: Metrics) -> None:
+    assert (await site.ask(chat())).status == 200
+    await site.settled()
+    assert phases(metrics) == {}
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("with_usage", [False, True])
+@pytest.mark.parametrize("gap_s", [0.0, 0.01])
+async def test_what_ends_a_stream_is_no_token(
+    site: Site, metrics: Metrics, count: int, gap_s: float, *, with_usage: bool
+) -> None:
+    tokens: list[int] = []
+    metrics.at_end = (lambda seen, *_: tokens.append(seen.opening + seen.tokens),)
+    site.always(scripts.stream(count, gap_s=gap_s, with_usage=with_usage))
+    assert (await site.ask(chat(stream=True))).status == 200
+    await site.settled()
+    assert tokens == [count]
+    assert sum(each.cumulative()[-1] for each in metrics.gaps.values()) <= count - 1
+    if count == 1:
+        assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 0
+
+
+async def test_what_the_client_was_sent_is_told_of_refusals_too(site: Site) -> None:
+    sent: list[int] = []
+    site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
+    close = b"Connection: close"
+    refused = chat("hi", close, model="nope"), get("/v1/nothing", close), b"nonsense\r\n\r\n"
+    for data in (chat("hi", close), *refused):
+        client = await site.send(data)
+        got = await client.closed()
+        assert got
+        assert sent.pop() == len(got)
+    assert sent == []
+
+
+async def test_how_late_the_loop_is_is_asked_all_the_time(metrics: Metrics) -> None:
+    await eventually(lambda: metrics.loop_lag.cumulative()[-1] >= 2)

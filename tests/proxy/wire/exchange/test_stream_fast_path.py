@@ -1,0 +1,306 @@
+"""Whole chunks of a stream, and whole answers, pass as they come; the rest is read as ever."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.fleet.charges import Fleet
+from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import Role
+from proxy.core.request.routes import ROUTES, Route
+from proxy.core.router import Router, RouterSettings
+from proxy.http.request import Request, RequestHead
+from proxy.metrics.registry import Metrics
+from proxy.wire.exchange.exchange import Exchange
+from proxy.wire.exchange.stream_fast_path import size_line
+from proxy.wire.server import Wire
+from proxy.wire.settings import WireSettings
+from proxy.wire.worker.connection import WorkerConnection
+from tests.proxy.wire import scripts
+
+HEAD = scripts.STREAM_HEAD
+TOKENS = [scripts.token(f"number {number}") for number in range(12)]
+USAGE = scripts.usage_event(7, 12)
+ROUTE = next(route for route in ROUTES.values() if route.name == "chat/completions")
+
+
+class Transport:
+    """A worker's end that takes everything."""
+
+    aborted = False
+
+    def writelines(self, pieces: Any) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Client:
+    """Who gets the stream."""
+
+    writable = True
+
+    def __init__(self) -> None:
+        self.got = b""
+        self.is_over = False
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+    def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
+        self.is_over = True
+
+    def break_off(self) -> None:
+        self.is_over = True
+
+
+class Stream:
+    """One exchange, its worker's connection in the hands of the test."""
+
+    def __init__(self) -> None:
+        fleet = Fleet()
+        fleet.add(WorkerSpec("w0", "http://127.0.0.1:1", Role.GENERAL, "tiny"))
+        self.now = 100.0
+        for _ in range(2):
+            fleet.probe_ok("w0", self.now)
+        self.metrics = Metrics(Router(RouterSettings(), fleet))
+        wire = Wire(self.metrics.router, WireSettings(), self.metrics, lambda: self.now)
+        self.client = Client()
+        pool = wire.pools.of(next(iter(fleet)))
+        self.connection = WorkerConnection(pool)
+        pool.open.add(self.connection)
+        pool.idle.append(self.connection)
+        self.connection._transport = Transport()  # type: ignore[assignment]
+        self.exchange = Exchange(wire, self.client, _request(ROUTE), ROUTE)
+        self.exchange.start(self.now)
+
+    def read(self, data: bytes) -> None:
+        """Have the worker say something, a moment later."""
+        self.now += 0.02
+        self.connection.data_received(data)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the next whole chunk will pass as it is."""
+        return self.connection.passage is not None
+
+    def told(self) -> tuple[bytes, int, int, int, int, bool]:
+        """Say all that came of it."""
+        record, got = self.exchange.record, self.client.got
+        head, _, framed = got.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        gaps = sum(each.cumulative()[-1] for each in self.metrics.gaps.values())
+        assert gaps <= record.tokens
+        assert record.sent_bytes == len(got)
+        lease = self.exchange._lease
+        assert lease is not None
+        body = dechunked(framed)
+        return body, record.opening + record.tokens, lease.seen_tokens, lease.decode_tokens, (
+            self.metrics.router.sizer.learnt("tiny", ROUTE.name).outputs
+        ), self.client.is_over  # fmt: skip
+
+
+def _request(route: Route) -> Request:
+    head = RequestHead()
+    head.method, head.path = "POST", "/v1/chat/completions"
+    head.route = route
+    head.start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: "
+    body = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hi"}]}'
+    return Request(head, body)
+
+
+def dechunked(framed: bytes) -> bytes:
+    """Read a chunked body as strictly as can be."""
+    body, last = b"", False
+    while framed:
+        assert not last
+        line, _, rest = framed.partition(b"\r\n")
+        size = int(line, 16)
+        assert line == b"%x" % size
+        assert rest[size : size + 2] == b"\r\n"
+        body, framed, last = body + rest[:size], rest[size + 2 :], size == 0
+    return body
+
+
+async def passed(pieces: list[bytes], *, opens: bool = True) -> tuple[Any, ...]:
+    """Say what comes of these pieces, with a passage or all of them read."""
+    stream = Stream()
+    for piece in pieces:
+        stream.read(piece)
+        if not opens:
+            stream.connection.passage = None
+    return stream.told()
+
+
+def test_a_size_line_is_that_of_the_only_chunk_so_long() -> None:
+    lines = {}
+    for size in range(1, 1 << 16):
+        line = b"%x\r\n" % size
+        lines[len(line) + size + 2] = line
+    for length in range((1 << 16) + 20):
+        assert size_line(length) == lines.get(length, b""), length
+
+
+async def test_chunks_pass_as_they_came() -> None:
+    stream = Stream()
+    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    assert stream.passes
+    before = len(stream.client.got)
+    for token in TOKENS[1:]:
+        stream.read(scripts.chunk(token))
+        assert stream.passes
+    assert stream.client.got[before:] == b"".join(map(scripts.chunk, TOKENS[1:]))
+    [gaps] = stream.metrics.gaps.values()
+    assert gaps.cumulative()[-1] == len(TOKENS) - 1
+    assert gaps.total == pytest.approx(0.02 * (len(TOKENS) - 1))
+    assert stream.connection.deadline == stream.now + WireSettings().idle_s
+    stream.read(scripts.chunk(USAGE) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+    body, *_, outputs, is_over = stream.told()
+    assert body == b"".join(TOKENS) + USAGE + scripts.DONE
+    assert (outputs, is_over) == (1, True)
+    assert not stream.passes
+
+
+async def test_usage_that_passed_by_is_learnt_from() -> None:
+    stream = Stream()
+    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.read(scripts.chunk(USAGE))
+    stream.read(scripts.chunk(scripts.DONE))
+    assert stream.passes
+    stream.read(scripts.LAST_CHUNK)
+    assert stream.metrics.router.sizer.learnt("tiny", ROUTE.name).output == 12
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        scripts.chunk(TOKENS[1])[:-1],  # not whole
+        scripts.chunk(TOKENS[1])[:-9],
+        scripts.chunk(TOKENS[1][:-1]),  # a whole chunk of half an event
+        scripts.chunk(TOKENS[1]) + b"4",  # and the next one's size
+        b"0" + scripts.chunk(TOKENS[1]),  # as no server writes it
+        scripts.chunk(TOKENS[1]).replace(b"\r\n", b";a=b\r\n", 1),
+    ],
+)
+async def test_what_is_no_whole_chunk_of_whole_events_is_read(piece: bytes) -> None:
+    whole = scripts.chunk(TOKENS[1])
+    rest = {
+        whole[:-1]: b"\n", whole[:-9]: whole[-9:], whole + b"4": b"\r\nab\n\n\r\n",
+        scripts.chunk(TOKENS[1][:-1]): scripts.chunk(b"\n"),
+    }.get(piece, b"")  # fmt: skip
+    end = scripts.chunk(TOKENS[2]) + scripts.LAST_CHUNK
+    cut = await passed([HEAD + scripts.chunk(TOKENS[0]), piece, rest, end])
+    assert cut == await passed([HEAD + scripts.chunk(TOKENS[0]) + piece + rest + end])
+
+
+async def test_a_passage_opens_again() -> None:
+    stream = Stream()
+    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.read(scripts.chunk(TOKENS[1])[:20])
+    assert not stream.passes
+    stream.read(scripts.chunk(TOKENS[1])[20:])
+    assert stream.passes
+
+
+async def test_none_opens_for_a_client_that_gets_no_chunks() -> None:
+    stream = Stream()
+    stream.exchange._request.head.http_1_0 = True
+    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    assert not stream.passes
+
+
+async def test_none_stays_open_when_the_connection_is_dropped() -> None:
+    stream = Stream()
+    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.exchange.gone(stream.now)
+    got = stream.client.got
+    stream.read(scripts.chunk(TOKENS[1]))
+    assert stream.client.got == got
+
+
+WHOLE = b'{"id": "x", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 12}}'
+HEADS = {
+    "json": scripts.head(
+        200, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
+    ),
+    "coded": scripts.head(
+        200,
+        (b"content-type", b"application/json"),
+        (b"content-encoding", b"br"),
+        (b"content-length", b"%d" % len(WHOLE)),
+    ),
+    "text": scripts.head(200, (b"content-length", b"%d" % len(WHOLE)), (b"x-own", b"kept")),
+    "other": scripts.head(
+        404, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_whole_answer_is_as_one_in_pieces(name: str, version: bytes) -> None:
+    told = []
+    for pieces in (
+        [HEADS[name] + WHOLE],
+        [HEADS[name], WHOLE],
+        [HEADS[name] + WHOLE[:9], WHOLE[9:]],
+    ):
+        stream = Stream()
+        asked = stream.exchange._request.head
+        asked.http_1_0, asked.keep_alive = version == b"1.0", version == b"1.1"
+        for piece in pieces:
+            stream.read(piece)
+        assert stream.client.is_over
+        assert stream.exchange.record.sent_bytes == len(stream.client.got)
+        learnt = stream.metrics.router.sizer.learnt("tiny", ROUTE.name)
+        [(key, series)] = stream.metrics.requests.items()
+        told.append(
+            (stream.client.got, learnt.outputs, key, series.count, len(stream.metrics.recent))
+        )
+    assert told[0] == told[1] == told[2]
+    got, outputs, *_ = told[0]
+    assert got.endswith(b"\r\n\r\n" + WHOLE)
+    assert outputs == (name == "json")
+
+
+EVENTS = [*TOKENS, USAGE, scripts.DONE, b": kept alive\n\n", b"data: \xc3\xa9\r\n\r\n"]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3), min_size=1, max_size=8),
+    st.lists(st.integers(0, 2000), max_size=12),
+    st.booleans(),
+)
+def test_cuts_change_nothing(chunks: list[list[bytes]], cuts: list[int], whole: bool) -> None:
+    """`whole`: each chunk comes alone, and is cut besides; else only the cuts are made."""
+    framed = [scripts.chunk(b"".join(events)) for events in chunks]
+    everything = HEAD + b"".join(framed) + scripts.LAST_CHUNK
+    places = {len(HEAD), *(cut for cut in cuts if cut < len(everything))}
+    if whole:
+        at = len(HEAD)
+        for each in framed:
+            at += len(each)
+            places.add(at)
+    marks = [0, *sorted(places - {0}), len(everything)]
+    pieces = [everything[a:b] for a, b in pairwise(marks)]
+
+    async def both() -> None:
+        assert await passed(pieces) == await passed(pieces, opens=False)
+
+    asyncio.run(both())

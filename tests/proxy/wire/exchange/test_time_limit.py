@@ -1,0 +1,267 @@
+"""The time that a whole request may take: from its first byte to the last of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from proxy.core.model.types import Role
+from proxy.core.tenants.tenants import Rank, TenantSpec
+from proxy.wire.handover.release import GRACE_S
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import Pairs, chat_body, pairs
+from tests.proxy.wire.raw_client import BrokenError, chat, request
+from tests.proxy.wire.site import Fake, Site, eventually
+
+LIMIT_S = 50.0
+WIRE = {"request_s": LIMIT_S}
+# Each path with a body for it, and what its client's library reads of an error.
+PATHS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, ("error", "code")),
+    "/v1/completions": ({"prompt": "hi"}, ("error", "code")),
+    "/v1/responses": ({"input": "hi"}, ("error", "code")),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}, ("error", "type"),
+    ),
+}  # fmt: skip
+
+
+async def late(start: Start, *fakes: Fake, **more: Any) -> Site:
+    """Start a router with the limit, where no time passes but what is skipped."""
+    site = await start(*fakes, wire=WIRE | more)
+    site.stand_still()
+    return site
+
+
+def counted(site: Site) -> list[tuple[int, str]]:
+    """Return the status and the reason of each request that was counted."""
+    return [
+        (key[5], key[4])
+        for key, series in site.metrics.requests.items()
+        for _ in range(series.count)
+    ]
+
+
+async def is_over(site: Site) -> None:
+    """Wait until a request's time is up: not before."""
+    site.skip(0.9 * LIMIT_S)
+    await site.swept()
+    assert len(site.wire.exchanges) == 1
+    site.skip(0.2 * LIMIT_S)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_before_an_answer_it_is_the_api_s_504(start: Start, path: str) -> None:
+    site = await late(start)
+    site.fake.always(scripts.stall)
+    client = await site.client()
+    fields, (outer, inner) = PATHS[path]
+    await client.send(request(json.dumps({"model": "tiny"} | fields).encode(), path=path))
+    call = await site.fake.got()
+    await is_over(site)
+    answer = await client.answer()
+    assert answer.status == 504
+    assert answer.json()[outer][inner] in {"time_limit", "timeout_error"}
+    await call.was_lost()
+    await site.settled()
+    assert counted(site) == [(504, "time_limit")]
+    site.fake.always(scripts.answer())
+    assert (await client.ask(chat())).status == 200, "the connection goes on"
+    assert len(site.served()) == 2, "and no other worker was asked"
+
+
+async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
+    site = await late(start)
+    shown = scripts.STREAM_HEAD
+    tokens = b"".join(scripts.chunk(scripts.token(each)) for each in "abc")
+    site.fake.always(scripts.raw(shown, tokens, gap_s=0.01, end="stall"))
+    client = await site.send(chat(stream=True))
+    await client.head()
+    assert await client.piece()
+    call = site.fake.served[0]
+    await is_over(site)
+    events = b""
+    while piece := await client.piece():
+        events += piece
+    *_, last = events.split(b"\n\n")[:-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "time_limit"
+    assert b"[DONE]" not in events
+    await call.was_lost()
+    await site.settled()
+    assert counted(site) == [(504, "time_limit")]
+
+
+@pytest.mark.parametrize("how", ["expire", "cut"])
+async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> None:
+    site = await late(start)
+    site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
+    shown = scripts.STREAM_HEAD
+    events = scripts.token("a"), scripts.usage_event(777, 88), scripts.DONE
+    site.fake.always(scripts.raw(shown, *map(scripts.chunk, events), gap_s=0.01, end="stall"))
+    client = await site.send(chat("hi", b"Authorization: Bearer sk-vs-a", stream=True))
+    await client.head()
+    while b"[DONE]" not in await client.piece():
+        pass
+    if how == "expire":
+        await is_over(site)
+    else:
+        [exchange] = site.wire.exchanges
+        exchange.cut(site.clock())
+    while piece := await client.piece():
+        assert b"error" not in piece
+    await site.settled()
+    [tenant] = site.router.tenants
+    totals = tenant.totals
+    assert (totals.prompt_tokens, totals.output_tokens) == (777, 88)
+    assert tenant.unsettled == [0.0] * len(Rank)
+    assert tenant.ledger.running == 0
+    assert [status for status, _ in counted(site)] == [200]
+
+
+async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> None:
+    site = await late(start)
+    part = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"100"))
+    site.fake.always(scripts.raw(part, b'{"half":', gap_s=0.01, end="stall"))
+    client = await site.send(chat())
+    head = await client.head()
+    await is_over(site)
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.body(head)
+    await site.settled()
+    assert counted(site) == [(504, "time_limit")]
+
+
+async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
+    site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
+    site.stand_still()
+    gate = site.fake.hold()
+    client = await site.client()
+    first = asyncio.create_task(client.ask(chat()))
+    await site.fake.got(1)
+    [exchange] = site.wire.exchanges
+    exchange.deadline += 100 * LIMIT_S
+    second = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: site.wire.queued)
+    site.skip(1.1 * LIMIT_S)
+    answer = await second
+    assert (answer.status, answer.error()["code"]) == (504, "time_limit")
+    assert not site.wire.queued
+    gate.set()
+    assert (await first).status == 200
+
+
+async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
+    site = await late(start, client_header_s=LIMIT_S)
+    site.fake.always(scripts.stall)
+    client, data = await site.client(), chat()
+    await client.send(data[:30])
+    [connection] = site.wire.clients
+    await eventually(lambda: connection._arrival._came_at == site.clock())
+    site.skip(0.6 * LIMIT_S)
+    await client.send(data[30:])
+    await site.fake.got(1)
+    site.skip(0.6 * LIMIT_S)
+    assert (await client.answer()).status == 504
+
+
+async def test_the_next_request_of_a_connection_has_a_time_of_its_own(start: Start) -> None:
+    site = await late(start)
+    client = await site.client()
+    for _ in range(4):  # the first are read as whole heads, and later ones are known
+        assert (await client.ask(chat())).status == 200
+        site.skip(0.6 * LIMIT_S)
+        assert (await client.ask(chat("x" * 20_000))).status == 200
+    assert counted(site) == [(200, "only_choice")] * 8
+
+
+async def test_a_request_that_has_not_arrived_by_then_is_a_408(start: Start) -> None:
+    site = await late(start, client_idle_s=10 * LIMIT_S)
+    client, data = await site.client(), chat("x" * 1000)
+    await client.send(data[:-10])
+    [connection] = site.wire.clients
+    await eventually(lambda: connection.deadline == site.clock() + LIMIT_S)
+    site.skip(0.9 * LIMIT_S)
+    await client.send(data[-10:-5])
+    await site.swept()
+    site.skip(0.2 * LIMIT_S)
+    answer = await client.answer()
+    assert (answer.status, answer.error()["code"]) == (408, "time_limit")
+    assert counted(site) == [(408, "time_limit")]
+
+
+async def test_a_reload_is_for_requests_that_come_after_it(start: Start) -> None:
+    site = await late(start)
+    gate = site.fake.hold()
+    asked = asyncio.create_task(site.ask(chat()))
+    await site.fake.got(1)
+
+    site.wire.reconfigure(replace(site.wire.settings, request_s=None))
+    site.skip(1.1 * LIMIT_S)
+    answer = await asked
+    assert answer.status == 504
+    assert f"{LIMIT_S:g} s" in answer.error()["message"]
+    gate.set()
+
+
+async def test_a_client_that_reads_nothing_holds_no_worker_beyond_it(start: Start) -> None:
+    site = await late(start, idle_s=100 * LIMIT_S)
+    site.fake.always(scripts.stream(50_000, text="x" * 1000))
+    client = await site.send(chat(stream=True), rcvbuf=4096, limit=1 << 12)
+    await eventually(lambda: any(not each.writable for each in site.wire.clients))
+    await is_over(site)
+    await site.settled()
+    assert counted(site) == [(504, "time_limit")]
+    client.close()
+
+
+# Hand-overs: the blocks of the prefill are given back as where a client leaves
+
+
+@pytest.fixture
+async def here(start: Start) -> Pairs:
+    """Start prefill and decode workers behind the limit."""
+    here = await pairs(start, prefills=1, decodes=1, wire=WIRE)
+    here.site.stand_still()
+    return here
+
+
+async def ends(here: Pairs) -> int:
+    """Let a request's time pass; return the status of its answer."""
+    [client] = here.site.clients
+    here.site.skip(1.1 * LIMIT_S)
+    answer = await client.answer()
+    here.site.stands_at = None
+    here.site.skip(GRACE_S)
+    await here.settled()
+    assert counted(here.site) == [(504, "time_limit")]
+    return answer.status
+
+
+async def test_in_the_prefill_both_legs_end(here: Pairs) -> None:
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    await here.send(chat_body())
+    call = await here.site.fakes["p0"].got(1)
+    assert await ends(here) == 504
+    await call.was_lost()
+    assert here.legs() == ["prefill p0"]
+
+
+async def test_before_the_decode_leg_is_connected_the_blocks_are_freed(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=2, wire=WIRE | {"connect_s": 10 * LIMIT_S})
+    here.site.stand_still()
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()
+    await here.send(body)
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    assert await ends(here) == 504
+    assert here.kv.ends() == ["released"]
+    await victim.wake()

@@ -1,0 +1,83 @@
+"""A worker's count of a prompt's tokens."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from proxy.http.response_parser import Head
+from proxy.wire.exchange import tokenize as module
+from proxy.wire.exchange.tokenize import TokenCount
+from proxy.wire.worker.connection import Trouble, WorkerConnection
+
+pytestmark = pytest.mark.plain("in place of a connection, a class of its own")
+
+
+class Connection:
+    """One that can be dropped."""
+
+    dropped = False
+
+    def drop(self) -> None:
+        self.dropped = True
+
+
+class Question:
+    """A question, and what came of it."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.found: list[tuple[float, int | None]] = []
+        self.count = TokenCount(9.0, lambda now, count: self.found.append((now, count)))
+        self.connection = Connection()
+        self.count.connection = cast("WorkerConnection", self.connection)
+        head: Any = Head()
+        head.status = status
+        self.count.begun(1.0, head)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "count"),
+    [
+        (200, b'{"count": 5, "tokens": [1]}', 5),
+        (200, b'{"count": 0}', 0),
+        (200, b'{"count": -1}', None),
+        (200, b'{"count": "5"}', None),
+        (200, b'{"count": 5', None),
+        (200, b'{"max_model_len": 5}', None),
+        (200, b"[5]", None),
+        (201, b'{"count": 5}', None),
+        (500, b'{"count": 5}', None),
+    ],
+)
+def test_an_answer_in_two_pieces(status: int, answer: bytes, count: int | None) -> None:
+    asked = Question(status)
+    asked.count.received(2.0, answer[:4], ended=False)
+    assert asked.found == []
+    asked.count.received(3.0, answer[4:], ended=True)
+    assert asked.found == [(3.0, count)]
+    assert asked.count.connection is None
+    assert not asked.connection.dropped
+
+
+def test_an_answer_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ANSWER", 10)
+    asked = Question()
+    asked.count.received(2.0, b"x" * 10, ended=False)
+    assert asked.found == []
+    asked.count.received(3.0, b"x", ended=False)
+    assert asked.found == [(3.0, None)]
+    assert asked.connection.dropped
+
+
+def test_no_answer() -> None:
+    late, lost, dropped = Question(), Question(), Question()
+    assert late.count.late(9.0) == 0.0
+    late.count.expire(9.0)
+    lost.count.lost(4.0, Trouble.RESET)
+    dropped.count.drop()
+    assert (late.found, lost.found, dropped.found) == ([(9.0, None)], [(4.0, None)], [])
+    assert [each.connection.dropped for each in (late, lost, dropped)] == [True, False, True]
+    assert lost.count.connection is None
+    lost.count.drop()
+    assert not lost.connection.dropped

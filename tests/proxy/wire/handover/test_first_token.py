@@ -1,0 +1,117 @@
+"""What a stream says before anything was generated, and what comes of it in a hand-over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from proxy.wire.handover import first_token
+from proxy.wire.handover.two_legs import HandOver
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, Faults
+from tests.proxy.wire.pairs import Pairs, ask, pairs
+from tests.proxy.wire.scripts import LAST_CHUNK, SSE, chunk
+from tests.proxy.wire.site import eventually
+
+STREAM = scripts.head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked"))
+ERROR = b'event: error\ndata: {"type":"error","error":{"message":"no blocks"}}\n\n'
+ERRORS = {path: ERROR.partition(b"\n")[2] if path == CHAT else ERROR for path in OPENINGS} | {
+    "/cohere/v2/chat": b'data: {"type":"message-end","delta":{"error":"no blocks"}}\n\n'
+}
+FIELDS = {
+    "/v1/responses": {"input": "z" * 300, "max_output_tokens": 4},
+} | {path: {"messages": [{"role": "user", "content": "z" * 300}], "max_tokens": 4}
+     for path in (CHAT, "/v1/messages", "/cohere/v2/chat")}  # fmt: skip
+DELTA = b'event: content_block_delta\ndata: {"delta":"x"}\n\n'
+
+
+def body_of(path: str) -> bytes:
+    return json.dumps({"model": "tiny", "stream": True, **FIELDS[path]}).encode()
+
+
+@pytest.mark.parametrize("path", OPENINGS)
+def test_an_opening_tells_nothing_however_much_of_it_is_there(path: str) -> None:
+    whole = OPENINGS[path]
+    assert all(first_token.after(whole[:end]) == -1 for end in range(1, len(whole) + 1))
+    assert first_token.after(whole.replace(b"\n", b"\r\n")) == -1
+    for tells in (ERRORS[path], DELTA, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'):
+        assert first_token.after(whole + tells) == len(whole)
+    assert first_token.says_failed(whole + ERRORS[path])
+    assert not first_token.says_failed(whole + DELTA)
+    assert not first_token.says_failed(whole)
+
+
+@pytest.mark.parametrize("text", [b"{", b'{"error": 1}', b"<html>"])
+def test_what_is_no_stream_is_not_held(text: bytes) -> None:
+    assert first_token.after(text) == 0
+    assert not first_token.says_failed(text)
+
+
+@pytest.mark.parametrize("path", OPENINGS)
+@pytest.mark.parametrize("end", ["error", "error alone", "reset", "close"])
+async def test_a_failure_after_the_opening_begins_anew(start: Start, path: str, end: str) -> None:
+    here = await pairs(start, prefills=1)
+    pieces = [] if end == "error alone" else [chunk(OPENINGS[path])]
+    if fails := end.startswith("error"):
+        pieces += [chunk(ERRORS[path]), LAST_CHUNK]
+    failing = scripts.raw(STREAM, *pieces, gap_s=0.02, end="keep" if fails else end)
+    here.kv.wrong("decode", Faults(during=failing))
+    answer = await ask(here, body_of(path), path=path)
+    assert answer.status == 200
+    assert b"no blocks" not in answer.body
+    assert answer.body.endswith(scripts.DONE)
+    assert answer.body.count(OPENINGS[path]) == (path in DELTAS)
+    await here.settled()
+    kinds = here.kinds()
+    assert kinds[:2] == ["prefill", "decode"]
+    assert len(kinds) > 2
+    ends = here.site.metrics.handovers.ends
+    assert ends["decode_failed"] == 1
+    assert ends.get("transferred", 0) == kinds.count("decode") - 1
+
+
+@pytest.mark.parametrize("path", OPENINGS)
+async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path: str) -> None:
+    here = await pairs(start, prefills=1)
+
+    async def hang(call: Call) -> None:
+        await call.send(STREAM + chunk(OPENINGS[path]))
+        await scripts.stall(call)
+
+    here.kv.wrong("decode", Faults(during=hang))
+    client = await here.send(body_of(path), path=path)
+    await eventually(lambda: any(each._early for each in handings(here)))
+    here.site.skip(26.5)  # of 30 s that the blocks are kept
+    assert (await client.answer()).body.endswith(scripts.DONE)
+    await here.settled()
+    assert here.site.metrics.handovers.ends["late_failed"] == 1
+
+
+def handings(here: Pairs) -> list[HandOver]:
+    return [each._handing for each in here.site.wire.exchanges if each._handing is not None]
+
+
+@pytest.mark.parametrize("path", OPENINGS)
+async def test_an_opening_passes_with_what_follows_it(start: Start, path: str) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+    start_of, kind = DELTAS.get(path, (b"", ""))
+    delta = start_of + scripts.event({"type": kind, "delta": "x"}) if kind else scripts.token("x")
+
+    async def slowly(call: Call) -> None:
+        await call.send(STREAM + chunk(OPENINGS[path]))
+        await call.send(chunk(delta))
+        await rest.wait()
+        await call.send(LAST_CHUNK)
+
+    here.kv.wrong("d0", Faults(during=slowly))
+    client = await here.send(body_of(path), path=path)
+    head = await client.head()
+    rest.set()
+    assert await client.body(head) == OPENINGS[path] + delta
+    await here.settled()
+    assert here.site.metrics.handovers.ends["transferred"] == 1

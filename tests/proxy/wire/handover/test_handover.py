@@ -1,0 +1,264 @@
+"""One request, two workers: the bodies of both legs, and an answer as from one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from proxy.core.model.types import Role
+from proxy.core.request.json_edit import members
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.kv import CHAT, COMPLETIONS
+from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
+from tests.proxy.wire.raw_client import request
+from tests.proxy.wire.site import Fake, Site
+
+MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
+
+
+def raw_members(body: bytes) -> dict[bytes, bytes]:
+    """Return a body's members as they are written, in order."""
+    return {member.name: body[member.value : member.end] for member in members(body)}
+
+
+async def both_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, Call]:
+    """Hand a request over and return what was sent."""
+    here = await pairs(start, prefills=1, decodes=1)
+    answer = await ask(here, body, b"X-Request-Id: mine", path=path)
+    assert words(answer) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    return here.site.fakes["p0"].served[0], here.site.fakes["d0"].served[0]
+
+
+@pytest.mark.parametrize("path", MAKERS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: bool) -> None:
+    here = await pairs(start)
+    for _ in range(5):
+        body = MAKERS[path](stream=stream)
+        assert words(await ask(here, body, path=path)) == expected(body)
+        await here.settled()
+    assert here.kv.ends() == ["read"] * 5
+    assert here.site.metrics.handovers.tokens["tiny"] > 0
+    assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
+    seen = [set(each.seen) for each in here.site.metrics.phases.values()]
+    wanted = [{"queue", "prefill_leg", "transfer", "decode"}] if stream else [set()]
+    assert seen == wanted
+
+
+ODD = (
+    b' {"temperature": 0.70000, "messages" : [{"role":"user","content":"caf\\u00e9 \xc3\xa9 '
+    b'\\"max_tokens\\": 9 ' + b"x" * 300 + b'"}],\n '
+    b'"max_tokens"\t: 4,"top_p":1.0e0, "stream": true ,\n'
+    b'"stream_options": {"include_usage": false}, "min_tokens":2, "user":null, "model":"tiny" } \n'
+)
+
+
+async def test_all_bytes_but_those_of_the_hand_over_are_the_clients(start: Start) -> None:
+    prefill, decode = await both_legs(start, ODD)
+    theirs, first, second = map(raw_members, (ODD, prefill.body, decode.body))
+    changed = {b"max_tokens": b"1", b"stream": b"false", b"min_tokens": b"1"}
+    added = set(first) - set(theirs)
+    assert added <= {b"kv_transfer_params", b"max_completion_tokens"}
+    assert {name: first[name] for name in first if name not in added} == {
+        name: changed.get(name, text) for name, text in theirs.items() if name != b"stream_options"
+    }
+    assert set(second) - set(theirs) == {b"kv_transfer_params"}
+    end = ODD.rindex(b"}")
+    at = decode.body.rindex(b"}")
+    assert decode.body[at:] == ODD[end:]
+    assert decode.body.startswith(ODD[:end].rstrip())
+
+
+async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
+    answer = await ask(here, chat_body(), *headers)
+    assert answer.one(b"x-request-id") == b"mine"
+    await here.settled()
+    for call in here.site.served():
+        for header in headers:
+            name, _, value = header.partition(b": ")
+            assert call.all(name) == [value]
+    await here.serves()
+    first, second = (call.all(b"x-request-id") for call in here.site.served()[2:])
+    assert first == second != [b"mine"]
+    assert len(first) == 1
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": ["a" * 100, "b" * 100]}),
+    (COMPLETIONS, {"prompt": [[1] * 50, [2] * 50]}),
+    (COMPLETIONS, {"n": 2}),
+    (CHAT, {"n": 3}),
+    (COMPLETIONS, {"best_of": 2}),
+    (CHAT, {"max_tokens": 1}),
+    (COMPLETIONS, {"max_tokens": 1}),
+    (CHAT, {"max_completion_tokens": 1}),
+    (COMPLETIONS, {"prompt_logprobs": 1}),
+    (COMPLETIONS, {"echo": True}),
+    (COMPLETIONS, {"echo": True, "logprobs": 1}),
+    (COMPLETIONS, {"echo": True, "logprobs": 0}),
+    (CHAT, {"prompt_logprobs": 0}),
+    (CHAT, {"use_beam_search": True, "n": 1}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), WHOLE)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_cannot_be_split_is_served_whole(
+    start: Start, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    here = await pairs(start)
+    body = MAKERS[path](stream=stream, **fields)
+    answer = await ask(here, body, path=path)
+    assert answer.status == 200
+    await here.settled()
+    [leg] = here.legs()
+    assert leg in ("whole d0", "whole d1")
+    assert here.site.served()[0].body == body
+
+
+OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/messages": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
+    "/cohere/v2/chat": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
+    "/v1/responses": ("max_output_tokens", {"input": "z" * 300}),
+}
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_other_routes_have_other_fields(start: Start, path: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    limit, fields = OTHER_ROUTES[path]
+    body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
+    answer = await ask(here, body, path=path)
+    assert answer.status == 200
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    prefill, decode = (call.json() for call in here.site.served())
+    assert prefill[limit] == 1
+    assert prefill["stream"] is False
+    stored: set[str] = {"store"} if path == "/v1/responses" else set()
+    assert set(prefill) - set(fields) == {"model", limit, "stream", "kv_transfer_params"} | stored
+    assert not prefill.get("store")  # nobody will ask for what it would store
+    assert decode.pop("kv_transfer_params")
+    assert decode == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"background": True}),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}),
+        ("/v1/embeddings", {}),
+        ("/inference/v1/generate", {"token_ids": [1] * 300, "sampling_params": {"n": 1}}),
+    ],
+)
+async def test_other_routes_served_whole(start: Start, path: str, fields: dict[str, Any]) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
+    assert (await ask(here, body, path=path)).status == 200
+    assert here.legs() == ["whole d0"]
+    assert here.site.served()[0].body == body
+
+
+@pytest.mark.parametrize(
+    "steers",
+    [
+        b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.1"}',
+        b'"kv_transfer\\u005fparams": {"do_remote_decode": true}',
+        b'"kv_transfer_params": {"x": 1}, "kv_transfer_params": null',
+        b'"vllm_xargs": {"kv_transfer_params": "x"}',
+        b'"sampling_params": {"extra_args": {"kv_transfer_params": {}}}',
+        b'"ec_transfer_params": {"peer": "10.0.0.1"}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate"])
+async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: str) -> None:
+    here = await pairs(start)
+    body = chat_body()[:-1] + b", " + steers + b"}"
+    answer = await ask(here, body, path=path)
+    assert answer.status == 400
+    assert "transfer_params" in answer.error()["message"]
+    assert here.legs() == []
+
+
+async def test_null_steers_nothing_and_is_replaced(start: Start) -> None:
+    here = await pairs(start)
+    await here.serves(kv_transfer_params=None)
+    assert here.kv.ends() == ["read"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_one_prompt_twice_at_once_is_prefilled_twice(start: Start, stream: bool) -> None:
+    """The decode worker has nothing of it until the first has come there; then it has."""
+    here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
+    body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])
+    first, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = first.script_for
+
+    async def slowly(call: Call) -> None:
+        await rest.wait()
+        await usual(call)(call)
+
+    first.then(slowly, slowly)
+    clients = [await here.site.client() for _ in range(2)]
+    for client in clients:
+        await client.send(request(body))
+    await first.got(2)
+    rest.set()
+    for client in clients:
+        assert words(await client.answer()) == expected(body)
+        client.close()
+    await here.serves(body)
+    assert sorted(here.legs()[:4]) == ["decode d0"] * 2 + ["prefill p0"] * 2
+    assert here.legs()[4:] == ["whole d0"]
+
+
+# What a client may not say, whatever the fleet
+
+STEERING_ID = b"___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
+READ_ME = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
+
+
+def steering_body(**fields: Any) -> bytes:
+    messages = [{"role": "user", "content": "kv_transfer_params, said a prompt"}]
+    return json.dumps({"model": "tiny", "messages": messages} | fields).encode()
+
+
+async def test_an_operator_may_allow_it(start: Start) -> None:
+    site = await start(router={"allow_client_kv_transfer": True})
+    sent = steering_body(kv_transfer_params=READ_ME)
+    assert (await site.ask(request(sent, b"X-Request-Id: " + STEERING_ID))).status == 200
+    [call] = site.served()
+    assert call.body == sent
+    assert call.all(b"x-request-id") == [STEERING_ID]
+
+
+async def test_where_it_is_allowed_it_is_served_whole(start: Start) -> None:
+    here = await pairs(start, allow_client_kv_transfer=True)
+    sent = chat_body(kv_transfer_params={"do_remote_decode": False})
+    assert (await ask(here, sent)).status == 200
+    assert here.kinds() == ["whole"]
+
+
+async def test_an_id_that_names_addresses_is_replaced(site: Site) -> None:
+    answer = await site.ask(request(steering_body(), b"X-Request-Id: " + STEERING_ID))
+    [call] = site.served()
+    [own] = call.all(b"x-request-id")
+    assert b"addr" not in own
+    assert answer.one(b"x-request-id") == own
+
+
+async def test_prefill_workers_alone_are_not_ready(start: Start) -> None:
+    site = await start(Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, up=False))
+    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 503
+    site.up("d0")
+    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 200

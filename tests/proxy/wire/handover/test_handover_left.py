@@ -1,0 +1,202 @@
+"""A client that leaves during a hand-over, in whatever phase: both legs end, and blocks are freed.
+
+On a real decode worker a decode leg that was sent frees the blocks, whatever happens to it then; so
+here it counts as having read them once it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.core.model.types import Role
+from proxy.wire.handover import release as module
+from proxy.wire.handover.release import GRACE_S
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
+from tests.proxy.wire.raw_client import DEADLINE_S
+from tests.proxy.wire.site import eventually
+
+WAYS = ["close", "reset"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    client = await here.send(chat_body(stream=stream))
+    call = await here.site.fakes["p0"].got(1)
+    getattr(client, way)()
+    await eventually(lambda: here.site.wire.releases)
+    here.site.skip(GRACE_S)  # it might have been done
+    await call.was_lost()
+    await here.settled()
+    assert here.legs() == ["prefill p0"]
+    assert here.kv.pinned == []
+    assert "left_to_expire" not in here.site.metrics.handovers.ends
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pieces", [0, 1, 2, 7])
+async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
+    """It is done then, and its blocks are held: its answer has to be heard to free them."""
+    here = await pairs(start, prefills=1, decodes=1)
+    here.site.stand_still()  # it is waited for, but not for long
+    fake, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = fake.script_for
+
+    async def slowly(call: Call) -> None:
+        send = call.connection.send
+        sent: list[bytes] = []
+
+        async def hold(data: bytes) -> None:
+            sent.append(data)
+
+        call.connection.send = hold  # type: ignore[method-assign]
+        await usual(call)(call)
+        call.connection.send = send  # type: ignore[method-assign]
+        answer = b"".join(sent)
+        head = answer.index(b"\r\n\r\n") + 4
+        at = head + (len(answer) - 600) * (pieces - 1) // 8 if pieces else 0
+        await call.send(answer[:at])
+        await rest.wait()
+        await call.send(answer[at:])
+
+    fake.then(slowly)
+    client = await here.send(chat_body())
+    await eventually(here.has_begun if pieces else lambda: here.kv.held)
+    getattr(client, way)()
+    await eventually(lambda: not here.site.wire.exchanges)
+    assert here.kv.ends() == [""]
+    rest.set()
+    await eventually(lambda: not here.kv.held)
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert here.legs() == ["prefill p0", "release d0"]
+
+
+async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    pace = here.site.worker("p0").pace
+    pace.prefills, pace.token_s = 1.0, 10.0
+    client = await here.send(chat_body())
+    call = await here.site.fakes["p0"].got(1)
+    client.close()
+    await eventually(lambda: not here.site.wire.exchanges)
+    assert here.site.wire.releases == set()
+    await call.was_lost()
+    await here.settled()
+
+
+async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 60.0)
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+
+    async def refuses(call: Call) -> None:
+        await rest.wait()
+        await scripts.error(400, "no")(call)
+
+    here.site.fakes["p0"].then(refuses)
+    client = await here.send(chat_body())
+    await here.site.fakes["p0"].got(1)
+    client.close()
+    await eventually(lambda: here.site.wire.releases)
+    rest.set()
+    await here.settled()
+    assert here.legs() == ["prefill p0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_between_the_legs(start: Start, way: str) -> None:
+    """The decode leg waits for a connection: the decode worker has heard nothing yet."""
+    here = await pairs(start, prefills=1, decodes=2)
+    here.site.stand_still()  # or the leg would go to the other in time
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()
+    client = await here.send(body)
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    getattr(client, way)()
+    await eventually(lambda: not here.kv.held)
+    await victim.wake()
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert victim.served == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
+    client = await here.send(chat_body(stream=stream))
+    if begun and stream:
+        await client.head()
+    call = await here.site.fakes["d0"].got(1)
+    getattr(client, way)()
+    await call.was_lost()
+    await here.settled()
+    assert here.kv.ends() == ["read"]
+    assert here.legs() == ["prefill p0", "decode d0"]
+
+
+async def test_many_leave_at_all_times(start: Start) -> None:
+    """Nothing is left of clients that leave at any moment, and nobody else is harmed."""
+    here = await pairs(start)
+    for fake in here.site.fakes.values():
+        fake.always(slow(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
+
+    async def one(number: int) -> None:
+        body = chat_body(stream=number % 2 == 0)
+        if number % 3 == 0:
+            assert words(await ask(here, body)) == expected(body)
+            return
+        client = await here.send(body)
+        await asyncio.sleep(number * 0.0007)
+        getattr(client, WAYS[number % 2])()
+
+    await asyncio.gather(*(one(number) for number in range(60)))
+    await here.site.settled()
+    # An answer that crosses the end of its connection is read by nobody: its blocks expire.
+    assert [each for each in here.kv.held if not each.call.connection.gone.is_set()] == []
+    assert here.kv.faults == []
+
+
+def slow(script: Script, seconds: float = 0.01) -> Script:
+    """Take a moment before answering."""
+
+    async def run(call: Call) -> None:
+        await asyncio.sleep(seconds)
+        await script(call)
+
+    return run
+
+
+async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=2)
+    here.site.stand_still()
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()  # the decode leg waits for a connection
+    client = await here.send(body)
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
+    other.then(slow(here.kv.worker(other, "decode"), 0.2))
+    here.site.router.draining = True
+    draining = asyncio.create_task(here.site.wire.drain(0.0))
+    assert (await client.answer()).status == 503
+    client.close()
+    await asyncio.wait_for(draining, DEADLINE_S)
+    assert here.kv.ends() == ["released"]
+    assert here.site.metrics.handovers.ends["released"] == 1
+    await victim.wake()

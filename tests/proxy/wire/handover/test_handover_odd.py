@@ -1,0 +1,344 @@
+"""Prefill workers whose answers make no sense, too few workers, and the client most people have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from proxy.config import TransferConfig
+from proxy.core.fleet.kv_links import STRIKES
+from proxy.health.worker_state import state
+from proxy.transfer.registry import connector
+from proxy.wire.handover.release import GRACE_S
+from proxy.wire.timeouts import prefill_patience_s
+from tests.proxy.metrics.scraped import scraped
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS, Faults
+from tests.proxy.wire.pairs import (
+    ask,
+    chat_body,
+    completion_body,
+    expected,
+    pairs,
+    words,
+)
+from tests.proxy.wire.scripts import LAST_CHUNK, chunk
+from tests.proxy.wire.site import eventually
+
+GOOD = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "localhost",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+def answer_with(params: Any, framing: str = "length") -> Script:
+    """Answer a prefill leg with these parameters."""
+    body = {"id": "c", "choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": params}
+    return scripts.answer(body=json.dumps(body).encode(), framing=framing)
+
+
+ODD: dict[str, Script] = {
+    "no parameters": scripts.answer(body=b'{"choices": []}'),
+    "null": answer_with(None),
+    "text": answer_with("do_remote_prefill"),
+    "a list": answer_with([GOOD]),
+    "nothing": answer_with({}),
+    "no host": answer_with({k: v for k, v in GOOD.items() if k != "remote_host"}),
+    "no id": answer_with(GOOD | {"remote_request_id": None}),
+    "no blocks": answer_with(GOOD | {"remote_block_ids": []}),
+    "no blocks in a group": answer_with(GOOD | {"remote_block_ids": [[]]}),
+    "null blocks": answer_with(GOOD | {"remote_block_ids": None}),
+    "nothing to fetch": answer_with(GOOD | {"do_remote_prefill": False}),
+    "no JSON": scripts.answer(body=b"ok"),
+    "half of JSON": scripts.answer(body=b'{"kv_transfer_params": {"do_remote'),
+    "JSON of another kind": scripts.answer(body=b"[1]"),
+    "a stream": scripts.stream(3),
+    "an empty body": scripts.answer(body=b""),
+    "a body ended by closing": scripts.answer(body=b"{}", framing="close"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_bad_parameters_are_not_handed_over(start: Start, odd: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=ODD[odd]))
+    body = chat_body(stream=stream)
+    await here.serves(body)
+    assert here.legs() == ["prefill p0", "whole d0"]
+    assert here.site.fakes["d0"].served[0].body == body
+
+
+@pytest.mark.parametrize(
+    "header", ["Accept-Encoding: gzip, deflate", "ACCEPT-ENCODING:br", "accept-encoding: "]
+)
+async def test_the_prefill_leg_accepts_no_compression(start: Start, header: str) -> None:
+    """The prefill worker is at fault in `kv.py` where it might compress its answer."""
+    here = await pairs(start, prefills=1, decodes=1)
+    body, others = chat_body(), (b"X-Tail: kept", b"X-Accept-Encoding: theirs")
+    assert words(await ask(here, body, header.encode(), *others)) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    first, second = here.site.served()
+    assert second.all(b"accept-encoding") == [header.partition(":")[2].strip().encode()]
+    for call in (first, second):
+        assert call.all(b"x-tail") == [b"kept"]
+        assert call.all(b"x-accept-encoding") == [b"theirs"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prompt_prefilled_twice_is_no_transfer(start: Start, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=ODD["nothing"]))
+    before = here.site.worker("d0").pace.steps
+    assert (await ask(here, chat_body(stream=stream, max_tokens=9))).status == 200
+    await here.settled()
+    assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
+    assert here.site.metrics.handovers.tokens == {}
+    assert here.site.router.transfer_times("tiny").all.seen == 0
+    if not stream:  # the whole time is known, and how much of it was the prefill is not
+        assert here.site.worker("d0").pace.steps == before
+
+
+async def test_where_a_connector_needs_no_parameters_none_are_missed(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
+    here.site.always(scripts.answer(body=b'{"choices": []}'))
+    assert (await ask(here, chat_body())).status == 200
+    assert len(here.site.served()) == 2
+    assert here.site.metrics.handovers.ends == {"prefilled": 1, "transferred": 1}
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_parameters_reach_the_decode_worker_whole(start: Start, framing: str) -> None:
+    given = GOOD | {
+        "remote_block_ids": [[*range(2000)], [7]],
+        "remote_blocks_expiry_time": None,
+        "new in a later version": {"nested": [1.5, "ü", True, None]},
+    }
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=answer_with(given, framing)))
+    await ask(here, chat_body())
+    [call] = here.site.fakes["d0"].served
+    assert call.json()["kv_transfer_params"] == given
+    assert here.kv.faults == [f"d0: parameters that nobody gave: {given}"]  # they were ours
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> None:
+    """Where nothing is tried twice, a decode worker is asked for the first time."""
+    here = await pairs(start, max_attempts=1)
+    here.kv.wrong("prefill", *[Faults(before=scripts.error(status, "theirs"))] * 20)
+    for _ in range(20):
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+        for name in ("p0", "p1"):
+            here.site.fleet.succeeded(here.site.worker(name))
+            here.site.router.links.worked(here.site.worker(name), None)
+    assert here.kinds() == ["prefill", "whole"] * 20
+    here.kv.wrong("prefill", Faults(before=scripts.error(status, "theirs")))
+    here.kv.wrong("decode", Faults(before=scripts.error(503, "mine")))
+    assert (await ask(here, chat_body())).status == 503  # that was the one attempt
+    await here.settled()
+
+
+async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> None:
+    """Where they are was in the part that is missing."""
+    here = await pairs(start)
+    here.kv.wrong("prefill", Faults(cut=(2, "reset")))
+    await here.serves()
+    ends = here.site.metrics.handovers.ends
+    assert (ends["prefill_failed"], ends["left_to_expire"]) == (1, 1)
+    here.kv.wrong("prefill", Faults(before=scripts.reset))
+    assert (await ask(here, chat_body())).status == 200
+    assert (ends["prefill_failed"], ends["left_to_expire"]) == (2, 1)  # nothing was held
+
+
+async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
+    """As the decode worker answers 500 and can do without: there the link is at fault."""
+    here = await pairs(start, prefills=1, decodes=1)
+    for _ in range(STRIKES):
+        here.kv.wrong("d0", Faults(during=scripts.error(500, "no blocks")))
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+    assert here.site.metrics.handovers.bars == {("p0", "d0"): 1}
+    assert here.kinds() == ["prefill", "decode", "whole"] * STRIKES
+    assert here.site.worker("d0").breaker.closed
+    assert (await ask(here, chat_body())).status == 200
+    assert here.legs()[-1] == "whole d0"
+    await here.settled()
+
+
+async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
+    """Or whoever sends them would have everybody's prompts prefilled where others decode."""
+    here = await pairs(start, prefills=1, decodes=1)
+    for _ in range(3 * STRIKES):
+        here.kv.wrong("d0", *[Faults(during=scripts.error(500, "no"))] * 3)
+        assert (await ask(here, chat_body())).status == 500
+        here.kv.wrongs.clear()
+    assert here.site.metrics.handovers.bars == {}
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    assert here.legs()[-1] == "decode d0"
+    await here.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_worker_drains_until_it_was_read(start: Start, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+    usual = here.kv.worker(here.site.fakes["d0"], "decode")
+
+    async def slowly(call: Call) -> None:
+        await rest.wait()
+        await usual(call)
+
+    here.site.fakes["d0"].then(slowly)
+    body = chat_body(stream=stream)
+    client = await here.send(body)
+    await here.site.fakes["d0"].got(1)
+    first = here.site.worker("p0")
+    here.site.fleet.drain("p0")
+    assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
+    page = scraped(here.site.metrics)
+    assert 'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
+    rest.set()
+    assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert (first.pinned, state(first)) == (0, "drained")
+
+
+# Too few workers
+
+
+async def test_both_prefill_workers_fail(start: Start) -> None:
+    here = await pairs(start)
+    here.kv.wrong("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
+    await here.serves()
+    *legs, last = here.legs()
+    assert sorted(legs) == ["prefill p0", "prefill p1"]
+    assert last.startswith("whole d")
+
+
+async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start: Start) -> None:
+    """The only decode worker closes an idle connection just as the leg is put on it."""
+    here = await pairs(start, prefills=1, decodes=1)
+    assert (await ask(here, chat_body())).status == 200
+    [kept] = here.site.fakes["d0"].open
+    usual = here.kv.worker(here.site.fakes["p0"], "prefill")
+
+    async def prefill(call: Call) -> None:
+        await usual(call)
+        kept.close_unread()  # the router reads the prefill's answer first
+
+    here.site.fakes["p0"].then(prefill)
+    await here.serves()
+    assert here.legs()[2:] == ["prefill p0", "decode d0"]
+    assert len(here.site.fakes["d0"].connections) == 2
+    assert here.site.worker("d0").breaker.spotless
+
+
+async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=2)
+    here.site.fleet.drain("d1")
+
+    async def fails_again(call: Call) -> None:
+        here.site.fleet.drain("d1", draining=False)
+        await scripts.error(500)(call)
+
+    leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fails_again)
+    here.kv.wrong("d0", leg, release, whole)
+    await here.serves()
+    assert here.legs()[-2:] == ["whole d0", "whole d1"]
+    assert not here.site.router.links.bars
+
+
+async def test_where_no_try_is_left_the_client_hears_of_the_error(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1, max_attempts=1)
+    error = scripts.event({"error": {"message": "no blocks", "code": 500}}) + scripts.DONE
+    failed = scripts.raw(
+        scripts.STREAM_HEAD, chunk(OPENINGS[CHAT]), chunk(error) + LAST_CHUNK, gap_s=0.02
+    )
+    here.kv.wrong("d0", Faults(during=failed))
+    assert (await ask(here, chat_body(stream=True))).body == OPENINGS[CHAT] + error
+    await here.settled()
+
+
+async def test_many_at_once(start: Start) -> None:
+    here = await pairs(start, prefills=2, decodes=3)
+
+    async def one(number: int) -> None:
+        path = CHAT if number % 3 else COMPLETIONS
+        maker = chat_body if number % 3 else completion_body
+        body = maker(stream=number % 2 == 0, max_tokens=2 + number % 7)
+        assert words(await ask(here, body, path=path)) == expected(body, 2 + number % 7)
+
+    await asyncio.gather(*(one(number) for number in range(100)))
+    await here.settled()
+    assert here.kv.ends().count("read") > 50
+
+
+# The official client
+
+
+# A prefill worker that hangs
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_that_hangs_is_done_elsewhere(start: Start, stream: bool) -> None:
+    here = await pairs(start, prefills=1)
+    assert (await ask(here, chat_body())).status == 200
+    assert here.site.worker("p0").pace.prefills
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    body = chat_body(stream=stream)
+    asked = asyncio.create_task(ask(here, body))
+    call = await here.site.fakes["p0"].got(2)
+    here.site.skip(45.0)  # much, though not what a worker is given that serves the whole
+    assert words(await asked) == expected(body)
+    await call.was_lost()
+    await here.settled()
+    assert here.legs()[-2:][0] == "prefill p0"
+    assert here.legs()[-1].startswith("whole d")
+
+
+async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    client = await here.send(chat_body())
+    await here.site.fakes["p0"].got(1)
+    here.site.skip(45.0)
+    await here.site.swept()
+    assert here.legs() == ["prefill p0"]
+    client.close()
+    await eventually(lambda: here.site.wire.releases)
+    here.site.skip(GRACE_S)
+    await here.settled()
+
+
+async def test_a_long_prefill_may_take_long(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    client = await here.send(chat_body())
+    await here.site.fakes["p0"].got(1)
+    [exchange] = here.site.wire.exchanges
+    lease = exchange._lease
+    assert lease is not None
+    assert lease.decision.handover is not None
+    lease.decision.handover.prefill_s = 50.0
+    assert prefill_patience_s(lease, 20.0, 600.0) == 600.0
+    here.site.worker("p0").pace.prefills = 1.0
+    assert prefill_patience_s(lease, 20.0, 600.0) == 20.0 + 4 * 50.0
+    assert prefill_patience_s(lease, 20.0, 30.0) == 30.0
+    client.close()
+    await here.settled()

@@ -1,0 +1,164 @@
+"""Requests through the router's core and plain workers: closed forms, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.config import FleetConfig
+from proxy.core.model.types import Role
+from proxy.core.router import RouterSettings
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.transfer import TransferTime
+from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
+from vllm_sched.sim.fleet.models import of_profile
+from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, Shape
+from vllm_sched.sim.types import WorkerModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TIME = StepTime(decode_fixed_s=0.01, decode_s=1e-4, prefill_fixed_s=0.011, prefill_s=1e-4)
+NONE = Targets()
+
+
+def placed(name: str, role: Role = Role.GENERAL, **given: Any) -> Placed:
+    """Make a worker."""
+    settings: dict[str, Any] = {
+        "time": TIME, "max_model_len": 131_072, "kv_tokens": 400_000, "async_scheduling": False,
+        "kv_token_bytes": 1000, "transfer": TransferTime(0.01, 0.0, 1e-9),
+    }  # fmt: skip
+    return Placed(WorkerModel(name=name, **settings | given), role)
+
+
+def play(
+    workers: list[Placed],
+    requests: Iterable[Request],
+    targets: Targets = NONE,
+    **settings: Any,
+) -> Run:
+    """Play requests on a fresh fleet."""
+    return Flow(workers, RouterSettings(**settings), targets).play(requests)
+
+
+def traffic(count: int, rate: float, workload: str = "azure-conv", seed: int = 0) -> Schedule:
+    """Draw requests."""
+    return Schedule(
+        source=find(workload), seed=seed, rate=rate, count=count, duration_s=count / rate * 2
+    )
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8])
+def test_a_single_server_waits_as_md1_says(load: float) -> None:
+    service = 0.011 + 1000 * 1e-4
+    rng, now, requests = random.Random(1), 0.0, []
+    for _ in range(20_000):
+        now += rng.expovariate(load / service)
+        requests.append(Request(now, "x", 1000, 1))
+    worker = placed("w", max_num_batched_tokens=1000, max_num_seqs=1)
+    run = play([worker], requests, queue_requests=10**6, queue_wait_s=1e6)
+    waited = run.all.ttft.mean - service
+    assert waited == pytest.approx(service * load / (2 * (1 - load)), rel=0.06)
+
+
+def test_every_request_is_counted_once() -> None:
+    run = play([placed(f"w{i}") for i in range(3)], traffic(400, 12))
+    figures = run.all
+    assert (figures.arrived, figures.done, run.refused) == (400, 400, 0)
+    assert figures.ttft.count == 400
+    assert run.classes["azure-conv"].done == 400
+    assert figures.output_tokens == sum(each.output_tokens for each in traffic(400, 12))
+    assert run.gaps.count == figures.output_tokens - 400
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    def figures(seed: int) -> tuple[float, ...]:
+        run = play([placed("a"), placed("b")], traffic(300, 8, seed=seed))
+        return run.all.ttft.quantile(0.99), run.all.ttft.total, run.gaps.total
+
+    assert figures(1) == figures(1) != figures(2)
+
+
+def test_what_no_worker_holds_is_refused() -> None:
+    requests = [Request(0.0, "x", 500, 10), Request(0.1, "x", 5000, 10)]
+    run = play([placed("a", max_model_len=4096)], requests)
+    assert (run.all.done, run.refused) == (1, 1)
+    assert run.all.share == 0.5
+
+
+def test_a_full_fleet_lets_requests_wait_and_turns_the_rest_away() -> None:
+    requests = [Request(0.0, "x", 1000, 200) for _ in range(10)]
+    worker = replace(placed("a"), max_requests=2)
+    run = play([worker], requests, queue_requests=3, queue_wait_s=100)
+    assert (run.all.done, run.refused) == (5, 5)
+    run = play([worker], requests, queue_requests=30, queue_wait_s=3)
+    assert 2 <= run.all.done < 10
+    assert run.all.done + run.refused == 10
+
+
+def test_targets_are_of_single_requests() -> None:
+    requests = [Request(0.0, "x", 1000, 11), Request(10.0, "x", 6000, 11)]
+    workers = [placed("a")]
+    assert play(workers, requests, Targets(ttft=0.3)).all.met == 1
+    assert play(workers, requests, Targets(tpot=0.0102)).all.met == 2
+    assert play(workers, requests, Targets(tpot=0.009)).all.met == 0
+    assert play(workers, requests, Targets(e2el=0.5)).all.met == 1
+    overlapping = [Request(0.0, "x", 10, 300), Request(1.0, "x", 6000, 11)]
+    assert play(workers, overlapping, Targets(itl=0.2)).all.met == 1
+
+
+def test_prompts_are_handed_over_where_that_is_better() -> None:
+    workers = [placed("p", Role.PREFILL), placed("d", Role.DECODE)]
+    whole = play(workers, traffic(300, 4, "azure-code"), transfer=False)
+    handed = play(workers, traffic(300, 4, "azure-code"), transfer=True)
+    assert whole.all.handed_over == 0
+    assert handed.all.handed_over > 50
+    assert handed.all.done == whole.all.done == 300
+    assert handed.gaps.quantile(0.99) < whole.gaps.quantile(0.99)
+
+
+def test_conversations_come_back_to_the_worker_that_has_them() -> None:
+    schedule = traffic(400, 4, "mooncake-conv")
+    workers = [placed(f"w{i}") for i in range(4)]
+    kept = play(workers, schedule)
+    spread = play(workers, schedule, prefix_affinity=False)
+    assert kept.all.ttft.mean < 0.9 * spread.all.ttft.mean
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(general=3),
+        Shape(short=1, long=2, short_limit=3000, policy=BOTH),
+        Shape(prefill=1, decode=2, policy=LONG_PROMPT),
+    ],
+    ids=str,
+)
+def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: Shape) -> None:
+    machine = of_profile("h100-8b")
+    schedule = traffic(500, 9, "azure-conv:0.9,mooncake-conv:0.1")
+    counted = Flow(shape.placed(machine), shape.settings(), NONE).play(schedule)
+    config = FleetConfig(**shape.to_fleet(machine, "m", 1))
+    models = {each.model.name: each.model for each in shape.placed(machine)}
+    # Transfers are the fleet file's; both take them to be the machine's.
+    kept = SimulatedFleet(config, models, partial(Fluid, each_token=True)).play(schedule)
+    outcomes = [each for each in kept.outcomes if each.good]
+    assert len(outcomes) == counted.all.done == 500
+    ttft = sum(each.ttft for each in outcomes) / len(outcomes)
+    end = max(each.end for each in outcomes)
+    # The router hears of tokens sooner here, and may choose otherwise now and then.
+    assert counted.all.ttft.mean == pytest.approx(ttft, rel=0.15)
+    assert counted.duration_s == pytest.approx(end, rel=0.05)
+    gaps = sorted(gap for each in outcomes for gap in each.itls)
+    assert counted.gaps.count == pytest.approx(len(gaps))
+    assert counted.gaps.quantile(0.99) == pytest.approx(gaps[int(0.99 * len(gaps))], rel=0.1)

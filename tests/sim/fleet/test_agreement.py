@@ -1,0 +1,143 @@
+"""The plain worker beside real schedulers: how near it comes, policy by policy.
+
+Crowds that neither cache holds at once, longs among shorts. What must hold is what a plan rests on:
+times to first token and their tail, gaps, and how long all of it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.agreement import (
+    FAR_ON,
+    GROWING,
+    TIME,
+    WAYS,
+    both,
+    by_job,
+    crowd,
+    figures,
+)
+from tests.sim.making import ends, firsts, run, worker
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.types import Job
+
+
+@pytest.mark.parametrize("name", [*WAYS, *FAR_ON])
+def test_a_plain_worker_is_near_a_real_scheduler(name: str) -> None:
+    way = (WAYS | FAR_ON)[name]
+    exact, plain = both(way)
+    assert plain == pytest.approx(exact, rel=way.near)
+
+
+CHUNKS = ("chunk_budget",)
+BOTH = ("long_prompt", "chunk_budget")
+
+
+def gaps_of(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
+    """Name policies that keep gaps within a time, for prompts above 2,000 tokens apart or all."""
+    known = {
+        "chunk_budget": {"itl_ms": itl_ms},
+        "long_prompt": {"long_prefill_token_threshold": 2000},
+    }
+    return {name: known[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("policies", "budget", "itl_ms", "cached"),
+    [
+        *((CHUNKS, budget, itl_ms, 0) for budget in (512, 2048) for itl_ms in (40, 60)),
+        (BOTH, 512, 60, 0), (BOTH, 2048, 60, 0), (BOTH, 512, 60, 5000), (BOTH, 2048, 40, 5000),
+    ],
+)  # fmt: skip
+def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
+    policies: tuple[str, ...], budget: int, itl_ms: int, cached: int
+) -> None:
+    model = worker(
+        GROWING, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
+        kv_tokens=400_000, policies=gaps_of(itl_ms, *policies),
+    )  # fmt: skip
+    # Far enough apart that longs enter on their own: nobody in prefill says how far on they are.
+    shared, apart = ((("a", cached),), 4) if cached else ((), 2)
+    jobs = [
+        (apart * at, replace(each, prompt_tokens=2 * each.prompt_tokens, shared=shared))
+        if each.prompt_tokens >= 4000
+        else (apart * at, each)
+        for at, each in crowd(100)
+    ]
+    truly = run(ExactEngine(model), jobs)
+    exact, ticks = figures(truly, jobs), by_job(truly).values()
+    gaps = [at - before for each in ticks for before, at in pairwise(each)]
+    assert sum(gap > itl_ms / 1000 for gap in gaps) < 0.01 * len(gaps)
+    longest: list[float] = []
+    plain = Fluid(model, ended=lambda _job, gap: longest.append(gap))
+    told = run(plain, jobs)
+    arrived = {each.id: at for at, each in jobs}
+    first = firsts(told)
+    # What a plan counts as late: a gap above what was asked for.
+    assert max(longest) <= itl_ms / 1000
+    assert max(longest) == pytest.approx(max(gaps), rel=0.1)
+    assert plain.gaps.quantile(0.99) == pytest.approx(exact["ITL p99"], rel=0.1)
+    ttft = sum(first[name] - arrived[name] for name in first) / len(first)
+    assert ttft == pytest.approx(exact["TTFT mean"], rel=0.1)
+    assert max(ends(told).values()) == pytest.approx(exact["last token"], rel=0.05)
+
+
+@pytest.mark.parametrize("policies", [CHUNKS, BOTH])
+def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[str, ...]) -> None:
+    model = worker(
+        GROWING, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=16_384,
+        kv_tokens=400_000, policies=gaps_of(40, *policies),
+    )  # fmt: skip
+    jobs = [
+        (0.0, Job("first", 10_000, 2, 1, shared=(("a", 10_000),))),
+        (10.0, Job("decodes", 50, 400, 2)),
+        (10.5, Job("again", 14_000, 2, 3, shared=(("a", 10_000),))),
+    ]
+    gaps: dict[str, float] = {}
+    plain = Fluid(model, ended=lambda job, gap: gaps.update({job.id: gap}))
+    told = run(plain, jobs)
+    assert any(event.cached_tokens >= 10_000 for event in told if event.job_id == "again")
+    assert 0.03 < gaps["decodes"] <= 0.04
+
+
+@pytest.mark.parametrize("tokens", [22_000, 40_000])
+def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> None:
+    """Each for itself, two or four of them would fill it."""
+    model = worker(
+        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=tokens
+    )
+    jobs = [
+        (
+            3 * (at > 0) + 0.1 * at,
+            Job(f"j{at}", 8000 + 20 * (at % 11), 40 + at % 30, at, (("a", 8000),)),
+        )
+        for at in range(80)
+    ]
+    exact, plain = (
+        figures(run(engine, jobs), jobs)
+        for engine in (ExactEngine(model), Fluid(model, each_token=True))
+    )
+    assert plain == pytest.approx(exact, rel=0.1)
+
+
+def test_what_ran_longest_is_in_the_cache_longest() -> None:
+    """What another has begun with since, and left, is forgotten first: in either engine."""
+    model = worker(
+        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=20_000
+    )
+    jobs = [
+        (0.0, Job("stays", 8016, 400, 1, (("a", 8000),))),
+        (2.0, Job("leaves", 8016, 20, 2, (("b", 8000),))),
+        (60.0, Job("large", 6000, 2, 3)),
+        (70.0, Job("again", 8016, 2, 4, (("a", 8000),))),
+    ]
+    for engine in (ExactEngine(model), Fluid(model, each_token=True)):
+        told = run(engine, jobs)
+        done = ends(told)
+        assert done["leaves"] < done["stays"] < 60
+        assert max(event.cached_tokens for event in told if event.job_id == "again") == 8000

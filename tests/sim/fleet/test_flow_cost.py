@@ -1,0 +1,69 @@
+"""What a request costs in a simulated fleet, and how that grows: in lines that run, not in time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
+from benchmarks.fluid import FIRST, RATE, TARGETS, fleet
+from proxy.core.router import RouterSettings
+from vllm_sched.bench.results.goodput import parse
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.fleet.aggregate_flow import Flow
+
+SIZES = (16, 64, 256)
+BEGINS_S, LASTS_S = FIRST / RATE, 1.0  # once each worker is known, as in `benchmarks.fluid`
+# Answers that are soon over, so that fleets of all sizes are as busy as they will ever be by then.
+TRAFFIC = "500x20:0.9,20000x20:0.1"
+
+
+class Lines:
+    """Counts the lines that run while it is on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, _frame: FrameType, _event: str, _arg: Any) -> Any:
+        return self._line
+
+    def _line(self, _frame: FrameType, event: str, _arg: Any) -> Any:
+        self.count += event == "line"
+        return self._line
+
+
+def lines_a_request(workers: int) -> float:
+    """Play a fleet; what one of its requests took, arrival to end, probes and all."""
+    source, until = find(TRAFFIC), BEGINS_S + LASTS_S
+    arrivals = list(Schedule(source=source, rate=RATE * workers, duration_s=until))
+    first = next(number for number, each in enumerate(arrivals) if each.at >= BEGINS_S)
+    lines = Lines()
+
+    def marked() -> Iterator[Request]:
+        yield from arrivals[:first]
+        with lines:  # of what is called from here on
+            yield from arrivals[first:]
+
+    run = Flow(fleet(workers), RouterSettings(), parse(TARGETS.split())).play(marked())
+    assert run.all.done == run.all.arrived
+    return lines.count / (len(arrivals) - first)
+
+
+def test_a_requests_cost_grows_with_the_logarithm_of_the_number_of_workers_at_most() -> None:
+    costs = {workers: lines_a_request(workers) for workers in SIZES}
+    assert min(costs.values()) > 100, costs
+    for fewer, more in pairwise(SIZES):
+        grown = math.log(more) / math.log(fewer)
+        assert costs[more] < grown * costs[fewer], costs

@@ -1,0 +1,238 @@
+"""From a fleet file to what its workers are taken to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.config import FleetConfig
+from proxy.errors import ConfigError
+from vllm_sched.cost import profiles
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.fleet.models import MACHINES, Assumed, of_profile, transfer_of, worker_models
+from vllm_sched.sim.types import WorkerModel
+
+
+def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any) -> Any:
+    each = [{"name": f"w{number}", **given} for number, given in enumerate(workers)]
+    config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
+    return worker_models(config, source, Assumed(profile="h100-8b"))
+
+
+def test_every_profile_has_sizes() -> None:
+    assert MACHINES.keys() == profiles.PROFILES.keys()
+    for name, profile in profiles.PROFILES.items():
+        model = of_profile(name)
+        assert model.time == profile.time
+        assert 50_000 < model.kv_tokens < 2_000_000
+        assert model.max_model_len <= model.kv_tokens
+
+
+def test_an_8b_model_leaves_54_gb_of_an_h100_to_its_cache() -> None:
+    model = of_profile("h100-8b")
+    assert model.kv_tokens * model.kv_token_bytes == pytest.approx(54e9, rel=0.01)
+
+
+def test_a_transfer_takes_what_was_published() -> None:
+    assert transfer_of(4).seconds(313_000_000, 40_000) == pytest.approx(0.174, rel=0.02)
+    model = of_profile("h100-70b-tp4")
+    assert model.transfer_s(16) == transfer_of(4).seconds(16 * 320 * 1024, 160)
+    assert model.transfer_s(17) > model.transfer_s(16)
+
+
+def test_flags_say_what_the_worker_is() -> None:
+    args = [
+        "--max-model-len=8192", "--max-num-seqs", "32", "--max_num_batched_tokens=512",
+        "--block-size=32", "--num-gpu-blocks-override", "1024", "--no-enable-prefix-caching",
+        "--no-async-scheduling", "--enforce-eager",
+    ]  # fmt: skip
+    model: WorkerModel = read({"launch": {"args": args, "policies": {"lanes": {}}}})["w0"]
+    assert (model.max_model_len, model.max_num_seqs, model.max_num_batched_tokens) == (
+        8192,
+        32,
+        512,
+    )
+    assert (model.block_tokens, model.kv_tokens) == (32, 32_768)
+    assert (model.prefix_caching, model.async_scheduling) == (False, False)
+    assert model.policies == {"lanes": {}}
+
+
+def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
+    def kv(*args: str) -> int:
+        return int(read({"launch": {"args": list(args)}})["w0"].kv_tokens)
+
+    more = kv("--gpu-memory-utilization=0.95") - kv()
+    assert more * 131_072 == pytest.approx(0.03 * 80e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--gpu-memory-utilization=2", "at most 1"),
+        ("--gpu-memory-utilization=most", "at most 1"),
+        ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
+        ("--tensor-parallel-size=4", "h100-8b is a worker of 1"),
+        ("-tp=4", "h100-8b is a worker of 1"),
+    ],
+)
+def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read({"launch": {"args": [flag]}, "max_model_len": 1000})
+
+
+def test_flags_that_no_model_knows_are_named() -> None:
+    def unread(*args: str) -> tuple[str, ...]:
+        found: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
+        return found.unread
+
+    assert unread("--kv_cache_dtype=fp8", "--max-num-seqs=8") == ("--kv-cache-dtype",)
+    assert unread("--long-prefill-token-threshold=512", "--no-enable-chunked-prefill") == (
+        "--no-enable-chunked-prefill",
+    )
+    assert unread("--dtype=float32", "-pp", "2", "--of-tomorrow.key", "1", "--of-tomorrow.b=2") == (
+        "--dtype",
+        "--pipeline-parallel-size",
+        "--of-tomorrow",
+    )
+    assert unread("--port", "8001", "-dp=1", "--dtype", "bfloat16", "--no-async-scheduling") == ()
+    assert read({})["w0"].unread == ()
+
+
+def test_vllms_own_limit_on_chunks_is_read() -> None:
+    def limit(*args: str) -> tuple[int, bool]:
+        model: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
+        return model.longest_chunk, model.longest_chunk_adapts
+
+    flag = "--long-prefill-token-threshold"
+    assert limit() == limit(f"{flag}=0") == (0, False)
+    assert limit("--long_prefill_token_threshold", "512") == (512, False)
+    assert limit(f"{flag}=512", f"{flag}-adaptive") == (512, True)
+    assert limit(f"{flag}-adaptive", "--no-long-prefill-token-threshold-adaptive") == (0, False)
+
+
+def test_a_small_budget_makes_for_few_slots_as_in_vllm() -> None:
+    model = read({"launch": {"args": ["--max-num-batched-tokens=64"]}})["w0"]
+    assert model.max_num_seqs == 64
+
+
+def test_without_flags_it_is_the_machine() -> None:
+    model = read({"profile": "a100-8b"})["w0"]
+    assert (model.max_num_seqs, model.max_num_batched_tokens) == (256, 2048)
+    assert (model.prefix_caching, model.async_scheduling, model.transfers) == (True, True, False)
+
+
+def test_the_ends_of_a_transfer_know_that_they_are() -> None:
+    workers = ({"role": "prefill"}, {"role": "decode"}, {"role": "long"})
+    found = read(*workers, transfer="nixl")
+    assert [found[name].transfers for name in ("w0", "w1", "w2")] == [True, True, False]
+
+
+def test_a_calibrated_file_is_found_beside_the_fleet(tmp_path: Path) -> None:
+    content = {"step_time": {"decode_fixed_s": 0.5}, "kv_tokens": 9000, "kv_token_bytes": 512}
+    (tmp_path / "cost.json").write_text(json.dumps(content))
+    model = read({"profile": "cost.json"}, source=tmp_path / "fleet.yaml")["w0"]
+    assert model.time == StepTime(decode_fixed_s=0.5)
+    assert (model.kv_tokens, model.max_model_len, model.kv_token_bytes) == (9000, 9000, 512)
+    # What it does not say is not passed off as known.
+    assert {"gpus", "max_num_batched_tokens"} < set(model.assumed)
+    assert not {"kv_tokens", "kv_token_bytes"} & set(model.assumed)
+
+
+def test_of_two_files_of_a_name_it_is_the_one_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder, tokens in ((here, 8000), (beside, 9000)):
+        folder.mkdir()
+        (folder / "cost.json").write_text(json.dumps({"step_time": {}, "kv_tokens": tokens}))
+    monkeypatch.chdir(here)
+    workers = [{"name": "w0", "profile": "cost.json"}, {"name": "w1", "url": "http://a:1"}]
+    config = FleetConfig.model_validate({"model": "m", "workers": workers})
+    shell = Assumed(profile="cost.json")
+
+    def sizes() -> list[int]:
+        found = worker_models(config, beside / "fleet.yaml", shell)
+        return [found[name].kv_tokens for name in ("w0", "w1")]
+
+    assert sizes() == [9000, 8000]  # the fleet file's lies beside it, the shell's here
+    (here / "cost.json").unlink()
+    assert sizes() == [9000, 9000]
+    (beside / "cost.json").rename(here / "cost.json")
+    assert sizes() == [9000, 9000]
+
+
+def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
+    sizes = {"gpus": 4, "max_model_len": 16_384, "max_num_batched_tokens": 512, "kv_tokens": 65_536}
+    (tmp_path / "cost.json").write_text(json.dumps({"step_time": {}, "front_s": 0.004, **sizes}))
+    model = of_profile("cost.json", tmp_path)
+    assert {name: getattr(model, name) for name in sizes} == sizes
+    source, workers = tmp_path / "fleet.yaml", [{"name": "w0", "profile": "cost.json"}]
+    config = FleetConfig.model_validate({"model": "m", "workers": workers})
+    assert worker_models(config, source)["w0"].front_s == 0.004
+    assert worker_models(config, source, Assumed(front_s=0.0))["w0"].front_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        ({"profile": "h100-9b"}, "unknown profile 'h100-9b'; valid: a100-8b"),
+        ({"profile": "none.json"}, "profile none.json: No such file"),
+        ({"max_model_len": 500_000}, "holds 411,987 tokens, less than"),
+        ({"launch": {"args": ["--max-num-seqs=8k"]}}, "--max-num-seqs 8k: give a plain whole"),
+        ({"launch": {"args": ["--max-num-seqs=9000"]}}, "more than --max-num-batched-tokens, 8192"),
+        ({"launch": {"args": ["--block-size", "0"]}}, "--block-size 0: give a plain whole"),
+        (
+            {"max_model_len": 9000, "launch": {"args": ["--long-prefill-token-threshold=9001"]}},
+            "--long-prefill-token-threshold 9001: more than max_model_len, 9000",
+        ),
+        (
+            {"launch": {"args": ["--long-prefill-token-threshold=-1"]}},
+            "--long-prefill-token-threshold -1: give a plain whole number, 0 or more",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read({}, worker)
+    (problem,) = error.value.problems
+    assert problem.path == "workers[1]"
+    assert said in problem.message
+    assert "\n" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no", "is not JSON"),
+        ("[]", "has no step_time"),
+        ('{"step_time": {"nonsense": 1}}', "unknown coefficient 'nonsense'"),
+        ('{"step_time": {}, "kv_tokens": 0}', "kv_tokens is 0"),
+        ('{"step_time": {}, "kv_tokens": true}', "kv_tokens is True"),
+        ('{"step_time": {}, "gpus": 2.5}', "gpus is 2.5"),
+        ('{"step_time": {}, "front_s": -1}', "front_s is -1"),
+    ],
+)
+def test_bad_calibrations(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "cost.json").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        of_profile("cost.json", tmp_path)
+
+
+def test_a_worker_of_unknown_speed_and_workers_not_yet_found_are_refused() -> None:
+    config = FleetConfig.model_validate(
+        {
+            "model": "m",
+            "workers": [{"name": "w0", "url": "http://a:1"}],
+            "discovery": {"pools": [{"name": "p", "dns": "workers"}]},
+        }
+    )
+    with pytest.raises(ConfigError) as error:
+        worker_models(config, Path("f.yaml"))
+    assert [problem.path for problem in error.value.problems] == [
+        "discovery",
+        "workers[0].profile",
+    ]

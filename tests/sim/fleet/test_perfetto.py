@@ -1,0 +1,49 @@
+"""A simulation as Perfetto sees it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from tests.sim.making import fleet_of
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
+from vllm_sched.sim.fleet.perfetto import CLIENTS, write
+
+
+def test_it_is_a_trace_of_all_workers_and_all_requests(tmp_path: Path) -> None:
+    fleet = SimulatedFleet(*fleet_of({}, {}), partial(ExactEngine, traced=True))
+    played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=30))
+    write(tmp_path / "t.json", fleet.engines, played.outcomes, played.duration)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert len(set(groups.values())) == len(groups) == 5
+    assert sum("w1" in name for name in groups.values()) == 2
+    assert {event["pid"] for event in events} == groups.keys()
+    assert {event["ph"] for event in events} <= {"M", "X", "C"}
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for track in slices.values():  # or Perfetto would nest them
+        track.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(track))
+    clients = [e for e in events if e["pid"] == CLIENTS and e["ph"] == "X"]
+    assert sum("until the first token" in event["name"] for event in clients) == 30
+    steps = [e for e in events if e["name"] in ("prefill", "decode", "mixed") and e["tid"] == 1]
+    counted = sum(facts["steps"] for facts in played.facts["workers"].values())
+    assert sum("step" in event["args"] for event in steps) == counted
+    assert max(e["ts"] + e["dur"] for e in clients) == round(played.duration * 1e6)
+
+
+def test_engines_without_a_trace_are_left_out(tmp_path: Path) -> None:
+    fleet = SimulatedFleet(*fleet_of({}), ExactEngine)
+    played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=3))
+    write(tmp_path / "t.json", fleet.engines, played.outcomes, played.duration)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {CLIENTS}

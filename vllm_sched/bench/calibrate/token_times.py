@@ -1,0 +1,221 @@
+"""A worker's OpenAI API from one client, with the time at which each token came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+
+from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.compare.workloads import TOKEN_IDS
+from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.errors import VllmSchedError
+
+TIMEOUT_S: Final = 300.0
+# Each event says how many tokens there are so far.
+COUNT_ALWAYS: Final = {"include_usage": True, "continuous_usage_stats": True}
+TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
+# Answers that are cut off leave the worker busy for a step or two.
+SETTLE_S: Final = 0.1
+# The sample of vLLM's metrics whose labels say how large the cache is.
+CACHE: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+LABEL: Final = re.compile(r'(\w+)="(\d+)"')
+
+
+class MeasureError(VllmSchedError):
+    """A worker that can't be measured; the message says why in one line."""
+
+
+@dataclass
+class Stream:
+    """One streamed answer: when its tokens came, and how many there were by then."""
+
+    prompt_tokens: int
+    ticks: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def count(self) -> int:
+        """Tokens that have come."""
+        return self.tokens[-1] if self.tokens else 0
+
+    def tick(self, now: float, tokens: int) -> None:
+        """Take in what came: one token, unless somebody on the way was slow and merged some."""
+        self.ticks.append(now)
+        self.tokens.append(tokens)
+        self._news.set()
+
+    def gap(self, at: int) -> float | None:
+        """Return the time of the step that made this tick; None if it made more than one token."""
+        if not 0 < at < len(self.ticks) or self.tokens[at] != self.tokens[at - 1] + 1:
+            return None
+        return self.ticks[at] - self.ticks[at - 1]
+
+    def nearest(self, when: float) -> int:
+        """Find the tick, not the first, that came nearest to a moment."""
+        return min(range(1, len(self.ticks)), key=lambda at: abs(self.ticks[at] - when))
+
+    def end(self) -> None:
+        """Let nobody wait for more."""
+        self.ended = True
+        self._news.set()
+
+    async def moved(self, tokens: int) -> None:
+        """Wait for so many more tokens, or the end."""
+        until = self.count + tokens
+        while self.count < until and not self.ended:
+            self._news.clear()
+            await self._news.wait()
+
+    async def reached(self, tokens: int) -> None:
+        """Wait for so many tokens."""
+        while self.count < tokens:
+            if self.ended:
+                raise MeasureError(f"an answer ended after {self.count} of {tokens} tokens")
+            self._news.clear()
+            await self._news.wait()
+
+
+class Api:
+    """A worker that is asked for tokens, whose prompts nobody has seen before."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int = 0) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._rng = random.Random(seed)
+        self.model = self.root = ""
+        self.max_model_len = 0
+        self.kv_tokens: int | None = None
+        self.block_tokens: int | None = None
+
+    async def meet(self) -> None:
+        """Ask for the model's name and limits."""
+        content = await self._get("/v1/models")
+        try:
+            card = json.loads(content)["data"][0]
+            self.model, self.max_model_len = card["id"], int(card["max_model_len"])
+            self.root = str(card.get("root") or "")
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise MeasureError(
+                f"{self._url}/v1/models names no model with a max_model_len; is that a vLLM worker?"
+            ) from None
+
+    async def read_cache(self) -> None:
+        """Ask how large the KV cache is; who does not tell is none the worse for it."""
+        try:
+            page = (await self._get("/metrics")).decode(errors="replace")
+        except MeasureError:
+            return
+        if (found := CACHE.search(page)) is not None:
+            labels = {name: int(value) for name, value in LABEL.findall(found[1])}
+            blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
+            if blocks and block:
+                # Where groups of layers share the blocks, a token takes several.
+                self.kv_tokens = labels.get("kv_cache_size_tokens", blocks * block)
+                self.block_tokens = block
+
+    @asynccontextmanager
+    async def streams(self, count: int, context: int, tokens: int) -> AsyncIterator[list[Stream]]:
+        """Have so many answers streamed inside the block; they are cut off at its end."""
+        streams = [Stream(context) for _ in range(count)]
+        # All but the end of the prompt is one, and cached: a decode reads its context all the same,
+        # and hundreds of long prompts need not be computed for the sake of what follows them.
+        *shared, _ = self.prompt(context)
+        await self.stream([*shared, *self.prompt(1)], 1)
+        tasks = [
+            asyncio.create_task(self.stream([*shared, *self.prompt(1)], tokens, into=stream))
+            for stream in streams
+        ]
+        try:
+            yield streams
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            # Why a stream failed says more than that one was too short.
+            for error in ended:
+                if isinstance(error, MeasureError):
+                    raise error
+            await asyncio.sleep(SETTLE_S)
+
+    async def stream(
+        self,
+        prompt: Sequence[int] | Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        into: Stream | None = None,
+        after_s: float = 0.0,
+    ) -> Stream:
+        """Ask for tokens, and note when each comes."""
+        stream = into or Stream(0)
+        if after_s:
+            await asyncio.sleep(after_s)
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": COUNT_ALWAYS,
+        }  # fmt: skip
+        try:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    raise MeasureError(
+                        f"{self._url} answered {answer.status}: {excerpt(await answer.text())}"
+                    )
+                rest = b""
+                async for chunk in answer.content.iter_any():
+                    now = time.perf_counter()
+                    *events, rest = (rest + chunk).split(b"\n\n")
+                    made = [event for event in events if b'"choices":[{' in event]
+                    if made:
+                        counted = TOKENS.search(made[-1])
+                        known = stream.count + len(made)
+                        stream.tick(now, int(counted[1]) if counted else known)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _unreachable(self._url, error) from None
+        finally:
+            stream.end()
+        if not stream.ticks:
+            raise MeasureError(f"{self._url} ended an answer without a token")
+        return stream
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Make a prompt like no other."""
+        return self._rng.choices(TOKEN_IDS, k=tokens)
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            async with self._session.get(self._url + path) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _unreachable(self._url, error) from None
+        if answer.status != 200:
+            raise MeasureError(f"{self._url}{path} answered {answer.status}: {excerpt(content)}")
+        return content
+
+
+@asynccontextmanager
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """Have a client's session, ahead of others on this machine."""
+    key = os.environ.get("VLLM_API_KEY", "")
+    with ahead_of_others():
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        ) as found:
+            yield found
+
+
+def _unreachable(url: str, error: BaseException) -> MeasureError:
+    why = excerpt(str(error) or type(error).__name__)
+    return MeasureError(f"{url}: {why}; is a worker listening there?")

@@ -1,0 +1,1 @@
+"""Two sides under the same load, and their reports."""

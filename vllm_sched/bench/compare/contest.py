@@ -1,0 +1,95 @@
+"""More than two ways to serve one workload: each beside the first, in one table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from vllm_sched.bench.compare import report
+from vllm_sched.bench.compare.compare import Comparison
+from vllm_sched.files import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from vllm_sched.bench.compare.compare import Contender, Plan
+
+# What is left out of the table: it is the same server every time, or follows from the rest.
+HIDDEN = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A finished contest; the first contender is what the others are measured by."""
+
+    plan: Plan
+    contenders: Sequence[Contender]
+
+    @property
+    def pairs(self) -> list[Comparison]:
+        """The first beside each of the others."""
+        first, *others = self.contenders
+        first = replace(first, role="baseline")
+        return [Comparison(self.plan, first, replace(each, role="candidate")) for each in others]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any request failed."""
+        return any(each.failed for each in self.contenders)
+
+    def warning(self) -> str:
+        """Say that the machine was too busy to measure on; empty when it was not."""
+        return next((said for pair in self.pairs if (said := pair.warning())), "")
+
+    def table(self) -> Table:
+        """Lay all out: a column each, with the ratio to the first."""
+        layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        layout.add_column("", no_wrap=True)
+        layout.add_column("", no_wrap=True)
+        for each in self.contenders:
+            layout.add_column(each.label, justify="right", overflow="fold")
+        group = ""
+        for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
+            line = lines[0]
+            if (line.group, line.measure) in HIDDEN:
+                continue
+            if group and line.group != group:
+                layout.add_section()
+            layout.add_row(
+                report.GROUPS[line.group] if line.group != group else "",
+                line.measure,
+                report.show(line.baseline, line.unit),
+                *(_cell(each) for each in lines),
+            )
+            group = line.group
+        if self.failed:
+            layout.add_section()
+            counts = (str(len(each.failed)) for each in self.contenders)
+            layout.add_row("failed requests", "", *counts, style="bold red")
+        return layout
+
+    def to_json(self) -> dict[str, Any]:
+        """Give what each comparison gives, every contender once, by its role."""
+        first, *others = self.pairs
+        whole = first.to_json()
+        sides, figures = {self.contenders[0].role: whole["sides"]["baseline"]}, {}
+        for each, pair in zip(self.contenders[1:], (first, *others), strict=True):
+            sides[each.role] = pair.to_json()["sides"]["candidate"]
+            figures[each.role] = [asdict(figure) for figure in pair.figures]
+        return {**whole, "warning": self.warning(), "sides": sides, "figures": figures}
+
+    def save(self, path: Path) -> None:
+        """Write the JSON."""
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _cell(line: report.Figure) -> Text:
+    style = {True: "green", False: "red", None: ""}[line.better]
+    value = f"{report.show(line.candidate, line.unit)} ({report.show_ratio(line.ratio)})"
+    return Text(value, style=style)

@@ -1,0 +1,299 @@
+"""From recorded tokens to the figures people compare: percentiles, a table, JSON.
+
+Percentiles pool the samples of all rounds. Rates are one number a round, so a side shows their
+median, and the ratio is the median of the rounds' own ratios: a slow minute hits both sides of
+its round and leaves the ratio alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
+from vllm_sched.bench.results import stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vllm_sched.bench.compare.runner import Record, Round
+
+    Samples = Callable[[Sequence[Round], str], list[float]]
+
+SECONDS = "s"
+RATE = "tokens/s"
+PERCENTILES = (50, 90, 99)
+GROUPS = {
+    SHORT: "short prompts",
+    LONG: "long prompts",
+    BATCH: "batch",
+    BACKGROUND: "running decodes",
+    "all": "everything",
+    "lone": "a short alone",
+}
+
+
+SPREAD = "TTFT last - first"
+percentile = stats.percentile
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the comparison."""
+
+    group: str
+    measure: str
+    unit: str
+    baseline: float | None
+    candidate: float | None
+    ratio: float | None  # candidate / baseline
+
+    @property
+    def better(self) -> bool | None:
+        """Whether the candidate clearly wins (or clearly loses); None within 2 percent."""
+        if self.ratio is None or abs(self.ratio - 1) < 0.02:
+            return None
+        return (self.ratio > 1) == (self.unit == RATE)
+
+
+def foreground_end(played: Round) -> float:
+    """When the last long or short request of the round was done."""
+    return max((r.end for r in played.records if r.klass != BACKGROUND), default=0.0)
+
+
+def ttfts(rounds: Sequence[Round], klass: str) -> list[float]:
+    """Every time to first token of a class (`lone` is one too), failed requests left out."""
+    return [r.ttft for r in _of_class(rounds, klass) if r.ttft is not None and not r.error]
+
+
+def itls(rounds: Sequence[Round], klass: str) -> list[float]:
+    """Every gap between tokens of a class.
+
+    For the background only the gaps that touch the time when longs or shorts were about: the
+    quiet tail that follows would water every percentile down.
+    """
+    if klass != BACKGROUND:
+        return [gap for record in _of_class(rounds, klass) for gap in record.itls]
+    return [
+        later - sooner
+        for played in rounds
+        for record in played.records
+        if record.klass == BACKGROUND
+        for sooner, later in zip(record.ticks, record.ticks[1:], strict=False)
+        if later > 0 and sooner < foreground_end(played)
+    ]
+
+
+def class_rate(played: Round, klass: str) -> float | None:
+    """Tokens per second of a class while it was about.
+
+    Prompt and output tokens, from the first arrival to the last token; for the background the
+    output tokens while longs or shorts were about.
+    """
+    records = [r for r in played.records if r.klass == klass]
+    if klass == BACKGROUND:
+        until = foreground_end(played)
+        return _per_second(sum(0 < tick <= until for r in records for tick in r.ticks), until)
+    if not records:
+        return None
+    done = sum(r.prompt_tokens + r.completed for r in records if not r.error)
+    return _per_second(done, max(r.end for r in records) - min(r.sent for r in records))
+
+
+def spread(played: Round, klass: str) -> float | None:
+    """How long after the first of a class the last one had its first token."""
+    first_tokens = [r.first_token for r in played.records if r.klass == klass and r.first_token]
+    return max(first_tokens) - min(first_tokens) if len(first_tokens) > 1 else None
+
+
+def backlogged_rate(played: Round, klass: str) -> float | None:
+    """Tokens per second of a class for as long as some of it waited, prompts included.
+
+    What follows is a tail in which slots are empty, whatever the scheduler does.
+    """
+    records = [r for r in played.records if r.klass == klass and r.first_token is not None]
+    until = max((r.ticks[0] for r in records), default=0.0)
+    done = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
+    return _per_second(done, until)
+
+
+def total_rate(played: Round) -> float | None:
+    """Tokens per second of the whole round, background and its tail included.
+
+    The work is the same on both sides, so nobody gains by leaving some of it for later.
+    """
+    done = sum(
+        sum(tick > 0 for tick in r.ticks)
+        if r.klass == BACKGROUND
+        else r.prompt_tokens + r.completed
+        for r in played.records
+        if not r.error
+    )
+    return _per_second(done, max((r.end for r in played.records), default=0.0))
+
+
+# Of a class that is all there from the start; of others `class_rate`.
+RATES: Final = {BATCH: backlogged_rate}
+
+
+def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
+    """Everything that is compared, in the order of the table."""
+
+    def pooled(group: str, measure: str, samples: Samples, percent: float) -> Figure:
+        theirs, ours = (percentile(samples(r, group), percent) for r in (baseline, candidate))
+        return Figure(group, measure, SECONDS, theirs, ours, ratio_of(ours, theirs))
+
+    def rated(group: str, measure: str, unit: str, of: Callable[[Round], float | None]) -> Figure:
+        pairs = [(of(a), of(b)) for a, b in zip(baseline, candidate, strict=True)]
+        theirs, ours = _median(a for a, _ in pairs), _median(b for _, b in pairs)
+        return Figure(group, measure, unit, theirs, ours, _median(ratio_of(b, a) for a, b in pairs))
+
+    played = {r.klass for each in (*baseline, *candidate) for r in each.records}
+    lines: list[Figure] = []
+    for klass in (k for k in (SHORT, LONG, BATCH, BACKGROUND) if k in played):
+        if klass != BACKGROUND:  # which is decoding before the clock starts
+            lines += [pooled(klass, f"TTFT p{p}", ttfts, p) for p in (50, 99)]
+        if klass == LONG:
+            lines.append(rated(klass, SPREAD, SECONDS, partial(spread, klass=klass)))
+        lines += [
+            pooled(klass, "ITL p99", itls, 99),
+            pooled(klass, "ITL max", itls, 100),
+            rated(klass, "tokens/s", RATE, partial(RATES.get(klass, class_rate), klass=klass)),
+        ]
+    lines += [
+        rated("all", "tokens/s", RATE, total_rate),
+        rated("all", "all prompts done", SECONDS, foreground_end),
+    ]
+    if any(each.lone for each in (*baseline, *candidate)):
+        lines += [pooled("lone", f"TTFT p{p}", ttfts, p) for p in (50, 99)]
+    return lines
+
+
+def figure(lines: Sequence[Figure], group: str, measure: str) -> Figure:
+    """Find one line."""
+    return next(line for line in lines if (line.group, line.measure) == (group, measure))
+
+
+def show(value: float | None, unit: str) -> str:
+    """Format for people: three digits, milliseconds below a second."""
+    if value is None:
+        return "-"
+    if unit == RATE:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
+def show_ratio(ratio: float | None) -> str:
+    """Format a ratio to three digits."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.3f}x"
+
+
+def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int]) -> Table:
+    """Lay the figures out; `labels` and `failed` requests are baseline's and candidate's."""
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout.add_column("", no_wrap=True)
+    layout.add_column("", no_wrap=True)
+    layout.add_column(f"baseline\n{labels[0]}", justify="right", overflow="fold")
+    layout.add_column(f"candidate\n{labels[1]}", justify="right", overflow="fold")
+    layout.add_column("candidate /\nbaseline", justify="right")
+    group = ""
+    for line in lines:
+        if group and line.group != group:
+            layout.add_section()
+        layout.add_row(
+            GROUPS[line.group] if line.group != group else "",
+            line.measure,
+            show(line.baseline, line.unit),
+            show(line.candidate, line.unit),
+            Text(show_ratio(line.ratio), style=_style(better=line.better)),
+        )
+        group = line.group
+    if any(failed):
+        layout.add_section()
+        layout.add_row(
+            "failed requests", "", *(str(count) for count in failed), "", style="bold red"
+        )
+    return layout
+
+
+def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str, Any]:
+    """One side's requests under the keys of `vllm bench serve`; of one class, or of all.
+
+    Times are in milliseconds where a key says so and in seconds elsewhere, as there. Failed
+    requests count in `failed` and `errors` alone.
+    """
+    records = _of_class(rounds, klass) if klass else [r for p in rounds for r in p.records]
+    good = [r for r in records if not r.error]
+    duration = sum(max((r.end for r in played.records), default=0.0) for played in rounds)
+    inputs = [r.prompt_tokens for r in good]
+    outputs = [r.completed for r in good]
+    samples = {
+        "ttft": [r.ttft for r in good if r.ttft is not None],
+        "tpot": [(r.ticks[-1] - r.ticks[0]) / (r.completed - 1) for r in good if r.completed > 1],
+        "itl": [gap for r in good for gap in r.itls],
+        "e2el": [r.end - r.sent for r in good],
+    }
+    summary: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(records) - len(good),
+        "total_input_tokens": sum(inputs),
+        "total_output_tokens": sum(outputs),
+        "request_throughput": _per_second(len(good), duration),
+        "output_throughput": _per_second(sum(outputs), duration),
+        "total_token_throughput": _per_second(sum(inputs) + sum(outputs), duration),
+    }
+    for name, values in samples.items():
+        summary |= _spread(name, [value * 1000 for value in values])
+    return summary | {
+        "ttfts": samples["ttft"],
+        "itls": [r.itls for r in good],
+        "input_lens": inputs,
+        "output_lens": outputs,
+        # Tokens that shared an event with another: their gaps cannot be seen from here.
+        "merged_tokens": sum(r.completed - len(r.ticks) for r in good),
+        "errors": [r.error for r in records if r.error],
+    }
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float | None]:
+    return {
+        f"mean_{name}_ms": statistics.fmean(values) if values else None,
+        f"median_{name}_ms": percentile(values, 50),
+        f"std_{name}_ms": statistics.pstdev(values) if values else None,
+        **{f"p{percent}_{name}_ms": percentile(values, percent) for percent in PERCENTILES},
+    }
+
+
+def _of_class(rounds: Sequence[Round], klass: str) -> list[Record]:
+    return [r for played in rounds for r in (*played.records, *played.lone) if r.klass == klass]
+
+
+def _per_second(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds > 0 else None
+
+
+def ratio_of(ours: float | None, theirs: float | None) -> float | None:
+    """Divide, where both were measured."""
+    return ours / theirs if ours is not None and theirs else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    return percentile((value for value in values if value is not None), 50)
+
+
+def _style(*, better: bool | None) -> str:
+    return {True: "green", False: "red", None: ""}[better]
+
+
+def some(count: int, what: str) -> str:
+    """Say how many there are of something."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -1,0 +1,295 @@
+"""Play a workload against one worker and write down when every token came.
+
+The client shares the machine with what it measures, so it does little: request bodies are made
+before the clock starts, and a streamed event is recognised by a few of its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from vllm_sched.bench.results.error_excerpt import excerpt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from vllm_sched.bench.compare.workloads import Arrival, Workload
+
+REQUEST_TIMEOUT_S = 600.0
+WATCH_S = 0.02
+
+
+@dataclass
+class Record:
+    """What happened to one request; times in seconds after its round's start."""
+
+    klass: str
+    prompt_tokens: int
+    output_tokens: int  # asked for
+    sent: float = 0.0
+    ticks: list[float] = field(default_factory=list)  # one per event that carried a token
+    completed: int = 0  # tokens, by the worker's own count
+    error: str = ""
+    name: str = ""  # that the worker is given for it
+
+    @property
+    def first_token(self) -> float | None:
+        """When the first token came, if one did."""
+        return self.ticks[0] if self.ticks else None
+
+    @property
+    def end(self) -> float:
+        """When the last token came; the sending time if none did."""
+        return self.ticks[-1] if self.ticks else self.sent
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+        return self.ticks[0] - self.sent if self.ticks else None
+
+    @property
+    def itls(self) -> list[float]:
+        """Gaps between tokens."""
+        return [later - sooner for sooner, later in zip(self.ticks, self.ticks[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One playing of a workload against one worker."""
+
+    number: int
+    records: tuple[Record, ...]
+    lone: tuple[Record, ...] = ()
+    stall: float = 0.0  # the longest time that this client, not the worker, was held up
+    began: float = 0.0  # its start, by the machine's monotonic clock
+
+    @property
+    def failed(self) -> list[Record]:
+        """The requests that did not get every token they asked for."""
+        return [record for record in (*self.records, *self.lone) if record.error]
+
+
+class Stream:
+    """Reads server-sent events from chunks of bytes; one instance per response."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._rest = b""
+        self.done = False
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        """Take in what arrived at `now`."""
+        *events, self._rest = (self._rest + chunk).split(b"\n\n")
+        for event in events:
+            if b'"choices":[{' in event:
+                self._record.ticks.append(now)
+            elif event.startswith(b"data: [DONE]"):
+                self.done = True
+            elif event.startswith(b"data:"):
+                self._rare(event[5:], now)
+
+    def _rare(self, payload: bytes, now: float) -> None:
+        """Read what is not plainly a token: the usage at the end, an error, other spacing."""
+        try:
+            message = json.loads(payload)
+        except ValueError:
+            message = None
+        match message:
+            case {"usage": {"completion_tokens": int(count)}, "choices": []}:
+                self._record.completed = count
+            case {"choices": [_, *_]}:
+                self._record.ticks.append(now)
+            case _:
+                self._record.error = excerpt(payload)
+
+
+def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: str = "") -> bytes:
+    """Serialise a completion request that generates exactly `output_tokens`."""
+    asked = {"vllm_xargs": {"lane": lane}} if lane else {}
+    return json.dumps(
+        {
+            **asked,
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            # The worker's own count, against which the ticks are checked.
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+async def play(
+    url: str,
+    model: str,
+    workload: Workload,
+    number: int,
+    *,
+    lone_samples: int = 0,
+    on_done: Callable[[Record], None] = lambda _: None,
+) -> Round:
+    """Play round `number`; a failed request is a record with an error, never an exception.
+
+    The clock starts when every background request has streamed a token. `lone_samples`
+    requests follow one by one, once the worker has nothing else to do.
+    """
+    bodies = [
+        request_body(model, prompt, arrival.output_tokens, arrival.lane)
+        for prompt, arrival in zip(workload.prompts(number), workload.arrivals, strict=True)
+    ]
+    lone_bodies = [
+        request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
+    ]
+    with ahead_of_others():
+        async with _session() as session, _Watch() as watch:
+            client = _Client(session, f"{url}/v1/completions", on_done)
+            records = await client.play(workload.arrivals, bodies, number)
+            lone = [
+                await client.one(body, Record("lone", workload.lone_prompt_tokens, 1))
+                for body in lone_bodies
+            ]
+    return Round(number, tuple(records), tuple(lone), watch.stall, client.began)
+
+
+class _Client:
+    """Sends one round's requests and keeps its clock."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, on_done: Callable[[Record], None]
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._on_done = on_done
+        self._start = time.perf_counter()
+
+    @property
+    def began(self) -> float:
+        """When its clock was at nought."""
+        return self._start
+
+    async def play(
+        self, arrivals: Sequence[Arrival], bodies: Sequence[bytes], number: int
+    ) -> list[Record]:
+        records = [
+            Record(a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
+            for index, a in enumerate(arrivals)
+        ]
+        jobs = list(zip(arrivals, bodies, records, strict=True))
+        async with asyncio.TaskGroup() as group:
+            started = []
+            for arrival, body, record in jobs:
+                if arrival.before_start:
+                    running = asyncio.Event()
+                    group.create_task(self.one(body, record, running))
+                    started.append(running.wait())
+            await asyncio.gather(*started)
+            before, self._start = self._start, time.perf_counter()
+            for arrival, _, record in jobs:
+                if arrival.before_start:  # its ticks so far were on the clock before
+                    record.sent -= self._start - before
+                    record.ticks[:] = [tick - (self._start - before) for tick in record.ticks]
+            for arrival, body, record in jobs:
+                if not arrival.before_start:
+                    group.create_task(self._later(arrival.at, body, record))
+        return records
+
+    async def one(
+        self, body: bytes, record: Record, running: asyncio.Event | None = None
+    ) -> Record:
+        """Send one request now; set `running` at its first token, or when there will be none."""
+        record.sent = self._now()
+        stream = Stream(record)
+        try:
+            async for chunk in self._chunks(body, record.name):
+                stream.feed(chunk, self._now())
+                if running and record.ticks:
+                    running.set()
+        except (aiohttp.ClientError, OSError, TimeoutError, _RefusedError) as error:
+            record.error = excerpt(str(error) or type(error).__name__)
+        if not record.error and not (stream.done and record.completed == record.output_tokens):
+            got = record.completed or len(record.ticks)
+            record.error = f"the stream ended after {got} of {record.output_tokens} tokens"
+        if running:
+            running.set()
+        self._on_done(record)
+        return record
+
+    async def _later(self, at: float, body: bytes, record: Record) -> None:
+        await asyncio.sleep(at - self._now())
+        await self.one(body, record)
+
+    async def _chunks(self, body: bytes, name: str) -> AsyncIterator[bytes]:
+        headers = {"Content-Type": "application/json"}
+        if name:
+            headers["X-Request-Id"] = name
+        async with self._session.post(self._url, data=body, headers=headers) as response:
+            if response.status != 200:
+                raise _RefusedError(f"HTTP {response.status}: {await response.text()}")
+            async for chunk in response.content.iter_any():
+                yield chunk
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+@contextmanager
+def ahead_of_others() -> Iterator[None]:
+    """Be served first by the kernel, where it allows that: real clients are on other machines.
+
+    Otherwise a busy machine lets the client wait, and its wait passes for the worker's.
+    """
+    try:
+        # Reset on fork: whatever is started meanwhile is nobody special.
+        first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
+        os.sched_setscheduler(0, first, os.sched_param(1))
+    except (AttributeError, OSError):  # another system, or no right to: the watch will tell
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+class _Watch:
+    """Notices when this process got no processor, which would pass for a slow worker."""
+
+    def __init__(self) -> None:
+        self.stall = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        while True:
+            asleep = time.perf_counter()
+            await asyncio.sleep(WATCH_S)
+            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_S)
+
+
+class _RefusedError(Exception):
+    """The worker answered, but with no stream."""
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        # No limit on connections, and none kept: a worker closes idle ones after some seconds.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+    )

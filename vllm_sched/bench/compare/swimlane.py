@@ -1,0 +1,407 @@
+"""The swimlane pair: the same arrivals under two schedulers, on one time axis.
+
+A line per request: grey from its arrival until its first token, then a tick for every token, so
+a pause can be seen as a gap. With the engine's own trace the grey ends where the engine began, and
+each chunk of the prompt is a box, each time out after a preemption a hatched one. Everything is in
+the one file it writes: an SVG, or a page around one. Position, height and dashes carry the meaning;
+colour only repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from vllm_sched.bench.compare.report import GROUPS, Figure, foreground_end, show, show_ratio, some
+from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
+from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
+from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
+from vllm_sched.workers.launch import DEFAULT, NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm_sched.bench.compare.compare import Comparison
+    from vllm_sched.bench.compare.runner import Record, Round
+    from vllm_sched.bench.results.engine_trace import Stories
+
+SUFFIXES = (".html", ".svg")
+ORDER = (LONG, SHORT, BATCH, BACKGROUND)
+# What runs where no policy is named.
+MEANT = {
+    DEFAULT: "vLLM's own scheduler",
+    NONE: "our scheduler without a policy, which schedules as vLLM's own does",
+}
+
+WIDTH = 1200.0
+LEFT, RIGHT = 150.0, 24.0  # gutters beside the lanes
+LANE = 15.0
+GROUP_GAP = 9.0
+PANEL_HEAD = 50.0
+AXIS = 34.0
+PANEL_GAP = 10.0
+HEAD = 100.0
+# A pause is a gap that somebody reading along notices among the usual ones.
+PAUSE_FACTOR = 3.0
+PAUSE_LEAST_S = 0.1
+
+STYLE = """
+.swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
+--long:#b45309;--short:#1d4ed8;--batch:#7e22ce;--background:#0f766e;--pause:#c8102e;
+font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px}
+@media (prefers-color-scheme:dark){.swim{--paper:#14171a;--ink:#e8eaec;--soft:#9aa3aa;
+--rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--batch:#c084fc;--background:#2dd4bf;
+--pause:#ff5c74}}
+.swim .paper{fill:var(--paper)}.swim text{fill:var(--ink)}.swim .soft{fill:var(--soft)}
+.swim .h1{font-size:18px;font-weight:650}.swim .h2{font-size:14px;font-weight:650}
+.swim .rule{stroke:var(--rule);fill:none}.swim .wait{fill:var(--wait)}
+.swim .tick{fill:none;stroke-width:1.3}.swim .pause{fill:none;stroke:var(--pause)}
+.swim .dash{stroke-width:1.4;stroke-dasharray:3 2}.swim .stop{stroke-width:2.6}
+.swim .hit{fill:transparent}.swim g.lane:hover .hit{fill:var(--rule);fill-opacity:.55}
+.swim .long{stroke:var(--long)}.swim .short{stroke:var(--short)}
+.swim .background{stroke:var(--background)}.swim .batch{stroke:var(--batch)}
+.swim circle{stroke-width:1.6;fill:var(--paper)}
+.swim .chunk{fill-opacity:.25;stroke-width:.8}.swim .chunk.long{fill:var(--long)}
+.swim .chunk.short{fill:var(--short)}.swim .chunk.background{fill:var(--background)}
+.swim .chunk.batch{fill:var(--batch)}
+.swim .out{fill:none;stroke:var(--pause);stroke-width:.8;stroke-dasharray:1.5 1.5}
+.swim .num{font-variant-numeric:tabular-nums}
+"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One side of the pair."""
+
+    role: str
+    label: str
+    played: Round
+    numbers: str = ""
+    stories: Stories = field(default_factory=dict)  # what its engine says
+
+    @property
+    def title(self) -> str:
+        """Name it, in words where its label is none that a reader knows."""
+        meant = MEANT.get(self.label.split(" ")[0])
+        return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
+
+    def phases(self, record: Record) -> list[Phase]:
+        """Return what the engine did with a request, on the round's clock."""
+        began = self.played.began
+        return [
+            Phase(phase.name, phase.start - began, phase.end - began, phase.tokens)
+            for phase in self.stories.get(record.name, ())
+        ]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds to pixels, and which gap is a pause."""
+
+    until: float
+    pause: float
+
+    def x(self, seconds: float) -> float:
+        """Horizontal position of a moment; never left of the lanes."""
+        inner = WIDTH - LEFT - RIGHT
+        return LEFT + inner * min(max(seconds / self.until, 0.0), 1.0)
+
+    @classmethod
+    def of(cls, panels: Sequence[Panel]) -> Scale:
+        """Fit all panels: until the last long or short is done, on either side."""
+        ends = [foreground_end(panel.played) for panel in panels]
+        until = max(*ends, 0.1) * 1.03
+        gaps = sorted(
+            later - sooner
+            for panel in panels
+            for record in panel.played.records
+            for sooner, later in zip(record.ticks, record.ticks[1:], strict=False)
+            if later > 0 and sooner < foreground_end(panel.played)
+        )
+        usual = gaps[len(gaps) // 2] if gaps else 0.0
+        pause = max(PAUSE_LEAST_S, PAUSE_FACTOR * usual)
+        return cls(until, math.ceil(pause * 100) / 100)
+
+
+def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
+    """Draw the panels one above the other; returns a self-contained SVG."""
+    scale = Scale.of(panels)
+    y = HEAD
+    parts: list[str] = []
+    for panel in panels:
+        drawn, height = _panel(panel, scale, y)
+        parts.append(drawn)
+        y += height + PANEL_GAP
+    height = y - PANEL_GAP + 6
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="swim" viewBox="0 0 {WIDTH:g} '
+            f'{height:g}" width="{WIDTH:g}" height="{height:g}" role="img" '
+            f'aria-label="{escape(title)}">',
+            f"<style>{STYLE}</style>",
+            f'<rect class="paper" width="{WIDTH:g}" height="{height:g}"/>',
+            _text(24, 30, title, "h1"),
+            _text(24, 49, subtitle, "soft"),
+            _legend(scale, 72, engines=any(panel.stories for panel in panels)),
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str], notes: str) -> str:
+    """Wrap a picture and its figures into one HTML page that needs nothing else."""
+    template = Template(Path(__file__).with_name("swimlane.html").read_text(encoding="utf-8"))
+    head = "".join(f'<th scope="col">{escape(role)}</th>' for role in roles)
+    return template.substitute(
+        title=escape(title), svg=svg, head=head, rows="\n".join(_rows(lines)), notes=escape(notes)
+    )
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a file that neither form fits, before anything is measured."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--plot {path}: draws {' or '.join(SUFFIXES)}; change the file's ending")
+
+
+def write(comparison: Comparison, path: Path) -> None:
+    """Draw a comparison's typical round into an .html page or a bare .svg."""
+    check_suffix(path)
+    index = comparison.typical()
+    lines = comparison.figures
+    panels = [
+        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role), each.stories)
+        for each in comparison.sides
+    ]
+    workload = comparison.plan.workload
+    title = f"{workload.name}: the same arrivals under two schedulers"
+    notes = (
+        f"{_crowd(panels[0].played.records)}. Seed {workload.seed}, round {index + 1} of "
+        f"{comparison.plan.rounds}; worker flags: {' '.join(workload.worker_flags)}."
+    )
+    svg = swimlane(panels, title=title, subtitle=notes)
+    if path.suffix == ".html":
+        roles = [f"{each.role}: {each.label}" for each in comparison.sides]
+        write_whole(
+            path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
+        )
+    else:
+        write_whole(path, svg)
+
+
+def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
+    groups = [
+        (klass, records)
+        for klass in ORDER
+        if (records := [r for r in panel.played.records if r.klass == klass])
+    ]
+    lanes = sum(len(records) for _, records in groups) * LANE + GROUP_GAP * len(groups)
+    bottom = top + PANEL_HEAD + lanes
+    parts = [
+        _text(24, top + 16, panel.title, "h2"),
+        _text(24, top + 34, panel.numbers, "num"),
+        _axis(scale, top + PANEL_HEAD - 4, bottom),
+    ]
+    y = top + PANEL_HEAD
+    for klass, records in groups:
+        middle = y + len(records) * LANE / 2 + 4
+        each = "streams" if klass == BACKGROUND else f"x {records[0].prompt_tokens:,} tokens"
+        parts.append(_text(24, middle - (6 if len(records) > 1 else 0), GROUPS[klass]))
+        if len(records) > 1:
+            parts.append(_text(24, middle + 9, f"{len(records)} {each}", "soft"))
+        for number, record in enumerate(sorted(records, key=lambda r: r.sent), 1):
+            parts.append(_lane(record, f"{klass} {number}", scale, y, panel.phases(record)))
+            y += LANE
+        y += GROUP_GAP
+    return "\n".join(parts), bottom + AXIS - top
+
+
+def _lane(record: Record, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()) -> str:
+    middle = top + LANE / 2
+    waited_until = record.first_token if record.first_token is not None else scale.until
+    if phases:
+        waited_until = next((p.end for p in phases if p.name == WAITING), record.sent)
+    begin, first = scale.x(record.sent), scale.x(waited_until)
+    parts = [
+        f"<title>{escape(_story(record, name, phases))}</title>",
+        f'<rect class="hit" x="{LEFT:g}" y="{top:g}" width="{WIDTH - LEFT - RIGHT:g}" '
+        f'height="{LANE:g}"/>',
+    ]
+    if first > LEFT:
+        parts.append(
+            f'<rect class="wait" x="{begin:.1f}" y="{middle - 2.5:g}" '
+            f'width="{first - begin:.1f}" height="5"/>'
+        )
+    parts += _boxes(record, phases, scale, middle)
+    shown = [tick for tick in record.ticks if 0 <= tick <= scale.until]
+    if shown:
+        # Ticks that fall on the same tenth of a pixel are one tick: the file stays small.
+        columns = sorted({round(scale.x(tick), 1) for tick in shown})
+        path = "".join(f"M{x:.1f} {middle - 4.5:g}v9" for x in columns)
+        parts.append(f'<path class="tick {record.klass}" d="{path}"/>')
+    parts += _pauses(record, scale, middle)
+    at = first if record.first_token is None else scale.x(record.first_token)
+    if record.first_token is not None and record.first_token > 0:
+        parts.append(f'<circle class="{record.klass}" cx="{at:.1f}" cy="{middle:g}" r="3.4"/>')
+    if record.error:
+        parts.append(_text(at + 4, middle + 4, f"failed: {record.error[:80]}"))
+    return f'<g class="lane">{"".join(parts)}</g>'
+
+
+def _boxes(record: Record, phases: Sequence[Phase], scale: Scale, middle: float) -> Iterator[str]:
+    """Draw the chunks of its prompt, and the times that it was out."""
+    styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
+    for phase in phases:
+        if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
+            continue
+        begin, end = scale.x(phase.start), scale.x(phase.end)
+        yield (
+            f'<rect class="{styles[phase.name]}" x="{begin:.1f}" y="{middle - 4:g}" '
+            f'width="{max(end - begin, 0.4):.1f}" height="8"/>'
+        )
+
+
+def _pauses(record: Record, scale: Scale, middle: float) -> Iterator[str]:
+    for sooner, later in zip(record.ticks, record.ticks[1:], strict=False):
+        if later - sooner <= scale.pause or later <= 0 or sooner >= scale.until:
+            continue
+        begin, end = scale.x(sooner), scale.x(later)
+        yield f'<path class="pause dash" d="M{begin:.1f} {middle:g}H{end:.1f}"/>'
+        yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
+
+
+def _story(record: Record, name: str, phases: Sequence[Phase] = ()) -> str:
+    """Tell what happened to a request, for the tooltip."""
+    parts = [name, f"{record.prompt_tokens:,}-token prompt"]
+    if record.sent > 0:
+        parts.append(f"arrived at {record.sent:.2f} s")
+    if record.ttft is not None and record.sent > 0:
+        parts.append(f"first token after {show(record.ttft, 's')}")
+    waits = [phase for phase in phases if phase.name == WAITING]
+    if chunks := [phase for phase in phases if phase.name == PREFILL]:
+        queued = show(sum(wait.end - wait.start for wait in waits), "s")
+        parts.append(f"in the engine's queue {queued}, prompt in {some(len(chunks), 'chunk')}")
+    if out := sum(phase.name == PREEMPTED for phase in phases):
+        parts.append(f"preempted {some(out, 'time')}")
+    parts.append(f"{record.completed} tokens")
+    if record.itls:
+        parts.append(f"longest gap {show(max(record.itls), 's')}")
+    if record.error:
+        parts.append(f"failed: {record.error}")
+    return ", ".join(parts)
+
+
+def _axis(scale: Scale, top: float, bottom: float) -> str:
+    step = _nice(scale.until / 10)
+    parts = [_text(WIDTH - RIGHT, bottom + 29, "seconds after the long prompts", "soft", "end")]
+    for index in range(int(scale.until / step) + 1):
+        x = scale.x(index * step)
+        parts.append(f'<path class="rule" d="M{x:.1f} {top:g}V{bottom:g}"/>')
+        parts.append(_text(x, bottom + 14, f"{index * step:g}", "soft num", "middle"))
+    return "".join(parts)
+
+
+def _legend(scale: Scale, y: float, *, engines: bool = False) -> str:
+    at = 24.0
+    parts: list[str] = []
+
+    def entry(mark: str, words: str, width: float) -> None:
+        nonlocal at
+        parts.append(mark + _text(at + 30, y + 4, words, "soft"))
+        at += width
+
+    entry(
+        f'<rect class="wait" x="{at:g}" y="{y - 2.5:g}" width="24" height="5"/>',
+        "waiting for the engine" if engines else "waiting for the first token",
+        185 if engines else 215,
+    )
+    if engines:
+        box = f'y="{y - 4:g}" height="8"'
+        chunks = "".join(
+            f'<rect class="chunk long" x="{at + dx:g}" {box} width="11"/>' for dx in (0, 12)
+        )
+        entry(chunks, "a chunk of the prompt", 190)
+        entry(f'<rect class="out" x="{at:g}" {box} width="24"/>', "preempted", 120)
+    entry(f'<circle class="short" cx="{at + 14:g}" cy="{y:g}" r="3.4"/>', "first token", 118)
+    ticks = "".join(f"M{at + dx:g} {y - 4.5:g}v9" for dx in (4, 9, 14, 19))
+    entry(f'<path class="tick short" d="{ticks}"/>', "a token", 98)
+    pause = (
+        f'<path class="pause dash" d="M{at:g} {y:g}h22"/>'
+        f'<path class="pause stop" d="M{at + 22:g} {y - 6.5:g}v13"/>'
+    )
+    entry(pause, f"a pause: more than {show(scale.pause, 's')} between two tokens", 0)
+    return "".join(parts)
+
+
+def _numbers(lines: Sequence[Figure], role: str) -> str:
+    wanted = [
+        (SHORT, "TTFT p50", "short TTFT p50"),
+        (SHORT, "TTFT p99", "p99"),
+        (LONG, "TTFT p50", "long TTFT p50"),
+        (BACKGROUND, "ITL p99", "decode ITL p99"),
+        ("all", "tokens/s", "tokens/s"),
+    ]
+    values = {(line.group, line.measure): show(getattr(line, role), line.unit) for line in lines}
+    shown = (f"{name} {values[group, measure]}" for group, measure, name in wanted)
+    return "over all rounds   " + "   \u00b7   ".join(shown)
+
+
+def _rows(lines: Sequence[Figure]) -> Iterator[str]:
+    group = ""
+    for line in lines:
+        begins = line.group != group
+        group = line.group
+        cells = [show(line.baseline, line.unit), show(line.candidate, line.unit)]
+        verdict = {True: "better", False: "worse", None: ""}[line.better]
+        yield (
+            f'<tr{" class=begins" if begins else ""}><th scope="row">'
+            f"{escape(GROUPS[line.group]) if begins else ''}</th><td>{escape(line.measure)}</td>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            + f'<td class="{verdict}">{show_ratio(line.ratio)} <small>{verdict}</small></td></tr>'
+        )
+
+
+def _crowd(records: Sequence[Record]) -> str:
+    """Say who is in the picture."""
+    of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
+    parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
+    parts += [
+        f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens"
+        for klass in (LONG, SHORT)
+        if (some := of[klass])
+    ]
+    if of[BATCH]:
+        parts.append(f"{len(of[BATCH])} batch requests")
+    return ", ".join(parts)
+
+
+def _method(comparison: Comparison) -> str:
+    plan = comparison.plan
+    rounds = f"{plan.rounds} round{'s' if plan.rounds > 1 else ''}"
+    return (
+        f"Model {Path(plan.model).name}. Both workers stayed up on the same machine and took "
+        f"turns at going first, {rounds} after a discarded one. "
+        "Percentiles pool all rounds; the ratio of a rate is the median of the rounds' ratios. "
+        "Tokens/s of everything counts prompts and outputs over the whole round, the same work "
+        "on both sides. A decode's gaps count while long or short prompts were about. "
+        f"{comparison.warning()}"
+    )
+
+
+def _nice(step: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(step))
+    return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= step)
+
+
+def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:
+    if not words:
+        return ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}" '
+        f'xml:space="preserve">{escape(words)}</text>'
+    )

@@ -1,0 +1,1 @@
+"""Outcomes of requests and the figures computed from them."""

@@ -1,0 +1,65 @@
+"""Goodput: requests per second that meet their latency targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_sched.bench.results.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Limits in seconds; None where there is none.
+
+    `itl` bounds a request's longest gap. vLLM's benchmark has no such key, and a mean per token
+    (`tpot`) can not see a stall: ten tokens a second for ten seconds, or all of them after nine.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+    itl: float | None = None
+    e2el: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is any target."""
+        return any(value is not None for value in self.as_ms().values())
+
+    def met_by(self, outcome: Outcome) -> bool:
+        """Whether a request was answered whole and in time; of one token only, TPOT is 0."""
+        return (
+            outcome.good
+            and (self.ttft is None or outcome.ttft <= self.ttft)
+            and (self.tpot is None or (outcome.tpot or 0.0) <= self.tpot)
+            and (self.itl is None or max(outcome.itls, default=0.0) <= self.itl)
+            and (self.e2el is None or outcome.latency <= self.e2el)
+        )
+
+    def as_ms(self) -> dict[str, float | None]:
+        """Give the targets as they were asked for."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: None if value is None else value * 1000 for name, value in found.items()}
+
+
+def parse(pairs: Sequence[str]) -> Targets:
+    """Read `ttft:3000 itl:300`, in milliseconds."""
+    names = [each.name for each in fields(Targets)]
+    found: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        if name not in names:
+            raise UsageError(f"--goodput {pair}: unknown target; use one of: {', '.join(names)}")
+        try:
+            found[name] = float(value) / 1000
+        except ValueError:
+            raise UsageError(
+                f"--goodput {pair}: {value!r} is no number of milliseconds; write {name}:500"
+            ) from None
+        if not 0 < found[name] < float("inf"):
+            raise UsageError(f"--goodput {pair}: a target is more than 0 ms; write {name}:500")
+    return Targets(**found)

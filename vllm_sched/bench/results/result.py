@@ -1,0 +1,73 @@
+"""A run as JSON: the keys of `vllm bench serve`, then ours; a simulation's are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from vllm_sched.bench.results.summary import ALL, by_class, details
+from vllm_sched.files import write_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_sched.bench.results.goodput import Targets
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.bench.traffic.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was played, and what came of it."""
+
+    schedule: Schedule
+    targets: Targets
+    outcomes: Sequence[Outcome]
+    duration: float
+    backend: str  # what answered: an API's name, or the simulator's
+    model: str
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what else there is to say
+    warnings: Sequence[str] = ()
+
+    def classes(self) -> dict[str, dict[str, Any]]:
+        """Give the figures by class, and of all together."""
+        return by_class(self.outcomes, self.duration, self.targets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give settings, figures and samples."""
+        schedule = self.schedule
+        classes = self.classes()
+        rate = schedule.offered_rate
+        return {
+            # No start of the run is kept anywhere else, and no machine reads this one.
+            "date": datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
+            "endpoint_type": self.backend,
+            "backend": self.backend,
+            "label": schedule.source.name,
+            "model_id": self.model,
+            "tokenizer_id": self.model,
+            "num_prompts": len(self.outcomes),
+            "request_rate": "inf" if rate is None else rate,
+            "burstiness": schedule.offered_burstiness,
+            "max_concurrency": schedule.concurrency,
+            **classes[ALL],
+            **details(self.outcomes),
+            "classes": {name: found for name, found in classes.items() if name != ALL},
+            "goodput_targets_ms": self.targets.as_ms(),
+            "workload": {
+                "name": schedule.source.name,
+                "seed": schedule.seed,
+                "scale": schedule.scale,
+                "timed": schedule.timed,
+                "tenants": schedule.tenants,
+            },
+            **self.notes,
+            "warnings": list(self.warnings),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the JSON."""
+        write_whole(path, json.dumps(self.to_json()) + "\n")

@@ -1,0 +1,213 @@
+"""From outcomes to the figures: JSON under the keys of `vllm bench serve`, and a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.table import Table
+
+from vllm_sched.bench.results.stats import percentile_of_sorted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm_sched.bench.results.goodput import Targets
+    from vllm_sched.bench.results.outcome import Outcome
+
+PERCENTILES: Final = (50, 90, 95, 99)
+ALL: Final = "all"
+BUCKET_S: Final = 1.0
+MOST_SHOWN: Final = 6  # classes that a table has room for
+SHOWN: Final = {
+    "TTFT p50 / p99": ("median_ttft_ms", "p99_ttft_ms"),
+    "TPOT p50 / p99": ("median_tpot_ms", "p99_tpot_ms"),
+    "ITL p99 / max": ("p99_itl_ms", "max_itl_ms"),
+    "whole p50 / p99": ("median_e2el_ms", "p99_e2el_ms"),
+}
+
+
+def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> dict[str, Any]:
+    """Summarise under vLLM's keys; times in milliseconds where a key says so, else in seconds.
+
+    What the user interrupted is neither completed nor failed and is left out. As there, a failed
+    request has a place in the lists of samples, with zeros. Ours: `max_*`, `lateness`, `merged_*`.
+    """
+    ended = [each for each in outcomes if not each.interrupted]
+    good = [each for each in ended if each.good]
+    prompts, outputs = sum(o.prompt_tokens for o in good), sum(o.completed for o in good)
+    busiest_tokens, busiest_requests = _peaks(good)
+    met = sum(map(targets.met_by, good))
+    result: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(ended) - len(good),
+        "interrupted": len(outcomes) - len(ended),
+        "total_input_tokens": prompts,
+        "total_output_tokens": outputs,
+        "request_throughput": _rate(len(good), duration),
+        "request_goodput": _rate(met, duration) if targets else None,
+        "output_throughput": _rate(outputs, duration),
+        "total_token_throughput": _rate(prompts + outputs, duration),
+        "max_output_tokens_per_s": busiest_tokens,
+        "max_concurrent_requests": busiest_requests,
+        "rtfx": 0.0,
+    }
+    for name, values in samples(good).items():
+        result |= _spread(name, values)
+    return result | {
+        # Ours: the share of what arrived, failures included, that met the targets.
+        "goodput_share": met / len(ended) if targets and ended else None,
+        # Tokens that shared an event with another: their gaps cannot be seen from here.
+        "merged_tokens": sum(max(0, o.completed - len(o.ticks)) for o in good),
+    }
+
+
+def samples(good: Iterable[Outcome]) -> dict[str, list[float]]:
+    """Collect latencies in seconds, sorted, under the names that targets have."""
+    found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
+    for each in good:
+        found["ttft"].append(each.ttft)
+        found["e2el"].append(each.latency)
+        found["itl"] += each.itls
+        if (tpot := each.tpot) is not None:
+            found["tpot"].append(tpot)
+    for values in found.values():
+        values.sort()
+    return found
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Give every request's samples, in the order of their times; vLLM's keys, then ours."""
+    ended = [each for each in outcomes if not each.interrupted]
+    return {
+        "input_lens": [o.prompt_tokens for o in ended],
+        "output_lens": [o.completed if o.good else 0 for o in ended],
+        "ttfts": [o.ttft if o.good else 0.0 for o in ended],
+        "itls": [o.itls if o.good else [] for o in ended],
+        "latencies": [o.latency if o.good else 0.0 for o in ended],
+        "start_times": [o.at for o in ended],
+        # How long the client, not the server, kept a request waiting.
+        "queue_times": [o.late for o in ended],
+        "errors": [o.error for o in ended],
+        "classes_of": [o.klass for o in ended],
+        "tenants_of": [o.tenant for o in ended],
+        "workers_of": [o.worker for o in ended],
+    }
+
+
+def by_class(
+    outcomes: Sequence[Outcome], duration: float, targets: Targets
+) -> dict[str, dict[str, Any]]:
+    """Summarise each class, in the order they first came; all together last."""
+    parts: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        parts.setdefault(each.klass, []).append(each)
+    found = {name: summary(some, duration, targets) for name, some in parts.items()}
+    return found | {ALL: summary(outcomes, duration, targets)}
+
+
+def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
+    """Lay out one column per class, of many the commonest; a single class is all there is."""
+    named = [name for name in classes if name != ALL]
+    if left_out := max(len(named) - MOST_SHOWN, 0):
+        named.sort(key=lambda name: -classes[name]["completed"])
+        del named[MOST_SHOWN:]
+    shown = {name: classes[name] for name in (*(named if len(named) > 1 else ()), ALL)}
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=len(shown) > 1)
+    if left_out:
+        layout.caption = f"{left_out} classes more are in what --save writes"
+        layout.caption_justify = "left"
+    layout.add_column("", no_wrap=True)
+    for name in shown:
+        layout.add_column(name, justify="right", overflow="fold")
+    columns = shown.values()
+    failed = any(found["failed"] for found in columns)
+    layout.add_row("requests done", *(f"{found['completed']:,}" for found in columns))
+    layout.add_row(
+        "failed", *(f"{found['failed']:,}" for found in columns), style="bold red" if failed else ""
+    )
+    layout.add_row("requests/s", *(_figure(found["request_throughput"]) for found in columns))
+    if targets:
+        layout.add_row("goodput, req./s", *(_figure(found["request_goodput"]) for found in columns))
+        layout.add_row("share in time", *(_share(found["goodput_share"]) for found in columns))
+    layout.add_row("output tokens/s", *(_figure(found["output_throughput"]) for found in columns))
+    layout.add_row(
+        "all tokens/s",
+        *(_figure(found["total_token_throughput"]) for found in columns),
+        end_section=True,
+    )
+    for measure, keys in SHOWN.items():
+        layout.add_row(
+            measure,
+            *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns),
+        )
+    return layout
+
+
+def milliseconds(value: float | None) -> str:
+    """Show a latency: three digits, seconds from one second on."""
+    if value is None:
+        return "-"
+    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    # Rounded down: 100 % says that none was late.
+    return "-" if value is None else f"{math.floor(value * 100)} %"
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float | None]:
+    if not values:
+        keys = ["mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES), "max"]
+        return {f"{key}_{name}_ms": None for key in keys}
+    mean = statistics.fmean(values)
+    # Not statistics.pstdev: it is exact, and takes seconds for a million gaps.
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return {
+        f"mean_{name}_ms": mean * 1000,
+        f"median_{name}_ms": percentile_of_sorted(values, 50) * 1000,
+        f"std_{name}_ms": deviation * 1000,
+        **{
+            f"p{percent}_{name}_ms": percentile_of_sorted(values, percent) * 1000
+            for percent in PERCENTILES
+        },
+        f"max_{name}_ms": values[-1] * 1000,
+    }
+
+
+def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
+    """Return the most tokens, and the most requests alive, in any second after the first start."""
+    if not good:
+        return 0.0, 0
+    first = min(o.at for o in good)
+    tokens: defaultdict[int, float] = defaultdict(float)
+    changes: Counter[int] = Counter()
+    for each in good:
+        for tick in each.ticks:
+            tokens[int((tick - first) / BUCKET_S)] += 1
+        # Where first token and end are all that was told, the rest lies evenly between them.
+        if (untold := each.completed - len(each.ticks)) > len(each.ticks) > 1:
+            seconds = range(
+                int((each.ticks[0] - first) / BUCKET_S), int((each.end - first) / BUCKET_S) + 1
+            )
+            for second in seconds:
+                tokens[second] += untold / len(seconds)
+        changes[int((each.at - first) / BUCKET_S)] += 1
+        changes[int((each.end - first) / BUCKET_S) + 1] -= 1
+    alive = most = 0
+    for second in sorted(changes):
+        alive += changes[second]
+        most = max(most, alive)
+    return max(tokens.values(), default=0) / BUCKET_S, most

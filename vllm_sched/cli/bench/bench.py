@@ -1,0 +1,162 @@
+"""`vllm-sched bench`: play a workload against an endpoint, and say how it fared."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from vllm_sched.bench.client.endpoint import CHAT, Asked, Endpoint, learn
+from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.summary import table
+from vllm_sched.cli.bench.load import (
+    add_endpoint,
+    add_traffic,
+    add_workload,
+    asked,
+    check_outputs,
+    keep,
+    require_ended,
+    require_some,
+    run_interruptibly,
+    salt_of,
+    schedule_of,
+    unless_stopped,
+    watched,
+)
+from vllm_sched.cli.exits import INTERRUPTED
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping, Sequence
+
+    from vllm_sched.bench.traffic.schedule import Schedule
+
+ERRORS_SHOWN = 5
+
+
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="play a workload against any OpenAI endpoint",
+        description=(
+            "Send requests at the times a workload says, whatever became of earlier ones (an open "
+            "loop), and count latencies from those times. Prompts are random words."
+        ),
+    )
+    add_endpoint(parser)
+    add_workload(parser).add_argument(
+        "--trace", action="store_true", help="insist on the times that the workload comes with"
+    )
+    add_traffic(parser)
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+    )
+    parser.set_defaults(func=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a request failed."""
+    targets = goodput.parse(args.goodput)
+    schedule = schedule_of(args, insist=args.trace)
+    check_outputs(args.save, args.plot)
+    console = Console(markup=False)
+    args.prompt_salt = salt_of(args)
+    played, endpoint = run_interruptibly(
+        lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
+    )
+    if played.interrupted:
+        require_ended(played.outcomes)
+    notes = {"prompt_salt": args.prompt_salt}
+    result = as_result(played, endpoint, schedule, targets, notes)
+    if not played.interrupted:
+        require_some(result)
+    tell(result, played, console)
+    keep(result, args, console)
+    if played.interrupted:
+        return INTERRUPTED
+    return int(any(each.error for each in played.outcomes))
+
+
+def as_result(
+    played: Played,
+    endpoint: Endpoint,
+    schedule: Schedule,
+    targets: goodput.Targets,
+    notes: Mapping[str, object],
+) -> Result:
+    """Put a run together with what was played."""
+    return Result(
+        schedule,
+        targets,
+        played.outcomes,
+        played.duration,
+        "openai-chat" if endpoint.path == CHAT else "openai",
+        endpoint.model,
+        {
+            "tokens_per_word": endpoint.measure.per_word,
+            "max_model_len": endpoint.max_model_len,
+            "client_busy": played.busy,
+            "client_stall_s": played.stall,
+            "client_late_p99_s": played.late_p99,
+            "cut_requests": played.cut,
+            "short_answers": played.short,
+            **notes,
+        },
+        [*endpoint.doubts, *played.warnings(), *schedule.falls_short],
+    )
+
+
+def tell(result: Result, played: Played, console: Console) -> None:
+    """Print the figures, and what makes them doubtful."""
+    if played.interrupted:
+        console.print("interrupted: this is what there is", style="yellow")
+    console.print(table(result.classes(), result.targets))
+    console.print(
+        f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
+        f"them within {played.late_p99 * 1000:.0f} ms of their time, on {played.busy:.0%} of a "
+        "processor",
+        style="dim",
+        highlight=False,
+    )
+    for warning in result.warnings:
+        console.print(warning, style="yellow", highlight=False)
+    complain([each.error for each in result.outcomes if each.error], console)
+
+
+async def _measured(
+    asked: Asked,
+    schedule: Schedule,
+    args: argparse.Namespace,
+    console: Console,
+    stop: asyncio.Event,
+) -> tuple[Played, Endpoint]:
+    endpoint = await unless_stopped(stop, learn(asked))
+    tally = Tally()
+    label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
+    work = play(
+        endpoint,
+        schedule,
+        salt=args.prompt_salt,
+        timeout_s=args.timeout,
+        tally=tally,
+        stop=stop,
+    )
+    return await watched(console, "bench", label, schedule, tally, work), endpoint
+
+
+def complain(errors: Sequence[str], console: Console) -> None:
+    """Print the commonest errors, each once."""
+    kinds: dict[str, int] = {}
+    for error in errors:
+        kinds[error] = kinds.get(error, 0) + 1
+    for error, count in sorted(kinds.items(), key=lambda item: -item[1])[:ERRORS_SHOWN]:
+        console.print(f"{count} failed: {error}", style="red", highlight=False)
+    if len(kinds) > ERRORS_SHOWN:
+        console.print(f"and {len(kinds) - ERRORS_SHOWN} other errors", style="red")

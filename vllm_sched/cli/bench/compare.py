@@ -1,0 +1,174 @@
+"""`vllm-sched compare`: two schedulers, one machine, the same arrivals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from vllm_sched.bench.compare import report, swimlane
+from vllm_sched.bench.compare.compare import Narrator, Plan, compare
+from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.workloads import WORKLOADS, build
+from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.errors import UsageError
+from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
+from vllm_sched.workers.tiny_model import TINY, loadable
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from vllm_sched.bench.compare.compare import Comparison
+
+SIDE_HELP = (
+    f"{DEFAULT} (vLLM's own scheduler), {NONE} (ours without a policy), or NAME[+NAME...] "
+    "(policies; default: %(default)s)"
+)
+ERRORS_SHOWN = 5
+
+
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="play the same arrivals against two schedulers on this machine",
+        description=(
+            "Start a real worker per side, play the same arrivals against both in turns, "
+            "print the figures by class of request and draw what happened."
+        ),
+    )
+    parser.add_argument(
+        "--model",
+        default=TINY,
+        metavar="M",
+        help="a model vLLM can serve; %(default)r, the default, is a random one",
+    )
+    parser.add_argument("--baseline", default=DEFAULT, metavar="SIDE", help=SIDE_HELP)
+    parser.add_argument("--candidate", default="long_prompt", metavar="SIDE", help=SIDE_HELP)
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="a setting of one of the candidate's policies; may be repeated",
+    )
+    for role in ("baseline", "candidate"):
+        parser.add_argument(
+            f"--{role}-arg",
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; "
+            "may be repeated",
+        )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="OUT.json",
+        help="write what each engine did, for Perfetto, as OUT.baseline.json and "
+        "OUT.candidate.json, and draw it too",
+    )
+    add_options(parser)
+    parser.set_defaults(func=run_compare)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe what any comparison takes: the workload, and where its result goes."""
+    parser.add_argument(
+        "--workload",
+        default="long-blocks-short",
+        metavar="NAME",
+        help=f"{', '.join(WORKLOADS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--longs",
+        type=int,
+        metavar="N",
+        help="long prompts a round; of the batch workloads, requests (default: the workload's own)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="rounds that count")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the swimlanes into an .html or .svg"
+    )
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a worker or a request failed."""
+    check(args)
+    require_folders(args.trace)
+    baseline = Side.parse(args.baseline, extra=args.baseline_arg)
+    candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
+    workload = build(args.workload, longs=args.longs, seed=args.seed)
+    plan = Plan(loadable(args.model), workload, args.rounds)
+    return measured(partial(compare, baseline, candidate, plan, trace=args.trace), args)
+
+
+def measured(
+    measure: Callable[[Narrator], Coroutine[Any, Any, Comparison | Contest]],
+    args: argparse.Namespace,
+) -> int:
+    """Measure, show and keep the result; 1 when a server or a request failed."""
+    console = Console(markup=False)
+    try:
+        with Narrator(console) as narrator:
+            result = asyncio.run(measure(narrator))
+    except WorkerError as error:
+        print(f"vllm-sched: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-sched: interrupted; the workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    _tell(result, console)
+    if args.save:
+        with writing(args.save):
+            result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        # Of several the last one: it has all that the others have.
+        pair = result.pairs[-1] if isinstance(result, Contest) else result
+        with writing(args.plot):
+            swimlane.write(pair, args.plot)
+        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    return int(result.failed)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    for option in ("longs", "rounds"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise UsageError(
+                f"--{option} {value}: at least 1 is needed; leave it out for a default"
+            )
+    if args.plot:
+        swimlane.check_suffix(args.plot)
+    require_folders(args.save, args.plot)
+
+
+def _tell(result: Comparison | Contest, console: Console) -> None:
+    sides = result.contenders if isinstance(result, Contest) else result.sides
+    failed = [each.failed for each in sides]
+    if isinstance(result, Contest):
+        console.print(result.table())
+    else:
+        labels = [each.label for each in sides]
+        console.print(report.table(result.figures, labels, [len(some) for some in failed]))
+    if warning := result.warning():
+        console.print(warning, style="yellow", highlight=False)
+    for each, some in zip(sides, failed, strict=True):
+        _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
+
+
+def _complain(console: Console, role: str, errors: Sequence[str]) -> None:
+    for error in errors[:ERRORS_SHOWN]:
+        console.print(f"{role}: {error}", style="red", highlight=False)
+    if len(errors) > ERRORS_SHOWN:
+        console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")

@@ -1,0 +1,316 @@
+"""What `bench` and `sweep` share: options, progress, and Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked
+from vllm_sched.bench.client.player import TIMEOUT_S
+from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.paths import require_folders, require_place, writing
+from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_sched.bench.client.player import Played, Tally
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.bench.results.result import Result
+
+WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
+T = TypeVar("T")
+KEY_VARIABLE = "OPENAI_API_KEY"
+REFRESH_S = 0.5
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """Describe where requests go."""
+    parser.add_argument("--url", required=True, metavar="URL", help="of a worker or a router")
+    parser.add_argument("--model", default="", help="default: the first that the endpoint lists")
+    parser.add_argument(
+        "--endpoint",
+        default=COMPLETIONS,
+        choices=(COMPLETIONS, CHAT),
+        help="the API (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", help=f"default: the variable {KEY_VARIABLE}"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help="a request that takes longer has failed (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--no-ignore-eos",
+        dest="ignore_eos",
+        action="store_false",
+        help="let answers end where the model ends them",
+    )
+    parser.add_argument(
+        "--prompt-salt",
+        metavar="TEXT",
+        help="repeat an earlier run's very words (default: new ones, which no prefix cache has)",
+    )
+
+
+def add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Describe who is played, when, and by which seed; returns the loops to choose from."""
+    parser.add_argument("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="R",
+        help="requests a second (default: the workload's own, or its times)",
+    )
+    loop.add_argument(
+        "--concurrency", type=int, metavar="C", help="a closed loop of so many requests instead"
+    )
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        metavar="B",
+        help=(
+            "of the gaps between requests: 1 is Poisson, less is burstier (default: 1; at the "
+            "workload's own rate its own)"
+        ),
+    )
+    parser.add_argument("--seed", type=int, default=0, help="fixes lengths and times")
+    return loop
+
+
+def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
+    """Collect what `add_workload` and `add_traffic` describe; `insist` on the workload's times."""
+    source = find(args.workload, block_tokens=args.block_tokens)
+    if insist and not source.timed:
+        raise UsageError(
+            f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
+        )
+    schedule = Schedule(
+        source=source,
+        seed=args.seed,
+        rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=args.concurrency,
+        **traffic_of(args),
+    )
+    if schedule.concurrency is None and not schedule.timed:
+        schedule.arrivals()  # refused now, not once it is to begin
+    return schedule
+
+
+def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the trace") -> None:
+    """Describe what is sent, loops and seeds aside."""
+    parser.add_argument("--duration", type=float, metavar="SECONDS", help=f"default: {lasts}")
+    parser.add_argument("--num-requests", type=int, metavar="N")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1"
+    )
+    parser.add_argument(
+        "--tenants", type=int, default=0, metavar="N", help="so many users, the first the busiest"
+    )
+    parser.add_argument(
+        "--prefix-hit",
+        type=float,
+        metavar="SHARE",
+        help="of prompt tokens that a request before began with (default: the workload's)",
+    )
+    add_block_tokens(parser)
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
+    )
+
+
+def add_block_tokens(parser: argparse.ArgumentParser) -> None:
+    """Describe how a trace names what its prompts share."""
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
+    )
+
+
+def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect a schedule's settings from what `add_traffic` describes."""
+    return {
+        "duration_s": args.duration,
+        "count": args.num_requests,
+        "scale": args.scale,
+        "tenants": args.tenants,
+        "prefix_hit": args.prefix_hit,
+    }
+
+
+def salt_of(args: argparse.Namespace) -> str:
+    """Give what fixes the words of prompts."""
+    return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
+
+
+def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:
+    """Collect what the command line says of the endpoint."""
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
+    # A file with a key in it often ends in a carriage return: no header may have one.
+    key = (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip()
+    return Asked(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
+
+
+def check_outputs(save: Path | None, plot: Path | None) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    require_folders(save)
+    if plot:
+        require_place(plot)
+        from vllm_sched.bench.plots import check_available
+
+        check_available()
+
+
+def require_some(result: Result) -> None:
+    """Refuse a run in which nothing was sent: there is nothing to tell of it."""
+    if result.outcomes:
+        return
+    schedule = result.schedule
+    if schedule.concurrency is not None and (end := schedule.ends_after_s) is not None:
+        raise UsageError(f"--duration {end:g}: was over before a request was sent; make it longer")
+    raise UsageError(f"{schedule.source.name}: no request was sent, as none is left in it")
+
+
+def require_ended(outcomes: Sequence[Outcome]) -> None:
+    """End a run that was stopped before any request had ended: an older result is worth more."""
+    if all(each.interrupted for each in outcomes):
+        raise KeyboardInterrupt
+
+
+def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
+    """Write and draw a run, where that was asked for."""
+    if args.save:
+        with writing(args.save):
+            result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        from vllm_sched.bench.plots import draw_run
+
+        with writing(args.plot):
+            drawn = draw_run(result, args.plot)
+        for path in drawn:
+            console.print(f"drew {path}", style="dim", highlight=False)
+
+
+class NothingYetError(Exception):
+    """The user had enough before there was anything to be shown."""
+
+
+def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run with an event that Ctrl-C sets, so that a part of a run can be shown; twice ends it."""
+
+    async def run() -> T:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            stop.set()
+            loop.remove_signal_handler(signal.SIGINT)
+
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        return await work(stop)
+
+    try:
+        return uvloop.run(run())
+    except NothingYetError:
+        raise KeyboardInterrupt from None
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for what has to be known before anything is measured: a minute, if nobody answers."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        stopped.cancel()
+        return task.result()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    raise NothingYetError
+
+
+async def watched(
+    console: Console,
+    command: str,
+    label: str,
+    schedule: Schedule,
+    tally: Tally,
+    work: Awaitable[Played],
+) -> Played:
+    """Show how far it is while it runs: on a terminal in a bar, else in a line now and then."""
+    place = terminal(console)
+    if place is None:
+        return await _in_lines(Lines(command), label, tally, work)
+    end = schedule.ends_after_s
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", style="dim"),
+    )  # fmt: skip
+    # Refreshed by hand and seldom: the clock that times tokens runs in this process too.
+    with Progress(*columns, console=place, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(label, total=end or schedule.count, state="")
+
+        def show() -> None:
+            completed = time.perf_counter() - tally.began if end else tally.done + tally.failed
+            progress.update(task, completed=completed, state=_how_far(tally))
+            progress.refresh()
+
+        return await _beside(work, show)
+
+
+async def _in_lines(lines: Lines, label: str, tally: Tally, work: Awaitable[Played]) -> Played:
+    lines.say(label)
+
+    def show() -> None:
+        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_how_far(tally)}")
+
+    played = await _beside(work, show)
+    lines.say(f"{played.duration:,.0f} s, {_how_far(tally)}")
+    return played
+
+
+async def _beside(work: Awaitable[Played], show: Callable[[], None]) -> Played:
+    async def again_and_again() -> None:
+        while True:
+            show()
+            await asyncio.sleep(REFRESH_S)
+
+    showing = asyncio.create_task(again_and_again())
+    try:
+        return await work
+    finally:
+        showing.cancel()
+
+
+def _how_far(tally: Tally) -> str:
+    failed = f", {tally.failed:,} failed" if tally.failed else ""
+    return f"{tally.done:,} done, {tally.in_flight:,} under way{failed}"

@@ -1,0 +1,284 @@
+"""`vllm-sched sweep`: how much load an endpoint takes, and what it does beyond."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from vllm_sched.bench.client.endpoint import Endpoint, learn
+from vllm_sched.bench.client.player import Tally, play
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
+from vllm_sched.bench.results.summary import summary
+from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.sampled import without_end
+from vllm_sched.bench.traffic.schedule import MOST_DRAWN, Schedule
+from vllm_sched.cli.bench.load import (
+    WORKLOAD_HELP,
+    add_endpoint,
+    add_traffic,
+    asked,
+    check_outputs,
+    run_interruptibly,
+    salt_of,
+    traffic_of,
+    unless_stopped,
+    watched,
+)
+from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.paths import writing
+from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+AUTO = "auto"
+
+
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "sweep",
+        help="play workloads at rising loads and draw the curves",
+        description=(
+            "Run `bench` at several rates or concurrencies and seeds; print and draw goodput "
+            "against rate, and throughput against concurrency with its knee."
+        ),
+    )
+    add_endpoint(parser)
+    parser.add_argument(
+        "--workload",
+        dest="workloads",
+        action="append",
+        metavar="NAME|FILE",
+        help=f"may be repeated, a line each: {WORKLOAD_HELP}".replace("%(default)s", "azure-conv"),
+    )
+    parser.add_argument(
+        "--request-rates",
+        metavar="R,R,...|auto",
+        help="requests a second; auto doubles until they are not served (default: auto)",
+    )
+    parser.add_argument(
+        "--concurrencies",
+        metavar="C,C,...|auto",
+        help="requests at once; auto doubles until that gains nothing",
+    )
+    parser.add_argument(
+        "--start", type=float, default=1.0, metavar="X", help="auto's first load (default: 1)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs of each load (default: 3)"
+    )
+    add_traffic(parser, lasts="60; of a trace stretches from all over it, as often as it takes")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every run's figures")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the curves")
+    parser.set_defaults(func=run_sweep)
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    """Run the command; 1 when nothing at all was answered."""
+    targets = goodput.parse(args.goodput)
+    if args.seeds < 1:
+        raise UsageError(f"--seeds {args.seeds}: at least 1 is needed; leave it out for 3")
+    if not 0 < args.start < math.inf:
+        raise UsageError(f"--start {args.start:g}: must be a number of more than 0")
+    plans = _plans(args)
+    check_outputs(args.save, args.plot)
+    console = Console(markup=False)
+    sweep = Sweep()
+    stopped = run_interruptibly(
+        lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
+    )
+    if stopped and not sweep.points:
+        raise KeyboardInterrupt  # an older result is worth more than none
+    if stopped:
+        console.print("interrupted: this is what there is", style="yellow")
+    console.print(sweep.table(targets=bool(targets)))
+    _tell_knees(sweep, console, targets=bool(targets))
+    if args.save:
+        content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
+        with writing(args.save):
+            write_whole(args.save, json.dumps(content) + "\n")
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        from vllm_sched.bench.plots import draw_sweep
+
+        with writing(args.plot):
+            drawn = draw_sweep(
+                args.plot,
+                goodput=sweep.curves(RATE, "goodput"),
+                ttft=sweep.curves(RATE, "ttft_p99_ms"),
+                throughput=sweep.curves(CONCURRENCY, "tokens"),
+                targets=targets.as_ms(),
+            )
+        for path in drawn:
+            console.print(f"drew {path}", style="dim", highlight=False)
+    if stopped:
+        return INTERRUPTED
+    return int(not any(point.figures["completed"] for point in sweep.points))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One line of a picture: a workload, and the loads to play it at; none to search for them."""
+
+    schedule: Schedule
+    axis: str
+    loads: tuple[float, ...]
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The least and the most that can be played in the time given."""
+        end = self.schedule.ends_after_s
+        if end is None:
+            return 0.0, math.inf
+        return 1 / end, math.inf if self.schedule.count else MOST_DRAWN / end
+
+
+class _Runner:
+    """Plays the plans, one run after the other."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        targets: goodput.Targets,
+        sweep: Sweep,
+        console: Console,
+        stop: asyncio.Event,
+    ) -> None:
+        self._args = args
+        self._targets = targets
+        self._sweep = sweep
+        self._console = console
+        self._stop = stop
+        self._salt = salt_of(args)
+
+    async def run(self, plans: Sequence[_Plan]) -> bool:
+        """Play them; whether the user stopped it."""
+        endpoint = await unless_stopped(self._stop, learn(asked(self._args)))
+        for doubt in endpoint.doubts:
+            self._console.print(doubt, style="yellow", highlight=False)
+        for plan in plans:
+
+            async def measure(load: float, plan: _Plan = plan) -> float:
+                return await self._measure(endpoint, plan, load)
+
+            try:
+                if plan.loads:
+                    for load in plan.loads:
+                        await measure(load)
+                elif plan.axis == RATE:
+                    await explore_rates(measure, self._args.start, *plan.rates)
+                else:
+                    await explore_concurrencies(measure, max(1.0, round(self._args.start)))
+            except _StoppedError:
+                return True
+        return False
+
+    async def _measure(self, endpoint: Endpoint, plan: _Plan, load: float) -> float:
+        """Play a load with every seed; return what the search goes by."""
+        found = []
+        for seed in range(self._args.seeds):
+            schedule = replace(plan.schedule, seed=seed)
+            if plan.axis == RATE:
+                schedule, unit = schedule.at_rate(load), "requests/s"
+            else:
+                schedule, unit = schedule.at_concurrency(int(load)), "at once"
+            name = schedule.source.name
+            tally = Tally()
+            label = f"{name} at {load:g} {unit}, seed {seed}"
+            work = play(
+                endpoint,
+                schedule,
+                salt=f"{self._salt}/{name}/{plan.axis}/{load:g}",
+                timeout_s=self._args.timeout,
+                tally=tally,
+                stop=self._stop,
+            )
+            played = await watched(self._console, "sweep", label, schedule, tally, work)
+            if played.interrupted:  # half a run would be another load than it says
+                raise _StoppedError
+            figures = summary(played.outcomes, played.duration, self._targets)
+            follows = kept_up(played.outcomes) if plan.axis == RATE else 1.0
+            point = Point(name, plan.axis, load, seed, figures, follows)
+            self._sweep.points.append(point)
+            found.append(point.share if plan.axis == RATE else point.tokens)
+            for warning in played.warnings():
+                self._console.print(f"{label}: {warning}", style="yellow", highlight=False)
+        return fmean(found)
+
+
+class _StoppedError(Exception):
+    """The user has had enough."""
+
+
+def _plans(args: argparse.Namespace) -> list[_Plan]:
+    rates, concurrencies = args.request_rates, args.concurrencies
+    if rates is None and concurrencies is None:
+        rates = AUTO
+    plans: list[_Plan] = []
+    for name in args.workloads or ["azure-conv"]:
+        source = find(name, block_tokens=args.block_tokens)
+        if any(source.name == plan.schedule.source.name for plan in plans):
+            raise UsageError(
+                f"--workload {name}: there is a {source.name} already, and the two would be one "
+                "line; rename the file, or leave it out"
+            )
+        # A trace would be through before a queue is felt.
+        endless = without_end(source, random.Random(0))
+        schedule = Schedule(source=endless, **traffic_of(args))
+        if rates is not None:
+            loads = _loads("--request-rates", rates, whole=False)
+            for load in loads or (args.start,):
+                schedule.at_rate(load).arrivals()  # refused now, not once others are measured
+            plans.append(_Plan(schedule, RATE, loads))
+        if concurrencies is not None:
+            loads = _loads("--concurrencies", concurrencies, whole=True)
+            for load in loads:
+                schedule.at_concurrency(int(load))
+            plans.append(_Plan(schedule, CONCURRENCY, loads))
+    return plans
+
+
+def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
+    if words == AUTO:
+        return ()
+    found = []
+    for word in words.split(","):
+        try:
+            load = float(int(word)) if whole else float(word)
+        except (ValueError, OverflowError):
+            load = 0.0
+        if not 0 < load < float("inf"):
+            kind = "whole numbers" if whole else "numbers"
+            raise UsageError(f"{option} {words}: {word!r} is no load; give {kind} > 0, or auto")
+        found.append(load)
+    return tuple(sorted(set(found)))
+
+
+def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
+    for name, rate in sweep.knees(RATE).items():
+        what = "in time" if targets else "kept up with"
+        words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
+        console.print(f"{name}: {words}", highlight=False)
+    for name, concurrency in sweep.knees(CONCURRENCY).items():
+        points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
+        if concurrency is not None:
+            words = f"more than {concurrency:g} at once gain less than a tenth"
+        elif any(p.tokens for p in points):
+            most = max(p.load for p in points)
+            words = f"throughput still grows at {most:g} at once, the most that was measured"
+        else:
+            words = "nothing was answered"
+        console.print(f"{name}: {words}", highlight=False)

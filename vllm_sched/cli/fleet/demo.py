@@ -1,0 +1,205 @@
+"""`vllm-sched demo FLEET.yaml`: what a fleet's pools are worth, on this machine, in minutes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from proxy.config import (
+    AdminConfig,
+    FleetConfig,
+    LaunchConfig,
+    RouterConfig,
+    RoutingConfig,
+    WorkerConfig,
+)
+from proxy.errors import ConfigError, Problem
+from proxy.setup.app import url_of
+from vllm_sched.bench.compare.compare import Comparison, Contender, Narrator, Plan, measure, running
+from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.workloads import LONG, build
+from vllm_sched.cli.bench import compare as measuring
+from vllm_sched.cli.fleet.up import described, placed
+from vllm_sched.cli.fleet.wiring import PARTS, absent
+from vllm_sched.workers.launch import Worker, free_port, on_cpu
+
+READY_S = 30.0
+TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    measuring.add_options(command)
+
+
+def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
+    """Play a load through the fleet as it is written, and through less of it."""
+    measuring.check(arguments)
+    if problems := [
+        Problem(f"workers[{index}].launch", "is missing; this command starts all workers itself")
+        for index, worker in enumerate(config.workers)
+        if worker.launch is None
+    ]:
+        raise ConfigError(str(arguments.fleet), problems)
+    if problems := [*absent(config)]:
+        raise ConfigError(str(arguments.fleet), problems)
+    workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
+    plan = Plan(config.model, workload, arguments.rounds)
+    told: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
+        play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
+        status = measuring.measured(play, arguments)
+    print(*told, *to_see(arguments.fleet, config), sep="\n")
+    return status
+
+
+def to_see(fleet: Path, config: FleetConfig) -> list[str]:
+    """Say where the same is to be seen while it happens."""
+    admin = config.router.admin
+    page = url_of(admin.host, admin.port, admin.tls)
+    return [
+        f"live: `{_command()} up {fleet}`, and the status page is {page}/",
+        "dashboards: beside it `docker compose --file deploy/compose/monitoring.yaml up`, then "
+        "http://localhost:3000; it looks at cpu-demo.yaml's ports (deploy/README.md has more); "
+        "a Grafana of your own takes grafana/dashboards/*.json",
+    ]
+
+
+def _command() -> str:
+    """Name this program so that a shell finds it: `make` runs it from where no PATH leads."""
+    name = "vllm-sched"
+    if shutil.which(name):
+        return name
+    return os.path.relpath(Path(sys.executable).with_name(name))
+
+
+async def _play(
+    beside: Path,
+    config: FleetConfig,
+    plan: Plan,
+    folder: Path,
+    told: list[str],
+    narrator: Narrator,
+) -> Comparison | Contest:
+    """Measure all ways; what each handed over is added to `told`."""
+    workers = [
+        described(config, to_play(worker, cpu), beside, folder)
+        for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
+    ]
+    contenders = [
+        Contender(name, label, router_of(each, folder, name))
+        for name, (label, each) in ways(config).items()
+    ]
+    async with running(workers, narrator), running([c.worker for c in contenders], narrator):
+        await measure(contenders, plan, narrator)
+        for contender, (_, each) in zip(contenders, ways(config).values(), strict=True):
+            if each.transfer is not None:
+                page = await asyncio.to_thread(_page, contender.worker)
+                told.append(f"{contender.label}: {handed_over(page, plan)}")
+    if len(contenders) > 2:
+        return Contest(plan, contenders)
+    return Comparison(plan, *contenders)
+
+
+def _page(router: Worker) -> str:
+    """Read a router's metrics."""
+    return router.ask("/metrics", READY_S)[1].decode()
+
+
+def handed_over(page: str, plan: Plan) -> str:
+    """Say how many prompts a router has handed over, by its metrics."""
+    done = TRANSFERRED.search(page)
+    longs = sum(each.klass == LONG for each in plan.workload.arrivals)
+    asked = len(plan.workload.arrivals)
+    return (
+        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and one that warms "
+        f"up, of {asked} requests each, {longs} of them long"
+    )
+
+
+def ways(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
+    """Name the ways to use these workers, simplest first; no two use more processors than one.
+
+    With all roles in a fleet the parts of it are played too, and only one of the parts makes the
+    one pool: its workers have the machine to themselves, as the other's rest meanwhile.
+    """
+    whole = [worker for worker in config.workers if worker.role not in PARTS]
+    halves = [worker for worker in config.workers if worker.role in PARTS]
+    policy = config.routing.policy
+    found = {"baseline": ("one pool, round robin", one_pool(_only(config, whole or halves)))}
+    if whole and halves:
+        found["pools"] = (f"short and long, {policy}", _only(config, whole, moves=False))
+        found["halves"] = ("prefill and decode", _only(config, halves))
+        found["all"] = ("all four roles", config)
+    else:
+        label = f"pools, {policy}" if whole else "prefill and decode"
+        found["candidate"] = (label, config)
+    return found
+
+
+def _only(
+    config: FleetConfig, workers: Sequence[WorkerConfig], *, moves: bool = True
+) -> FleetConfig:
+    less = config.model_copy(update={"workers": tuple(workers)})
+    if moves:
+        return less
+    routing = config.routing.model_copy(update={"disaggregate_above": "auto"})
+    return less.model_copy(update={"transfer": None, "routing": routing})
+
+
+def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
+    """Return how a worker is started here: on a processor of its own, without prefix caching.
+
+    Of two routers before the same workers, the second would find its prompts cached.
+    """
+    told = worker.launch or LaunchConfig()
+    cpus = told.cpus or (() if cpu is None else (cpu,))
+    args = (*told.args, "--no-enable-prefix-caching")
+    launch = told.model_copy(update={"args": args, "cpus": cpus})
+    return worker.model_copy(update={"launch": launch})
+
+
+def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
+    """Give each worker a processor, as if on a machine of its own, where that can be done.
+
+    Those that hand prompts over begin anew: a part of the fleet is played while the other rests.
+    """
+    offered = sorted(os.sched_getaffinity(0))
+    cpus: dict[str, int | None] = {}
+    for part in (True, False):
+        names = [worker.name for worker in workers if (worker.role in PARTS) == part]
+        alone = on_cpu() and len(offered) >= len(names)
+        cpus |= zip(names, offered if alone else [None] * len(names), strict=False)
+    return [cpus[worker.name] for worker in workers]
+
+
+def one_pool(config: FleetConfig) -> FleetConfig:
+    """Return the fleet as a plain load balancer would see it: any request to any worker."""
+    alike = [
+        worker.model_copy(update={"role": "general", "max_model_len": None})
+        for worker in config.workers
+    ]
+    routing = RoutingConfig(policy="round_robin", prefix_affinity=False, tokenize=False)
+    return config.model_copy(update={"workers": tuple(alike), "routing": routing, "transfer": None})
+
+
+def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
+    """Describe a router process for a fleet whose workers run."""
+    port = free_port()
+    router = RouterConfig(port=port, admin=AdminConfig(port=free_port()))
+    file = folder / f"{name}.yaml"
+    # Nobody's keys are asked for, and nothing is played to workers that are found elsewhere.
+    less = config.model_copy(update={"router": router, "tenants": (), "discovery": None})
+    file.write_text(yaml.safe_dump(less.model_dump(mode="json")))
+    command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]
+    return Worker(command, port=port, name=name, health="/ready", deadline_s=READY_S)

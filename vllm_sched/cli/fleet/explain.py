@@ -1,0 +1,290 @@
+"""`vllm-sched explain FLEET.yaml`: where a request would go, and why."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from proxy.admin.key import key_of
+from proxy.admin.schemas import Explanation, Question, explanation
+from proxy.config import TlsConfig
+from proxy.core.fleet.charges import Fleet
+from proxy.core.router import Router
+from proxy.core.routing.handover_cost import Why
+from proxy.health.balance import BalanceShown
+from vllm_sched.cli.plain_text import columns
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.config import FleetConfig
+    from proxy.core.model.specs import Score
+
+TIMEOUT_S = 10.0
+WANTED = (
+    "give the address of a running router's admin API, as http://127.0.0.1:8001: its port is "
+    "router.admin.port, not the one that clients use"
+)
+ASSUMED = "these seconds are assumed, nothing was measured; --live asks a running router, which has"
+NOWHERE = 1
+HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
+SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
+# Why a prompt stays with who decodes, for people.
+WHOLE = {
+    Why.NOT_WORTH_IT: "it would gain too little while few decode there, or has no more tokens than "
+    "routing.disaggregate_above",
+    Why.CACHED: "most of it should be cached there",
+    Why.ELSEWHERE: "that worker serves it whole",
+    Why.NO_PREFILL: "no prefill worker is up",
+    Why.PREFILL_BUSY: "no prefill worker takes more, or is connected to it",
+}
+Answer = TypeVar("Answer")
+EXPLANATION = TypeAdapter(Explanation)
+BALANCES = TypeAdapter(list[BalanceShown])
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    command.add_argument(
+        "--prompt-tokens",
+        type=_count,
+        metavar="N",
+        help="of the prompt (with --live it may be left out: only the load is shown then)",
+    )
+    command.add_argument(
+        "--max-tokens", type=_count, metavar="M", help="of output (default: no limit is stated)"
+    )
+    command.add_argument("--model", help="whose request it is (default: the fleet's model)")
+    command.add_argument(
+        "--live",
+        nargs="?",
+        const="",
+        metavar="URL",
+        help="ask the admin API of a running router, which knows the load (default URL: the "
+        "file's); without this all workers are taken to be up and idle",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
+    """Print worker, reason and scores; 1 when the request would go nowhere.
+
+    Of a running router with prefill and decode workers also how busy both are.
+    """
+    from proxy.setup.app import url_of
+
+    admin = config.router.admin
+    url = arguments.live or url_of(admin.host, admin.port, admin.tls)
+    key = key_of(admin, str(arguments.fleet)) if arguments.live is not None else None
+    live = Live(url, key, admin.tls)
+    status = 0
+    if arguments.prompt_tokens is not None:
+        status = _explain_one(arguments, config, live)
+    elif arguments.live is None:
+        raise UsageError("--prompt-tokens is missing; say how long the prompt is, as 12000")
+    if arguments.live is not None and config.transfer is not None:
+        _show_sides(balances(live))
+    elif arguments.prompt_tokens is None:
+        print("this fleet has no prefill and decode workers: say --prompt-tokens")
+    return status
+
+
+def _show_sides(sides: Sequence[BalanceShown]) -> None:
+    if not sides:
+        print("no prefill and no decode worker is known to this router")
+        return
+    print(columns([SIDES, *_sides(sides)]))
+    for each in sides:
+        print(f"{each.model}: {each.advice}")
+
+
+@dataclass(frozen=True)
+class Live:
+    """A running router's admin API."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+    tls: TlsConfig | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Say who asks."""
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """Go straight there: a proxy named by the environment knows nothing of loopback addresses.
+
+        The certificate that the fleet file names is believed, whatever it calls its host.
+        """
+        context = ssl.create_default_context()
+        if self.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(self.tls.cert_file)
+        return urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+
+
+def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live) -> int:
+    question = Question(
+        prompt_tokens=arguments.prompt_tokens,
+        max_tokens=arguments.max_tokens,
+        model=arguments.model or config.model,
+    )
+    if arguments.live is None:
+        _note_discovered(config, question.model)
+        found = predicted(config, question)
+        if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
+            print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
+    else:
+        found = asked(live, question)
+    print(_verdict(found))
+    if found.scores:
+        print(columns([HEADING, *_rows(found.scores)]))
+    if arguments.live is None and found.worker:
+        print(ASSUMED)
+    return 0 if found.worker else NOWHERE
+
+
+def _note_discovered(config: FleetConfig, model: str | None) -> None:
+    """Say that workers will be found of whom nothing is known; refuse where there are no others."""
+    pools = config.discovery.pools if config.discovery else ()
+    names = ", ".join(pool.name for pool in pools if (pool.model or config.model) == model)
+    if not names:
+        return
+    if not any(config.model_of(worker) == model for worker in config.workers):
+        raise UsageError(
+            f"the workers of {model} are discovered ({names}), and nobody has looked yet; ask a "
+            "running router with --live"
+        )
+    print(f"without the pools that are discovered, {names}: ask a running router with --live")
+
+
+def predicted(config: FleetConfig, question: Question) -> Explanation:
+    """Answer as a router does that has just started, with all its workers up and idle."""
+    from proxy.app import router_settings, specs
+
+    fleet = Fleet()
+    for spec in specs(config):
+        fleet.add(spec)
+        fleet.probe_ok(spec.name, now=0.0)
+    router = Router(router_settings(config), fleet)
+    return explanation(router, question, config.model, now=0.0)
+
+
+def asked(live: Live, question: Question) -> Explanation:
+    """Ask the admin API of a running router where a request would go."""
+    return _ask(live, "explain", EXPLANATION, question.model_dump_json())
+
+
+def balances(live: Live) -> list[BalanceShown]:
+    """Ask it how busy prefill and decode workers are; nothing where there are none."""
+    return _ask(live, "balance", BALANCES)
+
+
+def _ask(live: Live, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+    url = live.url
+    try:
+        opener = live.opener()
+        request = urllib.request.Request(  # noqa: S310 - the user's own URL
+            f"{url.rstrip('/')}/admin/{what}",
+            data=body.encode() if body is not None else None,
+            headers=live.headers(),
+        )
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            return kind.validate_json(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            why = _complaint(error.read()) or error.reason
+        elsewhere = f"; {WANTED}" if error.code == HTTPStatus.NOT_FOUND else ""
+        raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, ValidationError):
+            why = "its answer is not that of a router's admin API"
+        else:
+            why = str(getattr(error, "reason", error))
+        raise UsageError(f"{url}: {why}; {WANTED}") from None
+
+
+def _complaint(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def _verdict(found: Explanation) -> str:
+    if found.worker is None:
+        return f"no worker: {found.reason} (status {found.status}): {found.message}"
+    who = found.worker
+    if found.prefill_worker is not None:
+        who = f"prefill on {found.prefill_worker}, decode on {who}"
+    text = f"{who}: {found.reason}"
+    if found.predicted_ttft_s is not None:
+        text += f", first token in about {found.predicted_ttft_s:.3g} s"
+    if found.predicted_transfer_s is not None:
+        text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
+    if found.handover is not None and found.prefill_worker is None:
+        text += f"\nhandover: {found.handover}"
+        if said := WHOLE.get(found.handover):
+            text += f": {said}"
+    return text
+
+
+def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
+    return [
+        (
+            each.model,
+            name,
+            str(side.workers),
+            f"{side.busy:.0%}",
+            f"{side.wanted:g}",
+            f"{side.ahead_s:.2f}",
+            "-" if side.step_s is None else f"{1000 * side.step_s:.1f}",
+            "short" if each.short in (name, "both") else "",
+        )
+        for each in sides
+        for name, side in (("prefill", each.prefill), ("decode", each.decode))
+    ]
+
+
+def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
+    """Write the scores, best first, and those without one last."""
+    ordered = sorted(scores, key=lambda score: (_has_none(score), score.total))
+    return [
+        (score.worker, "-", "-", "-", "-", "-", score.note)
+        if _has_none(score)
+        else (
+            score.worker,
+            *(f"{s:z.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
+            str(score.cached_tokens),
+            "; ".join(filter(None, (_prefill_by(score), score.note))),
+        )
+        for score in ordered
+    ]
+
+
+def _has_none(score: Score) -> bool:
+    """Whether a worker has no score, but a note that says why; a candidate may have a note too."""
+    return bool(score.note) and not score.total
+
+
+def _prefill_by(score: Score) -> str:
+    return f"prefill on {score.prefill_by}" if score.prefill_by else ""

@@ -1,0 +1,191 @@
+"""`vllm-sched router`, `up`, `demo`, `check`, `explain`: what is done with a fleet file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from proxy.config import Check, Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
+from proxy.core.model.settings import HEADROOM
+from proxy.errors import ConfigError, Problem, a_few
+from vllm_sched.cli.fleet import demo, explain, up
+from vllm_sched.cli.fleet.wiring import agreement
+from vllm_sched.cli.plain_text import columns
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+
+FEW = 5  # that a note names
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def describe(commands: Commands) -> None:
+    """Describe the commands."""
+    router = _command(commands, "router", "serve a fleet of workers that run already")
+    router.set_defaults(func=lambda given: _router(given.fleet))
+
+    starter = _command(commands, "up", "start the workers that have a launch: block, and serve")
+    up.add_options(starter)
+    starter.set_defaults(func=lambda given: up.up(given.fleet, read, given.log_dir))
+
+    player = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
+    demo.add_options(player)
+    player.set_defaults(func=lambda given: demo.demo(given, read(given.fleet)))
+
+    check = _command(commands, "check", "say all that is wrong with a fleet file, or what will run")
+    check.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the file with all defaults filled in and secrets hidden",
+    )
+    check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
+
+    asked = _command(commands, "explain", "say where a request would go, and why")
+    explain.add_options(asked)
+    asked.set_defaults(func=lambda given: explain.explain(given, read(given.fleet)))
+
+
+def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
+    )
+    command.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="the fleet file")
+    return command
+
+
+def read(path: Path, *more: Check) -> FleetConfig:
+    """Read a fleet file; what workers are launched with is checked too, which no router knows."""
+    return load(path, also=[policies, agreement, *more])
+
+
+def files(draft: Draft) -> Iterator[Problem]:
+    """Check what a fleet file only points to: files and variables with keys."""
+    from proxy.admin import key
+    from proxy.net.tls import tls_problems
+    from proxy.setup import tenancy
+
+    yield from tls_problems(draft)
+    yield from tenancy.key_problems(draft)
+    yield from key.key_problems(draft)
+
+
+def policies(draft: Draft) -> Iterator[Problem]:
+    """Check the policies that workers are launched with."""
+    for index, worker in draft.legible_workers.items():
+        for name, given in (worker.launch.policies if worker.launch else {}).items():
+            try:
+                registry.settings_of(name, given)
+            except UsageError as error:
+                yield Problem(f"workers[{index}].launch.policies", str(error))
+
+
+def _router(path: Path) -> int:
+    config = read(path)
+    if problems := [
+        Problem(
+            f"workers[{index}].url",
+            "is missing, and this command starts no worker; give it, or use `vllm-sched up`",
+        )
+        for index, worker in enumerate(config.workers)
+        if worker.url is None
+    ]:
+        raise ConfigError(str(path), problems)
+    from proxy.app import run
+
+    return run(path, config=config, read=read)
+
+
+def _check(path: Path, print_config: bool) -> int:
+    from proxy.setup.app import url_of
+
+    config = read(path, files)
+    if print_config:
+        print(yaml.safe_dump(shown(config), sort_keys=False), end="")
+        return 0
+    router, routing = config.router, config.routing
+    print(f"{path}: good")
+    admin = router.admin
+    listens = [url_of(each.host, each.port, each.tls) for each in (router, admin)]
+    print(f"router  {listens[0]}, admin {listens[1]}")
+    print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
+    print(f"tenants {_tenants(config)}")
+    rows = [_summary(config, worker) for worker in config.workers]
+    rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
+    print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
+    for note in (*narrow(config), *unshared(config)):
+        print(f"note    {note}")
+    return 0
+
+
+def narrow(config: FleetConfig) -> Iterator[str]:
+    """Name short workers that a request may not fit into though it was estimated to be short.
+
+    Where nobody of another role holds more, or may, it has no better place.
+    """
+    limit = config.routing.short_limit
+    pools = config.discovery.pools if config.discovery else ()
+    known = [
+        *((w.name, w.role, config.model_of(w), w.stated_max_model_len) for w in config.workers),
+        *((p.name, p.role, p.model or config.model, p.max_model_len) for p in pools),
+    ]
+    for name, role, model, length in known:
+        if role != "short" or not length or length >= HEADROOM * limit:
+            continue
+        others = (each[3] for each in known if each[2] == model and each[1] != role)
+        if any(other is None or other > length for other in others):
+            yield (
+                f"{name} holds {length} tokens, routing.short_limit is {limit}: sizes are "
+                f"estimated, by as little as half for numbers and rare scripts, and what does not "
+                f"fit is sent twice; give {int(length / HEADROOM)} or less, or it a longer context"
+            )
+
+
+def unshared(config: FleetConfig) -> Iterator[str]:
+    """Name tenants of whom nothing keeps a crowd of requests out of workers' own queues."""
+    workers = [worker.name for worker in config.workers if worker.max_requests is None]
+    pools = config.discovery.pools if config.discovery is not None else []
+    workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
+    crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
+    if len(config.tenants) > 1 and workers and crowds:
+        yield (
+            f"tenants {a_few(crowds, FEW)} have no limits.concurrency, workers "
+            f"{a_few(workers, FEW)} no max_requests: tenants have their shares of what waits in "
+            "the router, and nothing does until twice a worker's KV cache is taken; give one or "
+            "the other"
+        )
+
+
+def _tenants(config: FleetConfig) -> str:
+    if config.tenants:
+        return ", ".join(f"{each.name} ({each.class_})" for each in config.tenants)
+    if config.router.allow_anonymous:
+        return "none: whoever reaches the router may use it"
+    return "none: whoever is on this machine may use it"
+
+
+def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
+    length = "is asked" if pool.max_model_len is None else str(pool.max_model_len)
+    where = f"dns {pool.dns}" if pool.dns else f"EndpointSlices {pool.selector}"
+    return f"{pool.name}: any", pool.role, where, pool.model or config.model, length, "discovered"
+
+
+def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
+    length = worker.stated_max_model_len
+    launched = "somebody else" if worker.url else "nobody"
+    if worker.launch is not None:
+        how = [*worker.launch.policies]
+        if worker.launch.cpus:
+            how.append(f"cpus {' '.join(map(str, worker.launch.cpus))}")
+        launched = f"up ({', '.join(how)})" if how else "up"
+    return (
+        worker.name,
+        worker.role,
+        worker.url or ("a free port" if worker.launch else "none: to simulate"),
+        config.model_of(worker),
+        "is asked" if length is None else str(length),
+        launched,
+    )

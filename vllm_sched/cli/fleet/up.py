@@ -1,0 +1,221 @@
+"""`vllm-sched up FLEET.yaml`: workers and router together, from one file, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
+from proxy.config.checks import FOR_POLICIES, OURS
+from proxy.errors import ConfigError, Problem
+from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.fleet.progress import Progress
+from vllm_sched.cli.fleet.wiring import absent, wiring_of
+from vllm_sched.errors import UsageError
+from vllm_sched.workers import launch
+from vllm_sched.workers.flags import parse
+from vllm_sched.workers.flags_file import CONFIG, expanded
+from vllm_sched.workers.launch import Side, Worker, WorkerError
+from vllm_sched.workers.supervise import Supervisor
+from vllm_sched.workers.tiny_model import TINY
+from vllm_sched.workers.transfer import Wiring
+
+if TYPE_CHECKING:
+    import argparse
+
+# Weights may have to be fetched first, and graphs to be compiled.
+DEADLINE_S = 1800.0
+# Probes ask every second: each would be a line in the log.
+QUIET_FLAGS = ("--disable-uvicorn-access-log",)
+# What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
+# is written here what is written here counts, and a file made for `vllm serve` has it by right.
+IN_NO_FILE = {name: OURS[name] for name in ("--api-key",)}
+MAKE_TINY = """
+import sys
+from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers.tiny_model import tiny_model
+try:
+    print(tiny_model())
+except VllmSchedError as error:
+    sys.exit(str(error))
+"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    command.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="where a log file per worker is kept (default: a new temporary folder)",
+    )
+
+
+def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) -> int:
+    """Start everything, serve, and leave nothing running; `read` reads the fleet file."""
+    config = placed(read(path))
+    if problems := [*_problems_here(config)]:
+        raise ConfigError(str(path), problems)
+    logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {logs}: {error.strerror}; name a folder") from None
+    from proxy.app import run
+
+    # Until the router minds its signals itself: a SIGTERM is a Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        jobs = [each for each in config.workers if each.launch]
+        wired = [wiring_of(config, each) for each in jobs]
+        workers = [
+            described(config, each, path.parent, logs, wiring=wiring)
+            for each, wiring in zip(jobs, wired, strict=True)
+        ]
+        devices = [device(each.launch.env) for each in jobs if each.launch]
+        files = {worker.name: worker.log for worker in workers}
+        with (
+            Progress(Console(stderr=True), files) as progress,
+            Supervisor(workers, progress.tell, devices=devices),
+        ):
+            for worker, wiring in zip(workers, wired, strict=True):
+                if wiring.said:
+                    progress.say(f"{worker.name}: {wiring.said}")
+            return run(path, config=config, read=read)
+    except KeyboardInterrupt:
+        print("vllm-sched up: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def placed(config: FleetConfig) -> FleetConfig:
+    """Give a free port to each worker that is started here and has no URL."""
+    workers = []
+    for worker in config.workers:
+        url = worker.url
+        if url is None and worker.launch is not None:
+            url = f"http://{launch.LOOPBACK}:{launch.free_port()}"
+        workers.append(worker.model_copy(update={"url": url}))
+    return config.model_copy(update={"workers": tuple(workers)})
+
+
+def _problems_here(config: FleetConfig) -> Iterator[Problem]:
+    """Name what this machine has not: the file may be right for another one."""
+    if not any(worker.launch for worker in config.workers):
+        yield Problem(
+            "workers", "none has a launch: block, so there is nothing to start; add one, or "
+            "use `vllm-sched router`"
+        )  # fmt: skip
+    yield from absent(config)
+    offered = os.sched_getaffinity(0)
+    for index, worker in enumerate(config.workers):
+        if worker.address is None:
+            yield Problem(
+                f"workers[{index}].url",
+                "is missing, and there is no launch: block either; a profile alone is for "
+                "`vllm-sched simulate`",
+            )
+            continue
+        if worker.launch is None:
+            continue
+        ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
+        # vLLM makes an object of `--name.key value` and has that one replace ours.
+        given = {flag.whole for flag in parse(expanded(worker.launch.args))}
+        for name in sorted(ours.keys() & given):
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"{CONFIG}: that file has {name!r}: {ours[name]}; take it out there",
+            )
+        if missing := set(worker.launch.cpus) - offered:
+            yield Problem(
+                f"workers[{index}].launch.cpus",
+                f"{_listed(missing)}: this machine offers {_listed(offered)}; choose from these",
+            )
+        if why := _unusable(*worker.address):
+            yield Problem(
+                f"workers[{index}].url",
+                f"{worker.url!r}: a worker started here can't listen there ({why}); stop whoever "
+                "does, or give another port",
+            )
+
+
+def _listed(cpus: set[int]) -> str:
+    return ", ".join(map(str, sorted(cpus)))
+
+
+def _unusable(host: str, port: int) -> str:
+    """Say why nobody could listen there now; empty if somebody could."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def described(
+    config: FleetConfig,
+    worker: WorkerConfig,
+    folder: Path,
+    logs: Path,
+    *,
+    wiring: Wiring | None = None,
+) -> Worker:
+    """Describe how to start a worker, wired for its fleet's transfer unless told how."""
+    wiring = wiring or wiring_of(config, worker)
+    told = worker.launch or LaunchConfig()
+    host, port = worker.address or (launch.LOOPBACK, None)
+    served = config.model_of(worker)
+    flags = ["--served-model-name", served, *QUIET_FLAGS]
+    if worker.max_model_len and not worker.flag_max_model_len:
+        flags += ["--max-model-len", str(worker.max_model_len)]
+    return launch.worker(
+        Side.of(told.policies),
+        model=_model(told.model or served, folder),
+        flags=[*flags, *wiring.flags, *told.args],
+        host=host,
+        port=port,
+        env={
+            **({"VLLM_API_KEY": worker.api_key} if worker.api_key else {}),
+            **wiring.env,
+            **told.env,
+        },
+        cpus=told.cpus,
+        name=worker.name,
+        log=logs.absolute() / f"{worker.name}.log",
+        deadline_s=DEADLINE_S,
+    )
+
+
+def _model(name: str, folder: Path) -> str:
+    """Return what vLLM is to load: the tiny model, a folder beside the fleet file, or the name."""
+    if name != TINY:
+        beside = folder.absolute() / name
+        return str(beside) if beside.is_dir() else name
+    # In a process of its own: torch, once imported, would stay in the router's.
+    made = subprocess.run([sys.executable, "-c", MAKE_TINY], capture_output=True, text=True)
+    if made.returncode:
+        raise WorkerError(f"the tiny model could not be made: {made.stderr.strip()}")
+    return made.stdout.splitlines()[-1]
+
+
+def device(env: Mapping[str, str]) -> str | None:
+    """Name what a worker loads on, where two that load at once would disturb each other."""
+    if launch.on_cpu():
+        return None
+    everything = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return env.get("CUDA_VISIBLE_DEVICES", everything)

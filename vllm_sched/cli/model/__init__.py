@@ -1,0 +1,1 @@
+"""Commands that calculate with a cost model."""

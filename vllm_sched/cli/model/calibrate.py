@@ -1,0 +1,340 @@
+"""`vllm-sched calibrate`: measure what a worker's steps take, and fit it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.bench.calibrate.step_times import Lone, Plan, Seen, meter
+from vllm_sched.bench.calibrate.token_times import MeasureError
+from vllm_sched.bench.compare.compare import Narrator
+from vllm_sched.cli.bench import chart
+from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cost.calibration import Calibration, calibrate
+from vllm_sched.cost.fit import PLACES, Kind, kind_of
+from vllm_sched.cost.kv_size import kv_bytes_per_token
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
+from vllm_sched.sim.planning.capacity_bound import prefill_seconds
+from vllm_sched.workers import launch
+from vllm_sched.workers.launch import WorkerError
+from vllm_sched.workers.tiny_model import TINY, loadable
+
+# Weights may have to be fetched first, and graphs to be compiled.
+DEADLINE_S: Final = 1800.0
+# Above this the straight lines are not what the worker does, or the machine was not quiet.
+PROMISED_ERROR: Final = 0.15
+KINDS: Final[dict[Kind, str]] = {
+    "decode": "decode alone", "prefill": "prefill alone", "mixed": "both",
+}  # fmt: skip
+ROWS: Final = (
+    ("decode_fixed_s", "c_d: a decode step", 1e3, "ms"),
+    ("decode_s", "t_d: a sequence that decodes", 1e6, "us"),
+    ("context_s", "a token of its context", 1e9, "ns"),
+    ("prefill_fixed_s", "c_p: a step of prefill alone", 1e3, "ms"),
+    ("prefill_s", "t_p: a token of prefill", 1e6, "us"),
+    ("pair_s", "a pair of tokens that attend", 1e9, "ns"),
+    ("read_s", "a token of a prompt, read in a later step", 1e9, "ns"),
+    ("mixed_s", "delta: doing both in a step", 1e3, "ms"),
+    ("prompt_fixed_s", "a prompt, or a part of one", 1e3, "ms"),
+    ("floor_s", "the shortest step with prefill", 1e3, "ms"),
+)
+
+
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what a worker's steps take, for `threshold` and for predictions",
+        description=(
+            "Measure steps that decode, prefill, or do both, on a worker that has nothing else to "
+            "do, and fit what they cost: coefficients with 95 % intervals, and errors on steps "
+            "that had no part in the fit."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    where = command.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--model", metavar="M", help=f"start a worker of this model here; {TINY!r} is a random one"
+    )
+    where.add_argument("--url", metavar="URL", help="a worker that runs already, and is idle")
+    add(
+        "--arg",
+        dest="args",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="with --model: an extra vLLM flag, as --arg=--flag=value; may be repeated",
+    )
+    add(
+        "--budget",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="the worker's max_num_batched_tokens; no step is made larger (default: %(default)s)",
+    )
+    add(
+        "--max-batch",
+        type=int,
+        default=16,
+        metavar="B",
+        help="most sequences decoding at once, not above the worker's max_num_seqs "
+        "(default: %(default)s)",
+    )
+    add(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that the worker runs on, for `plan` (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of prompts, held-out steps and intervals")
+    add("--save", type=Path, metavar="cost.json", help="write coefficients and all steps")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted")
+    command.set_defaults(func=run_calibrate)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was measured."""
+
+    model: str
+    where: str
+    gpus: int = 1
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    kv_tokens: int | None = None
+    block_tokens: int | None = None
+    kv_token_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Prompts that had the worker to themselves, against what their steps add up to."""
+
+    front_s: float  # HTTP and all else around the steps, of a prompt of one step
+    prompts: tuple[tuple[Lone, float], ...]  # and the seconds that their steps are said to take
+
+    @classmethod
+    def of(cls, lone: Sequence[Lone], time: StepTime, budget: int) -> Self:
+        """Compare."""
+        both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
+        fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
+        return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)
+
+    def errors(self) -> list[tuple[Lone, float, float]]:
+        """Give what each should have taken, and how far off that is."""
+        return [
+            (each, expected := steps + self.front_s, expected / each.seconds - 1)
+            for each, steps in self.prompts
+        ]
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Run the command; 1 when the worker failed."""
+    check(args)
+    console = Console(markup=False)
+    try:
+        with Narrator(console) as narrator:
+            source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
+    except (WorkerError, MeasureError) as error:
+        print(f"vllm-sched calibrate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-sched calibrate: interrupted; nothing is left running", file=sys.stderr)
+        return INTERRUPTED
+    found = calibrate(seen.steps, seed=args.seed)
+    whole = Whole.of(seen.lone, found.time, args.budget)
+    _tell(console, found)
+    _tell_whole(console, whole)
+    if args.save:
+        with writing(args.save):
+            write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        with writing(args.plot):
+            write_whole(args.plot, chart.draw(picture(source, found)))
+        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    for name in ("budget", "max_batch", "gpus"):
+        if (value := getattr(args, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    if args.args and args.url:
+        raise UsageError("--arg is for a worker started here; leave it out, or give --model")
+    if args.url and not args.url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {args.url}: give it as http://HOST:PORT")
+    if args.plot:
+        chart.check_suffix(args.plot)
+    require_folders(args.save, args.plot)
+
+
+async def _measure(
+    args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
+) -> tuple[Source, Seen]:
+    async with AsyncExitStack() as stack:
+        url = args.url
+        if url is None:
+            step("starting a worker (about a minute)")
+            worker = await stack.enter_async_context(_worker(args))
+            url = worker.url
+        found = await stack.enter_async_context(meter(url, args.seed))
+        plan = Plan.of(
+            budget=args.budget,
+            max_batch=args.max_batch,
+            max_model_len=found.max_model_len,
+            seed=args.seed,
+        )
+        step("measuring (some minutes)")
+        seen = await found.measure(plan, detail)
+        source = Source(
+            args.model or found.model,
+            args.url or "here",
+            args.gpus,
+            found.max_model_len,
+            args.budget,
+            found.kv_tokens,
+            found.block_tokens,
+            _kv_token_bytes(found.root),
+        )
+        return source, seen
+
+
+def _kv_token_bytes(root: str) -> int | None:
+    """Read it from the model's own configuration, where that lies on this machine."""
+    try:
+        return kv_bytes_per_token(json.loads((Path(root) / "config.json").read_text()))
+    except (OSError, ValueError, UsageError):
+        return None
+
+
+def _worker(args: argparse.Namespace) -> launch.Worker:
+    flags = ["--max-num-batched-tokens", str(args.budget), *args.args]
+    model = loadable(args.model)
+    return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
+
+
+def to_json(source: Source, found: Calibration, whole: Whole) -> dict[str, Any]:
+    """Give what `threshold --cost` and a fleet's `profile` read, and everything it came from."""
+    return {
+        **{name: value for name, value in asdict(source).items() if value is not None},
+        "step_time": found.time.to_json(),
+        "front_s": whole.front_s,
+        "intervals": dict(found.intervals),
+        "held_out_error": {
+            "all": found.error(), **{kind: found.error(kind) for kind in PLACES},
+        },
+        "whole_prompts": [
+            {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()
+        ],
+        "steps": [
+            {**asdict(each.shape), "seconds": each.seconds, "held_out": held_out}
+            for steps, held_out in ((found.fitted, False), (found.held_out, True))
+            for each in steps
+        ],
+    }  # fmt: skip
+
+
+def picture(source: Source, found: Calibration) -> chart.Chart:
+    """Draw measured steps against fitted ones, held-out ones included."""
+    everything = (*found.fitted, *found.held_out)
+    times = [each.seconds * 1000 for each in everything]
+    ends = [(at, at) for at in (min(times), max(times))]
+    error = found.error() or 0.0
+    return chart.Chart(
+        title=f"Steps of {Path(source.model).name}: measured against fitted",
+        subtitle=f"median error of held-out steps {error:.1%}",
+        x="fitted, ms",
+        y="measured, ms",
+        log_x=True,
+        log_y=True,
+        series=[
+            chart.Series("as fitted", ends),
+            *(
+                chart.Series(
+                    name,
+                    [
+                        (found.time.seconds(each.shape) * 1000, each.seconds * 1000)
+                        for each in everything
+                        if kind_of(each.shape) == kind
+                    ],
+                    dots=True,
+                )
+                for kind, name in KINDS.items()
+            ),
+        ],
+    )
+
+
+def _tell(console: Console, found: Calibration) -> None:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout.add_column("")
+    for heading in ("", "95 % interval", "unit"):
+        layout.add_column(heading, justify="right", no_wrap=True)
+    for name, meaning, scale, unit in ROWS:
+        low, high = found.intervals[name]
+        layout.add_row(
+            meaning,
+            f"{getattr(found.time, name) * scale:.3g}",
+            f"{low * scale:.3g} - {high * scale:.3g}",
+            unit,
+        )
+    console.print(layout)
+    errors = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    errors.add_column("")
+    for heading in ("steps", "shortest", "longest", "median error\nof held-out", "residual p90"):
+        errors.add_column(heading, justify="right")
+    for kind, name in KINDS.items():
+        errors.add_row(name, *_residuals(found, kind))
+    console.print(errors)
+    error = found.error() or 0.0
+    text = f"median error of held-out steps: {error:.1%}"
+    if error > PROMISED_ERROR:
+        text += "; more than 15 %: measure again when the machine is quiet"
+    style = "yellow" if error > PROMISED_ERROR else ""
+    console.print(text, style=style, highlight=False, soft_wrap=True)
+
+
+def _tell_whole(console: Console, whole: Whole) -> None:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("a whole prompt, alone", "measured", "steps and front", "off by"):
+        layout.add_column(heading, justify="right")
+    for each, expected, error in whole.errors():
+        style = "yellow" if abs(error) > PROMISED_ERROR else ""
+        times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
+        layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
+    console.print(layout)
+    text = f"in front of the steps: {whole.front_s * 1e3:.3g} ms a request"
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _residuals(found: Calibration, kind: Kind) -> list[str]:
+    steps = [e for e in (*found.fitted, *found.held_out) if kind_of(e.shape) == kind]
+    times = [each.seconds * 1000 for each in steps]
+    off = [abs(found.time.seconds(each.shape) / each.seconds - 1) for each in steps]
+    error = found.error(kind)
+    return [
+        str(len(steps)),
+        f"{min(times):.3g} ms",
+        f"{max(times):.3g} ms",
+        "-" if error is None else f"{error:.1%}",
+        f"{statistics.quantiles(off, n=10)[-1]:.1%}",
+    ]

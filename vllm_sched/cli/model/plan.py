@@ -1,0 +1,434 @@
+"""`vllm-sched plan`: which fleet, of so many GPUs, serves a traffic best."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_sched.bench.compare.report import some
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.summary import milliseconds
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.sampled import Sampled
+from vllm_sched.bench.traffic.schedule import MOST
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
+from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.model.simulate import EXACT, FLUID, MIXED_HELP
+from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.cost import profiles
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
+from vllm_sched.sim.planning import plan as planning
+from vllm_sched.sim.planning.fleet_shapes import POLICIES
+from vllm_sched.sim.planning.search import DRAWS, FEW_DRAWS, SAME, Question
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Source
+    from vllm_sched.sim.planning.plan import Plan
+    from vllm_sched.sim.planning.search import Tell
+
+EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
+MOST_GPUS: Final = 1_000_000
+UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
+# What the search has seen of the draws that judge.
+NEW: Final = "none of them searched with"
+OF_TRACE: Final = (
+    "which differ in where in the trace they begin and in the gaps alone: their lines are each "
+    "other's, and those searched with"
+)
+
+
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "plan",
+        help="which fleet, of so many GPUs, serves a traffic best",
+        description=(
+            "Search, by simulation, for the pools, sizes, thresholds and policies with which so "
+            "many GPUs serve the most requests in time."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
+    add("--gpus", type=int, required=True, metavar="N", help="that there are")
+    add(
+        "--profile",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"what a worker is: {', '.join(profiles.PROFILES)}, or what `calibrate` saved",
+    )
+    add(
+        "--goodput",
+        nargs="+",
+        required=True,
+        metavar="NAME:MS",
+        help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
+    )
+    add("--request-rate", type=float, metavar="R", help="requests a second that it has to serve")
+    add("--burstiness", type=float, metavar="B", help="of the gaps between requests (default: 1)")
+    add("--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1")
+    add("--prefix-hit", type=float, metavar="SHARE", help="of prompt tokens sent before")
+    add_block_tokens(command)
+    add(
+        "--bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
+    )
+    add("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
+    add(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=POLICIES,
+        metavar="NAME",
+        help=f"to try: {', '.join(POLICIES)} (default: all)",
+    )
+    add("--exact", action="store_true", help="play the best again with vLLM's own schedulers")
+    add(
+        "--quick",
+        action="store_true",
+        help="a third of the requests in half the draws: faster, and rougher",
+    )
+    add("--seed", type=int, default=0, help="fixes lengths and times")
+    add("--save", type=Path, metavar="FLEET.yaml", help="write the best fleet")
+    add("--model", default="", metavar="NAME", help="what clients call it, for the fleet file")
+    command.set_defaults(func=run_plan)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Run the command; Ctrl-C shows and keeps the best by then."""
+    _check(args)
+    machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
+    question = Question(
+        source=find(args.workload, block_tokens=args.block_tokens),
+        machine=machine,
+        targets=goodput.parse(args.goodput),
+        burstiness=args.burstiness,
+        scale=args.scale,
+        prefix_hit=args.prefix_hit,
+        seed=args.seed,
+        policies=tuple(name for name in POLICIES if name in args.policies),
+        effort=1 / 3 if args.quick else 1.0,
+        draws=FEW_DRAWS if args.quick else DRAWS,
+    )
+    console = Console(markup=False)
+    with _watched(console, question) as tell:
+        found = planning.plan(
+            question,
+            args.gpus,
+            gpus_each,
+            rate=args.request_rate,
+            exact=args.exact,
+            tell=tell,
+        )
+    _show(console, found, args)
+    if args.save:
+        command = shlex.join(["vllm-sched", "plan", *_said(args)])
+        traffic = shlex.join(_traffic(args, found, exact=found.exactly))
+        with writing(args.save):
+            planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    return 0 if found.stopped_at is None else INTERRUPTED
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes."""
+    require_folders(args.save)
+    if abs(args.gpus) > MOST_GPUS:
+        raise UsageError(f"--gpus: a plan has at most {MOST_GPUS:,}; give a smaller number")
+    for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
+        value = getattr(args, name)
+        least = 0.0 if name == "mixed_ms" else 1e-12
+        if value is not None and not least <= value <= MOST:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value:g}: must be more than 0, at most {MOST:g}"
+            )
+    if args.exact:
+        planning.require_vllm()
+        # What vLLM has to say of this machine is of no concern to one that is not there.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def _said(args: argparse.Namespace) -> list[str]:
+    said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
+    said += [
+        f"--{name.replace('_', '-')}={value:g}"
+        for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
+        if (value := getattr(args, name)) is not None
+    ]
+    said += _lengths(args)
+    if args.seed:
+        said.append(f"--seed={args.seed}")
+    said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
+    if tuple(args.policies) != POLICIES:
+        said += ["--policies", *args.policies]
+    if args.model:
+        said.append(f"--model={args.model}")
+    return [*said, "--goodput", *args.goodput]
+
+
+def _traffic(args: argparse.Namespace, found: Plan, *, exact: bool) -> list[str]:
+    """Say to `simulate` what was planned for; to plain workers as many requests as to draws."""
+    count = EXACT_REQUESTS if exact else found.requests
+    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
+    said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
+    said += [
+        f"--{name.replace('_', '-')}={value:g}"
+        for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
+        if (value := getattr(args, name)) is not None
+    ]
+    return [*said, *_lengths(args), "--goodput", *args.goodput]
+
+
+def _lengths(args: argparse.Namespace) -> list[str]:
+    said = [] if args.scale == 1 else [f"--scale={args.scale:g}"]
+    if args.block_tokens != BLOCK_TOKENS:
+        said.append(f"--block-tokens={args.block_tokens}")
+    return said
+
+
+@contextmanager
+def _watched(console: Console, question: Question) -> Iterator[Tell]:
+    """Show how far it is: on a terminal at once, else in a line now and then."""
+    if (place := terminal(console)) is None:
+        lines = Lines("plan")
+        lines.say(f"planning for {question.source.name}")
+
+        def tell(what: str, share: float) -> None:
+            if share < 1:
+                lines.tell(f"{share:.0%} done; {what}")
+            else:
+                lines.say(what)
+
+        yield tell
+        return
+    columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", style="dim"))
+    with Progress(*columns, console=place, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda what, share: progress.update(task, description=what, completed=share)
+
+
+# What is shown
+
+
+def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
+    if found.stopped_at is not None:
+        console.print(
+            f"interrupted at {found.stopped_at:.0%}: the best of what was judged by then; fleets "
+            "that were not looked at may serve more",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"{found.question.source.name}, prompts of {found.prompt:,.0f} and answers of "
+        f"{found.output:,.0f} tokens on average, on {some(args.gpus, 'GPU')} as "
+        f"{some(found.best.shape.workers, 'worker')}, all of one profile: "
+        f"{found.question.machine.profile}",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for line, style in _of_trace(found.question.source):
+        console.print(line, style=style, highlight=False, soft_wrap=True)
+    for at, served in enumerate(found.ranking):
+        line = f"{_place(at) + ':':<11}{served.shape}"
+        console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
+    console.print(_fleets(found))
+    rates = [served.rate for served in found.ranking]
+    if rates != sorted(rates, reverse=True):
+        console.print(
+            f"rates within {SAME:.0%} are equal: the simpler fleet first",
+            style="dim",
+            highlight=False,
+        )
+    if left := args.gpus - found.best.shape.workers * found.gpus_each:
+        console.print(
+            f"{left} of {args.gpus} GPUs are over: a worker takes {found.gpus_each}",
+            style="yellow",
+            highlight=False,
+        )
+    for line in _otherwise(found, args.request_rate):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_capacity(found))
+    machine = found.question.machine
+    if machine.assumed:
+        taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
+        console.print(
+            f"{machine.profile} does not say these sizes, and they are assumed: {taken}; add them "
+            "to the file",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for line in _judged_by(found, args):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
+    """Say how far to trust it, and the command that checks it."""
+    question = found.question
+    if not found.exactly:
+        of_trace = isinstance(question.source, Sampled)
+        seen = OF_TRACE if of_trace else NEW
+        yield (
+            f"each rate is one of which {question.share:.0%} are in time in each of "
+            f"{question.draws} draws of {found.requests:,} requests, {seen}"
+        )
+        yield (
+            f"in a further draw{' of this trace' * of_trace} as many are with a chance of about "
+            f"{question.draws} in {question.draws + 1}"
+            + (", of another day's traffic nothing is said" if of_trace else "")
+        )
+    yield (
+        f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
+        "simulators and of real machines differ, most of all near the limit: see "
+        "docs/evaluation.md"
+    )
+    if found.exactly:
+        yield (
+            "the order and rates are those of vLLM's own schedulers (the exact engine), by one "
+            "more draw; a worker more and one fewer are of plain ones, taken to be as far off"
+        )
+        return
+    fleet = args.save or "FLEET.yaml"
+    command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
+    saved = "" if args.save else " (--save FLEET.yaml writes it)"
+    what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
+    asked = "no vLLM scheduler was asked"
+    if found.exact:
+        asked = "vLLM's own schedulers were not asked of all"
+    yield f"{asked}; to play the best with them{what}{saved}:"
+    yield f"    {shlex.join(command)}"
+
+
+def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
+    """Say what of a trace was played, if it was one."""
+    if not isinstance(source, Sampled):
+        return
+    yield (
+        f"of its {source.lines:,} lines {source.held:,}, in stretches from all over the file; the "
+        "gaps between requests are drawn (--burstiness), not the trace's",
+        "dim",
+    )
+    if source.heaviest >= UNEVEN:
+        yield (
+            f"requests are not alike throughout {source.name}: those of the heaviest fifth of the "
+            f"file are {source.heaviest:.2g} times the mean, and at the same rate want so much "
+            "more; to be safe plan for that part alone",
+            "yellow",
+        )
+
+
+def _fleets(found: Plan) -> Table:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    layout.add_column("")
+    layout.add_column("req./s", justify="right")
+    drawn = any(served.shares for served in found.ranking)
+    layout.add_column("in time,\neach draw" if drawn else "in time", justify="right")
+    for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
+        layout.add_column(name, justify="right")
+    for at, served in enumerate(found.ranking):
+        figures, gaps = served.run.all, served.run.gaps
+        layout.add_row(
+            _place(at),
+            f"{served.rate:.3g}",
+            _spread(*served.spread),
+            _pair(figures.ttft.quantile(0.5), figures.ttft.quantile(0.99)),
+            _pair(figures.tpot.quantile(0.5), figures.tpot.quantile(0.99)),
+            _pair(gaps.quantile(0.99), gaps.most),
+            style="bold" if not at else "",
+        )
+    return layout
+
+
+def _place(at: int) -> str:
+    return ("best", "runner-up")[at] if at < 2 else "then"
+
+
+def _spread(worst: float, best: float) -> str:
+    """Show a range of shares, or the one that all are."""
+    low, high = _down(worst), _down(best)
+    return high if low == high else f"{low.removesuffix(' %')}-{high}"
+
+
+def _down(share: float) -> str:
+    """Show a share, rounded down: 100 % says that none was late."""
+    return f"{math.floor(100 * share + 1e-9)} %"
+
+
+def _pair(one: float, other: float) -> str:
+    """Show two latencies, the unit once: lines are 80 wide."""
+    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
+    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
+
+
+def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
+    each = found.gpus_each
+    unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
+    best = found.best
+    without = {
+        "more": "none of these fleets with it serves more; left idle it takes nothing away",
+        "fewer": "there is no such fleet",
+    }
+    for what, other in (("more", found.more), ("fewer", found.fewer)):
+        if other is None:
+            yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
+            continue
+        change = other.rate / best.rate - 1
+        size = f"{change:+.0%}" if abs(change) > SAME else "less than such a search can tell"
+        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
+    if each > 1:
+        yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
+    if rate is not None:
+        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of what it serves"
+    for shape, proof in found.exact.items():
+        least = found.question.share
+        short = " (too few)" if proof.share < least else ""
+        if proof.longest < least:
+            short += f" ({_down(proof.longest)} of the longest: they starve)"
+        yield (
+            f"with vLLM's own schedulers {_down(proof.share)} of {proof.requests:,} in time at "
+            f"{proof.rate:.3g} req./s{short}: {shape}"
+        )
+
+
+def _capacity(found: Plan) -> Table:
+    capacity, size = found.capacity, found.question.machine.kv_token_bytes
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
+    layout.title = "one worker, by hand"
+    layout.title_style = "bold"
+    layout.add_column("")
+    layout.add_column("", justify="right")
+    limiting = capacity.limiting_prompt
+    where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
+    for name, text in (
+        ("KV cache", f"{capacity.kv_tokens:,} tokens of {size / 1024:.0f} KiB"),
+        ("requests it holds, of the mean length", f"{capacity.held:,}"),
+        ("prefill of a mean prompt", milliseconds(capacity.prefill_s * 1000)),
+        ("decode step with all it holds", milliseconds(capacity.step_s * 1000)),
+        ("requests/s that its computing allows", f"{capacity.requests_per_s:.3g}"),
+        ("KV that its prefill makes", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
+        ("KV that its link moves", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
+        ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
+        ("the transfer takes longer than the prefill", where),
+        ("all prompts of the best rate, moved", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
+    ):
+        layout.add_row(name, text)
+    return layout

@@ -1,0 +1,399 @@
+"""`vllm-sched simulate`: play a workload to a fleet in virtual time, and say how it would fare."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from proxy.errors import ConfigError, Problem
+from vllm_sched.bench.results import goodput
+from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.summary import table
+from vllm_sched.bench.traffic.schedule import MOST
+from vllm_sched.cli.bench.bench import complain
+from vllm_sched.cli.bench.load import (
+    add_traffic,
+    add_workload,
+    check_outputs,
+    keep,
+    require_ended,
+    require_some,
+    schedule_of,
+)
+from vllm_sched.cli.exits import INTERRUPTED, interruptible
+from vllm_sched.cli.fleet import fleet as fleet_file
+from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.cost import profiles
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.fleet.fleet import TIMEOUT_S, Played, SimulatedFleet
+from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, Assumed, in_si, worker_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.config import FleetConfig
+    from vllm_sched.bench.traffic.schedule import Schedule
+    from vllm_sched.sim.types import MakeEngine, WorkerModel
+
+MIXED_HELP: Final = (
+    "what a step that decodes and prefills costs beyond both (default: as the profile has it; 0 in "
+    "all that are built in, for nobody has published it)"
+)
+EXACT, FLUID = "exact", "fluid"
+ENGINES: Final = (EXACT, FLUID)
+# Policies that mean nothing to a plain worker.
+PLAINLY: Final = frozenset(("lanes", "rotation"))
+DRAWN_WORKERS: Final = 8
+# Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
+EACH_TOKEN_UP_TO: Final = 50_000
+
+
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="play a workload to a fleet in virtual time",
+        description=(
+            "Play a workload to a fleet that need not be there: the real router core and the real "
+            "policies in virtual time, steps and transfers by cost models. The same figures, JSON "
+            "and pictures as `bench`."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="the fleet file")
+    parser.add_argument(
+        "--engine",
+        default=EXACT,
+        choices=ENGINES,
+        help="exact: real vLLM schedulers; fluid: a plain model, for scale (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"of workers that have none: {', '.join(profiles.PROFILES)}, or what `calibrate` "
+        "saved",
+    )
+    parser.add_argument(
+        "--front-ms",
+        type=float,
+        metavar="MS",
+        help="what HTTP, router and tokenizer add to each request (default: what `calibrate` "
+        "measured of the worker alone, else 0)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
+    )
+    parser.add_argument("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help="a client that waits longer leaves (default: %(default)g)",
+    )
+    add_workload(parser)
+    add_traffic(parser)
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="draw TTFT, ITL, tenants, the router's choices and, with exact engines, what was in "
+        "each step",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write what happened, for Perfetto (of long runs each worker's last part)",
+    )
+    parser.set_defaults(func=run_simulate)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulation, and what it took."""
+
+    played: Played
+    fleet: SimulatedFleet
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def speed(self) -> float:
+        """Virtual seconds in a real one."""
+        return self.played.duration / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def scheduler_share(self) -> float | None:
+        """The part of the time that schedulers took; None where there are none."""
+        workers: Mapping[str, Mapping[str, Any]] = self.played.facts["workers"]
+        spent = [each["scheduler_s"] for each in workers.values() if "scheduler_s" in each]
+        return sum(spent) / self.wall_s if spent and self.wall_s else None
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a request failed."""
+    config, models, schedule = _checked(args)
+    targets = goodput.parse(args.goodput)
+    if targets.itl is not None and is_coarse(args.engine, schedule):
+        raise UsageError(
+            f"--goodput itl: of more than {EACH_TOKEN_UP_TO:,} requests the fluid engine tells no "
+            "gaps between tokens; play fewer, or leave it out"
+        )
+    console = Console(markup=False)
+    run = _run(args, config, models, schedule, console)
+    if run.played.interrupted:
+        require_ended(run.played.outcomes)
+    result = as_result(run, args, config, schedule, targets)
+    if run.played.interrupted:
+        console.print("interrupted: this is what there is", style="yellow")
+    else:
+        require_some(result)
+    console.print(table(result.classes(), targets))
+    _tell(console, result, run)
+    keep(result, args, console)
+    if args.plot:
+        with writing(args.plot):
+            drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
+        for path in drawn:
+            console.print(f"drew {path}", style="dim", highlight=False)
+    if args.trace:
+        from vllm_sched.sim.fleet.perfetto import write
+
+        with writing(args.trace):
+            write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
+        console.print(f"wrote {args.trace}: open it at ui.perfetto.dev", style="dim")
+    if run.played.interrupted:
+        return INTERRUPTED
+    return int(any(each.error for each in result.outcomes))
+
+
+def _checked(
+    args: argparse.Namespace,
+) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
+    """Refuse what would only fail after minutes."""
+    config = fleet_file.read(args.fleet)
+    for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
+        value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
+        if value is None or 0 < value <= MOST or (may_be_none and not value):
+            continue
+        least = "0 or more" if may_be_none else "more than 0"
+        raise UsageError(
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most {MOST:g}"
+        )
+    front_s = None if args.front_ms is None else args.front_ms / 1000
+    bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
+    assumed = Assumed(profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s)
+    models = worker_models(config, args.fleet, assumed)
+    if not any(config.model_of(worker) == config.model for worker in config.workers):
+        why = f"{config.model!r}: no worker serves it, and requests ask for it; name theirs"
+        raise ConfigError(str(args.fleet), [Problem("model", why)])
+    schedule = schedule_of(args)
+    check_outputs(args.save, args.plot)
+    require_folders(args.trace)
+    return config, models, schedule
+
+
+def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
+    """Return what makes engines of a kind; `each_token`: a fluid one too tells every gap."""
+    if name == EXACT:
+        if find_spec("vllm") is None:
+            raise UsageError(
+                "--engine exact steps vLLM's own schedulers, and vLLM is not installed; install "
+                "it (pip install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or use "
+                "--engine fluid"
+            )
+        return partial(ExactEngine, traced=traced)
+    from vllm_sched.sim.engines.fluid_engine import Fluid
+
+    return partial(Fluid, each_token=each_token)
+
+
+def _run(
+    args: argparse.Namespace,
+    config: FleetConfig,
+    models: Mapping[str, WorkerModel],
+    schedule: Schedule,
+    console: Console,
+) -> Run:
+    # What vLLM has to say of this machine is of no concern to one that is not there.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    place, lines = terminal(console), Lines("simulate")
+    if place is not None and args.engine == EXACT:
+        place.print("loading vLLM's scheduler", style="dim")
+    coarse = is_coarse(args.engine, schedule)
+    maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
+    fleet = SimulatedFleet(
+        config, models, maker, seed=args.seed, timeout_s=args.timeout, coarse=coarse
+    )
+    if place is None:
+        lines.say(f"{schedule.source.name}, workers: {len(models):,}, {args.engine} engine")
+    # What was made by now stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    began, cpu = time.perf_counter(), time.process_time()
+    try:
+        watched = nullcontext(_in_lines(lines)) if place is None else _in_a_bar(place, schedule)
+        with watched as told, interruptible() as stopped:
+            played = fleet.play(schedule, told, stopped)
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    finally:
+        gc.unfreeze()
+    if place is None:
+        ended = sum(not each.interrupted for each in played.outcomes)
+        lines.say(_how_far(played.duration, len(played.outcomes), ended))
+    return Run(played, fleet, wall_s, cpu_s)
+
+
+def is_coarse(engine: str, schedule: Schedule) -> bool:
+    """Whether there are too many requests to tell each token; of a closed loop nobody knows."""
+    counts = [float(each) for each in (schedule.count, schedule.source.count) if each is not None]
+    if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
+        counts.append(schedule.offered_rate * end)
+    return engine == FLUID and min(counts, default=0) > EACH_TOKEN_UP_TO
+
+
+@contextmanager
+def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float, int, int], None]]:
+    end = schedule.ends_after_s
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", style="dim"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(schedule.source.name, total=end or schedule.count, state="")
+
+        def told(now: float, sent: int, done: int) -> None:
+            progress.update(
+                task,
+                completed=now if end else done,
+                state=_how_far(now, sent, done),
+            )
+
+        yield told
+
+
+def _in_lines(lines: Lines) -> Callable[[float, int, int], None]:
+    return lambda now, sent, done: lines.tell(_how_far(now, sent, done))
+
+
+def _how_far(now: float, sent: int, done: int) -> str:
+    return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} under way"
+
+
+def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
+    """Draw the steps of the first few workers that kept a trace."""
+    from vllm_sched.bench.plots.steps import draw_steps, steps_of
+    from vllm_sched.bench.plots.style import files
+    from vllm_sched.sim.fleet.perfetto import Traced
+
+    drawn: list[Path] = []
+    for name, engine in list(fleet.engines.items())[:DRAWN_WORKERS]:
+        if isinstance(engine, Traced) and (steps := steps_of(engine.trace_events(played_until))):
+            stem = folder / f"steps-{name}"
+            draw_steps(stem, f"Tokens per step against the budget, {name}", steps)
+            drawn += files(stem)
+    return drawn
+
+
+def as_result(
+    run: Run,
+    args: argparse.Namespace,
+    config: FleetConfig,
+    schedule: Schedule,
+    targets: goodput.Targets,
+) -> Result:
+    """Put a simulation together with what was played."""
+    played, models = run.played, run.fleet.models
+    cut = played.cut
+    return Result(
+        schedule,
+        targets,
+        played.outcomes,
+        played.duration,
+        f"simulated-{args.engine}",
+        config.model,
+        {
+            "max_model_len": run.fleet.longest,
+            "cut_requests": cut,
+            "simulator": {
+                "engine": args.engine,
+                "wall_s": run.wall_s,
+                "cpu_s": run.cpu_s,
+                "speed": run.speed,
+                "scheduler_share": run.scheduler_share,
+                "profiles": {name: model.profile for name, model in models.items()},
+                **played.facts,
+            },
+        },
+        _warnings(args.engine, config, models, schedule, cut),
+    )
+
+
+def _warnings(
+    engine: str,
+    config: FleetConfig,
+    models: Mapping[str, WorkerModel],
+    schedule: Schedule,
+    cut: int,
+) -> list[str]:
+    """Say what of all that was asked for was not played."""
+    found = schedule.falls_short
+    if cut:
+        found.append(f"{cut} requests were cut to what the fleet holds; --scale makes all shorter")
+    ignored = sorted({name for model in models.values() for name in model.policies} & PLAINLY)
+    if engine == FLUID and ignored:
+        found.append(
+            f"--engine fluid knows nothing of {' and '.join(ignored)}: played without; use exact"
+        )
+    if engine == FLUID:
+        found += [
+            f"--engine fluid plays {model.name} without its --long-prefill-token-threshold "
+            f"{model.longest_chunk}; use exact"
+            for model in models.values()
+            if model.longest_chunk
+        ]
+    found += [
+        f"{model.name} is simulated as if without {', '.join(model.unread)}"
+        for model in models.values()
+        if model.unread
+    ]
+    names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
+    if strangers := names - {each.name for each in config.tenants}:
+        found.append(
+            f"{len(strangers)} of --tenants {schedule.tenants} are not in the fleet file (they are "
+            "called tenant-1 and so on): to the router they are all alike"
+        )
+    return found
+
+
+def _tell(console: Console, result: Result, run: Run) -> None:
+    text = (
+        f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
+        f"{run.wall_s:.1f} s: {run.speed:.3g} times as fast as time"
+    )
+    if (share := run.scheduler_share) is not None:
+        text += f"; {share:.0%} of that are vLLM's schedulers"
+    console.print(text, style="dim", highlight=False, soft_wrap=True)
+    for warning in result.warnings:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    complain([each.error for each in result.outcomes if each.error], console)

@@ -1,0 +1,353 @@
+"""`vllm-sched threshold`: how many departures are worth waiting for before a prefill."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.bench.compare.report import show
+from vllm_sched.cli.bench import chart
+from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cost import profiles
+from vllm_sched.cost.events import Played, play
+from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.threshold import WORTHWHILE, closed_form, to_run
+from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
+from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
+
+POINTS_DRAWN = 96
+MOST_SLOTS = 4096
+MOST_TOKENS = 10_000_000  # longer than any context
+APART, ALONG = "apart", "riding along"
+MEANING = {
+    APART: "decodes pause for prefills (exclusive, and the paper)",
+    ALONG: "steps that prefill decode too (vLLM V1)",
+}
+HEADINGS = (
+    "exact\nreq/s", "vs 1", "played\nreq/s", "served\nin", "vs 1", "ITL\np50", "p99", "max",
+)  # fmt: skip
+
+
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "threshold",
+        help="how many departures deferred prefill should wait for, and what that gains",
+        description=(
+            "The best threshold K of deferred prefill by closed form, exact recursion and "
+            "simulation, what it gains over K = 1, and what it costs in the tail of gaps."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--slots", type=int, required=True, metavar="B", help="requests at once: max_num_seqs")
+    add("--mean-output", type=float, required=True, metavar="M", help="tokens of an answer")
+    add("--mean-prompt", type=float, required=True, metavar="L", help="tokens to prefill a prompt")
+    costs = command.add_mutually_exclusive_group(required=True)
+    costs.add_argument(
+        "--cost", type=Path, metavar="FILE.json", help="what `vllm-sched calibrate` saved"
+    )
+    costs.add_argument(
+        "--profile", metavar="NAME", help=f"a known machine: {', '.join(profiles.PROFILES)}"
+    )
+    add(
+        "--mixed-ms",
+        type=float,
+        metavar="MS",
+        help="extra fixed time of a mixed step, instead of what the file or the profile says",
+    )
+    add(
+        "--budget",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="max_num_batched_tokens, which bounds what one step can prefill (default: no bound)",
+    )
+    add("--itl-ms", type=float, metavar="MS", help="cap K: no longer gap by K mean prompts")
+    add(
+        "--max-delay-ms",
+        type=float,
+        default=DeferredPrefillSettings().max_delay_ms,
+        metavar="MS",
+        help="cap K so that nobody is held for longer, as the policy does (default: %(default)g)",
+    )
+    add("--seed", type=int, default=0, help="of the simulation")
+    add("--save", type=Path, metavar="FILE.json", help="write all figures, and the curve")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw throughput against K")
+    command.set_defaults(func=run_threshold)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One threshold, by recursion and by simulation."""
+
+    role: str
+    k: int
+    throughput: float
+    simulated: Played
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one way of prefilling."""
+
+    name: str
+    regime: Regime
+    closed_form: int
+    recursion: int
+    run: int
+    rows: tuple[Row, ...]
+    curve: tuple[tuple[int, float], ...]
+
+    @property
+    def gain(self) -> float:
+        """Exact throughput of the K to run over that of 1."""
+        at = {row.k: row.throughput for row in self.rows}
+        return at[self.run] / at[1]
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        best = f"K* = {self.closed_form} by formula, {self.recursion} by recursion"
+        if self.run > 1:
+            return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
+        most = max(row.throughput for row in self.rows) / self.rows[0].throughput
+        if most < WORTHWHILE:
+            gain = f"gains more than {_percent(most)}" if most > 1 else "gains anything"
+            return f"{best}; run departures=1: no larger K {gain}"
+        return f"{best}; run departures=1: no larger K is within the bounds given"
+
+
+def run_threshold(args: argparse.Namespace) -> int:
+    """Run the command."""
+    check(args)
+    source, time = _costs(args)
+    if args.mixed_ms is not None:
+        time = replace(time, mixed_s=args.mixed_ms / 1000)
+    apart = _find(APART, time, args)
+    # What would be right apart shows what it costs, or gains, where it is not.
+    findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
+    console = Console(markup=False)
+    console.print(
+        f"{args.slots} slots, answers of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
+        f"tokens on average; costs: {source}",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for finding in findings:
+        console.print(_table(finding))
+        console.print(f"{finding.name}: {finding.verdict}", highlight=False, soft_wrap=True)
+    if args.save:
+        with writing(args.save):
+            _save(args.save, source, time, args, findings)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        with writing(args.plot):
+            write_whole(args.plot, chart.draw(_chart(findings, source, args)))
+        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would fail, or take minutes."""
+    if not 1 <= args.slots <= MOST_SLOTS:
+        raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MOST_SLOTS}")
+    for name in ("mean_output", "mean_prompt"):
+        value = getattr(args, name)
+        if not 1 <= value <= MOST_TOKENS:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MOST_TOKENS}")
+    for name in ("mixed_ms", "itl_ms", "max_delay_ms", "budget"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: give 0 or more")
+    if args.plot:
+        chart.check_suffix(args.plot)
+    require_folders(args.save, args.plot)
+
+
+def read_costs(path: Path) -> StepTime:
+    """Read what `calibrate` saved."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(
+            f"--cost {path}: {error.strerror}; save one with `vllm-sched calibrate --save`"
+        ) from None
+    except ValueError:
+        raise UsageError(
+            f"--cost {path} is not JSON; save one with `vllm-sched calibrate --save`"
+        ) from None
+    given = content.get("step_time") if isinstance(content, dict) else None
+    if given is None:
+        raise UsageError(
+            f"--cost {path} has no step_time; save one with `vllm-sched calibrate --save`"
+        )
+    try:
+        return StepTime.from_json(given)
+    except UsageError as error:
+        raise UsageError(f"--cost {path}: {error}") from None
+
+
+def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
+    if args.cost:
+        time = read_costs(args.cost)
+        if not time.seconds(StepShape(decodes=1, context_tokens=1)):
+            raise UsageError(
+                f"--cost {args.cost}: decoding takes no time by it, and no machine is like that; "
+                "save one with `vllm-sched calibrate --save`"
+            )
+        return str(args.cost), time
+    profile = profiles.find(args.profile)
+    return f"{profile.name} ({profile.source})", profile.time
+
+
+def _find(
+    name: str, time: StepTime, args: argparse.Namespace, also: Mapping[int, str] | None = None
+) -> Finding:
+    regime = Regime.of(
+        time,
+        slots=args.slots,
+        mean_output=args.mean_output,
+        mean_prompt=args.mean_prompt,
+        exclusive=name == APART,
+        budget=args.budget,
+    )
+    exact = Recursion(regime)
+    best, formula = exact.best(), closed_form(regime)
+    run = to_run(
+        regime,
+        itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
+        max_delay_s=K_STANDS * args.max_delay_ms / 1000,
+    )
+    rows: dict[int, str] = {1: ""}
+    roles = [(run, "to run"), (formula, "formula"), (best, "best"), *(also or {}).items()]
+    for k, role in roles:
+        rows[k] = f"{rows[k]}, {role}" if rows.get(k) else role
+    return Finding(
+        name,
+        regime,
+        formula,
+        best,
+        run,
+        tuple(
+            Row(role, k, exact.at(k).throughput, play(regime, k, seed=args.seed))
+            for k, role in sorted(rows.items())
+        ),
+        tuple((k, exact.at(k).throughput) for k in _drawn(regime.largest, list(rows))),
+    )
+
+
+def _drawn(largest: int, wanted: Sequence[int]) -> list[int]:
+    """Choose the thresholds of the curve: closer together where they are small."""
+    spread = {round(largest ** (n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
+    even = {max(1, round(largest * n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
+    return sorted({1, *spread, *even, *wanted})
+
+
+def _table(finding: Finding) -> Table:
+    layout = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{finding.name}: {MEANING[finding.name]}",
+        title_justify="left",
+        title_style="bold",
+    )
+    layout.add_column("K", justify="right", no_wrap=True)
+    for heading in HEADINGS:
+        layout.add_column(heading, justify="right", no_wrap=True)
+    base = finding.rows[0]
+    for row in finding.rows:
+        played = row.simulated
+        layout.add_row(
+            str(row.k),
+            f"{row.throughput:.2f}",
+            _percent(row.throughput / base.throughput),
+            f"{played.throughput:.2f}",
+            show(played.served_s, "s"),
+            _percent(played.served_s / base.simulated.served_s),
+            show(played.itl_p50_s, "s"),
+            show(played.itl_p99_s, "s"),
+            show(played.itl_max_s, "s"),
+            style="bold" if row.k == finding.run else "",
+        )
+    return layout
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"
+
+
+def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> chart.Chart:
+    series = []
+    marks = []
+    for finding in findings:
+        base = finding.curve[0][1]
+        series.append(
+            chart.Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
+        )
+    for finding in findings:
+        base = finding.curve[0][1]
+        series.append(
+            chart.Series(
+                f"{finding.name}, simulated",
+                [(row.k, 100 * row.simulated.throughput / base) for row in finding.rows],
+                dots=True,
+            )
+        )
+        for k, word in ((finding.run, "to run"), (finding.recursion, "best")):
+            if k > 1:
+                marks.append((k, f"{word}, {finding.name}: {k}"))
+    return chart.Chart(
+        title=f"Throughput against K: {args.slots} slots, answers of {args.mean_output:g}, prompts "
+        f"of {args.mean_prompt:g} tokens",
+        subtitle=source if len(source) < 130 else f"{source[:127]}...",
+        x="departures waited for (K)",
+        y="throughput, % of that at K = 1",
+        series=series,
+        log_x=True,
+        from_zero=False,
+        marks=marks,
+    )
+
+
+def _save(
+    path: Path,
+    source: str,
+    time: StepTime,
+    args: argparse.Namespace,
+    findings: Sequence[Finding],
+) -> None:
+    content: dict[str, Any] = {
+        "costs": source,
+        "step_time": time.to_json(),
+        "slots": args.slots,
+        "mean_output": args.mean_output,
+        "mean_prompt": args.mean_prompt,
+        "regimes": {
+            finding.name: {
+                "regime": asdict(finding.regime),
+                "closed_form": finding.closed_form,
+                "recursion": finding.recursion,
+                "run": finding.run,
+                "gain": finding.gain,
+                "rows": [asdict(row) for row in finding.rows],
+                "curve": finding.curve,
+            }
+            for finding in findings
+        },
+    }
+    write_whole(path, json.dumps(content, indent=1) + "\n")

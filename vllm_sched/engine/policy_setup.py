@@ -1,0 +1,156 @@
+"""What happens once, when an engine starts: its policies, as configured, and what is refused.
+
+Configuration arrives as `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+import vllm_sched
+from vllm_sched.engine.vllm_compat import installed_version
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.kv_cache import KvCache, KvGroup
+from vllm_sched.policies.types import EngineFacts, Policy
+
+CONFIG_KEY: Final = "vllm_sched"
+# Policies that contradict `prefill_schedule_interval`, which lets only every n-th step compute
+# prompts while requests decode, and why.
+AGAINST_INTERVAL: Final[Mapping[str, str]] = {
+    "prefill_first": "the policy pauses decodes in steps in which vLLM holds prompts, so that "
+    "nothing is computed in them",
+    "deferred_prefill": "both say when prompts enter, and their waits add up",
+}
+# A child of vLLM's logger: its handlers and level are the ones the operator set.
+logger = logging.getLogger("vllm.vllm_sched")
+
+
+def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
+    """Make the policies that a scheduler's configuration switches on, or its class."""
+    wanted = {**defaults, **_given(scheduler.vllm_config)}
+    if not wanted:
+        return []
+    facts = EngineFacts(
+        max_model_len=scheduler.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+        max_num_seqs=scheduler.max_num_running_reqs,
+        kv_cache=kv_cache_of(scheduler),
+        cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
+        pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
+    )
+    return registry.build(wanted, facts)
+
+
+def kv_cache_of(scheduler: Scheduler) -> KvCache:
+    """Return the groups of layers that share the scheduler's blocks."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    # Some groups of sparse attention are in host memory.
+    groups = [
+        _group(scheduler, manager)
+        for manager, group in zip(managers, scheduler.kv_cache_config.kv_cache_groups, strict=True)
+        if not getattr(group, "host_resident", False)
+    ]
+    return KvCache(scheduler.cache_config.num_gpu_blocks or 0, groups)
+
+
+def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
+    spec = manager.kv_cache_spec
+    spare = getattr(spec, "num_speculative_blocks", 0)
+    # With the cache mode `all`, of vLLM 0.31, Mamba layers keep a state for each block.
+    if getattr(spec, "mamba_cache_mode", None) == "all":
+        most = -(-scheduler.max_model_len // manager.block_size) + spare
+    else:
+        most = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
+    return KvGroup(manager.block_size, most, spare)
+
+
+def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
+    """Refuse what a configuration asks for, as far as it can be told before the model loads.
+
+    `kind` is the scheduler's class where it is one of ours.
+    """
+    facts = EngineFacts(
+        max_model_len=config.model_config.max_model_len,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
+        pipeline_stages=config.parallel_config.pipeline_parallel_size,
+    )
+    defaults = getattr(kind, "default_policies", {})
+    policies = registry.build({**defaults, **_given(config)}, facts)
+    if kind is not None and policies:
+        refuse_unsupported(config, kind, policies)
+
+
+def _given(config: VllmConfig) -> Mapping[str, object]:
+    additional = config.additional_config
+    given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
+    return given
+
+
+def refuse_unsupported(
+    config: VllmConfig, kind: type[Scheduler], policies: Sequence[Policy]
+) -> None:
+    """Refuse a configuration that policies, or this scheduler class, do not work with."""
+    scheduling, name = config.scheduler_config, kind.__name__
+    if config.model_config.is_diffusion:
+        raise UsageError(
+            "policies don't work with diffusion models, which need vLLM's own scheduler; "
+            "start without --scheduler-cls"
+        )
+    # vLLM's asynchronous scheduler puts placeholders where drafts belong, and where one pipeline
+    # stage tells the next which token it made.
+    drafts = "speculative decoding" if config.num_speculative_tokens else None
+    stages = config.parallel_config.pipeline_parallel_size
+    by = drafts or ("pipeline parallelism" if stages > 1 else None)
+    if issubclass(kind, AsyncScheduler) and not scheduling.async_scheduling and by:
+        raise UsageError(
+            f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
+            f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
+            f"--scheduler-cls vllm_sched.Sync{name}"
+        )
+    interval = scheduling.prefill_schedule_interval
+    for policy in policies:
+        if interval > 1 and (why := AGAINST_INTERVAL.get(policy.name)):
+            raise UsageError(
+                f"policy {policy.name} contradicts --prefill-schedule-interval {interval}: {why}; "
+                "leave one of them out"
+            )
+
+
+def warn_of_idle_device(scheduler: Scheduler) -> None:
+    """Warn where the class is the synchronous one and vLLM schedules asynchronously."""
+    asynchronous = scheduler.scheduler_config.async_scheduling
+    if asynchronous and not isinstance(scheduler, AsyncScheduler):
+        name = type(scheduler).__name__
+        logger.warning(
+            "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
+            "or add --no-async-scheduling",
+            name,
+            name.removeprefix("Sync"),
+        )
+
+
+def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
+    """Log the policies and their resolved settings, in one line."""
+    told = "; ".join(
+        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
+        for policy in policies
+    )
+    logger.info(
+        "vllm-sched %s on vLLM %s: %s, policies: %s",
+        vllm_sched.__version__,
+        installed_version(),
+        type(scheduler).__name__,
+        told or "none",
+    )

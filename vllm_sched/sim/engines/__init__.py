@@ -1,0 +1,1 @@
+"""Simulated engines: exact and fluid."""

@@ -1,0 +1,101 @@
+"""Deferred prefill on a plain worker: when admissions are held, and for how long.
+
+As in `policies/deferred_prefill`, of which it is the part that costs and counts decide. What that
+policy learns while it runs is known here: the step's time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.threshold import to_run
+
+if TYPE_CHECKING:
+    from vllm_sched.sim.engines.fluid_steps import Filling
+    from vllm_sched.sim.engines.kv_blocks import Task
+    from vllm_sched.sim.engines.policy_effects import Way
+    from vllm_sched.sim.types import WorkerModel
+
+RECKON_EVERY: Final = 64  # admissions
+FOREVER: Final = 1 << 40
+
+
+class Hold:
+    """Whether somebody may enter."""
+
+    def __init__(self, model: WorkerModel, way: Way) -> None:
+        self.on = False
+        self.threshold = max(way.departures, 1)
+        self._model = model
+        self._way = way
+        self._since = 0.0
+        self._departed = 0
+        self._slots_full = True
+        self._full = False  # whether the last step left no slot, or refused somebody
+        self._admitted = self._prompts = 0
+        self._ended = self._outputs = 0
+
+    def admitted(self, task: Task) -> None:
+        """Learn how long prompts are."""
+        self._admitted += 1
+        self._prompts += task.left
+        if not self._way.departures and self._admitted % RECKON_EVERY == 0 and self._ended:
+            self.threshold = self._reckon()
+
+    def departed(self, task: Task) -> None:
+        """Count one that left, and learn how long answers are."""
+        self._departed += 1
+        self._ended += 1
+        self._outputs += task.job.output_tokens
+
+    def look(self, now: float, filling: Filling) -> None:
+        """Begin a hold, or end it."""
+        if not self.on:
+            if self._full and self.threshold > 1 and filling.waiting:
+                self.on, self._since, self._departed = True, now, 0
+            else:
+                return
+        wanted = self._wanted(now)
+        free = self._model.max_num_seqs - filling.running
+        left = free if self._slots_full else self._departed
+        if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
+            self.on = False
+
+    def filled(self, filling: Filling, *, refused: bool) -> None:
+        """See how full it is after a step's admissions."""
+        if not self.on:
+            self._slots_full = filling.running >= self._model.max_num_seqs
+            self._full = self._slots_full or refused
+
+    def steps(self, now: float, filling: Filling) -> int:
+        """How many steps until the hold has to be looked at again."""
+        if not self.on:
+            return FOREVER
+        shape = StepShape(decodes=max(filling.decoding, 1), context_tokens=filling.context)
+        seconds = self._model.time.seconds(shape)
+        # K falls in the second half of the longest hold: an eighth of it is soon enough.
+        due = self._since + self._way.hold_s / 2
+        if now >= due:
+            due = now + self._way.hold_s / 8
+        return max(math.ceil((due - now) / seconds), 1) if seconds else 1
+
+    def _wanted(self, now: float) -> int:
+        progress = (now - self._since) / self._way.hold_s
+        if progress >= 1:
+            return 0
+        return math.ceil(self.threshold * min(2 * (1 - progress), 1.0))
+
+    def _reckon(self) -> int:
+        model = self._model
+        regime = Regime.of(
+            model.time,
+            slots=model.max_num_seqs,
+            mean_output=max(self._outputs / self._ended - 1, 1.0),
+            mean_prompt=max(self._prompts / self._admitted, 1.0),
+            exclusive=self._way.pauses,
+            budget=model.max_num_batched_tokens,
+        )
+        return to_run(regime, itl_s=self._way.hold_itl_s, max_delay_s=self._way.hold_s / 2)

@@ -1,0 +1,232 @@
+"""The exact engine: real vLLM schedulers, stepped in virtual time.
+
+As vLLM's loop does it: requests that came while a step ran are seen at its end; with asynchronous
+scheduling the next step is scheduled when one begins, so that a newcomer waits for two. A step
+takes what `StepTime` says. Loads of KV from elsewhere go on beside the steps and are noticed
+between them, or at once when nothing runs; a worker fetches one after another.
+
+Cost: the scheduler's own (`facts` says how much), some 0.5 ms a step with thirty running. How it
+fails: what is not a step's computation, as tokenizers and HTTP, is `front_s` for everybody alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.prompt_hashes import namer
+from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
+
+if TYPE_CHECKING:
+    from vllm_sched.engine.simulated import NewRequest, SimulatedEngine, SimulatedStep
+
+# vLLM's loop looks again after so long when nobody may enter.
+IDLE_S: Final = 0.001
+IDLE_SHARE: Final = 0.01
+# A policy holds nobody for so long while nothing runs: the request can never be served.
+STUCK_S: Final = 60.0
+
+
+def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngine:
+    """Make the scheduler; vLLM is imported here, which takes seconds."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
+    from vllm_sched.engine.trace import Trace
+
+    engine = SimulatedEngine(
+        EngineSettings(
+            max_model_len=model.max_model_len,
+            kv_tokens=model.kv_tokens,
+            block_tokens=model.block_tokens,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            prefix_caching=model.prefix_caching,
+            async_scheduling=model.async_scheduling,
+            longest_chunk=model.longest_chunk,
+            longest_chunk_adapts=model.longest_chunk_adapts,
+            transfers=model.transfers,
+            policies=model.policies,
+        )
+    )
+    if traced:
+        engine.trace = Trace()
+    return engine
+
+
+class ExactEngine:
+    """One worker's; see the module's text and `types.Engine`."""
+
+    def __init__(self, model: WorkerModel, *, seed: int = 0, traced: bool = False) -> None:
+        del seed  # nothing is left to chance
+        self.model = model
+        self.scheduler = make_scheduler(model, traced=traced)
+        self.steps = 0
+        self.busy_s = 0.0  # virtual seconds in which a step ran
+        self.scheduler_s = 0.0  # real seconds that scheduling took
+        self._depth = 2 if model.async_scheduling else 1
+        self._under_way: deque[tuple[SimulatedStep, float]] = deque()  # and when each ends
+        self._arrived: list[Job] = []
+        self._left: list[str] = []
+        self._released: list[str] = []
+        self._loads: list[tuple[float, str]] = []  # under way: when each ends
+        self._look_at = inf  # when there is something to do, while no step runs
+        self._wire_free = 0.0  # when the transfers begun so far are over
+        self._held_since = inf
+
+    def submit(self, job: Job, now: float) -> None:
+        """Take a job in; it is scheduled when the step that runs is over."""
+        self._arrived.append(job)
+        self._look(now)
+
+    def abort(self, job_id: str, now: float) -> None:
+        """Forget a job when the step that runs is over."""
+        self._left.append(job_id)
+        self._look(now)
+
+    def release(self, job_id: str, now: float) -> None:
+        """Free a prefill's blocks when the step that runs is over."""
+        self._released.append(job_id)
+        self._look(now)
+
+    def next_at(self) -> float:
+        """When the step under way ends, or something else is due."""
+        if self._under_way:
+            return self._under_way[0][1]
+        return min(self._look_at, self._loads[0][0]) if self._loads else self._look_at
+
+    def advance(self, now: float) -> Sequence[Event]:
+        """Step until then."""
+        events: list[Event] = []
+        while (at := self.next_at()) <= now:
+            began = time.perf_counter()
+            self._turn(at, events)
+            self.scheduler_s += time.perf_counter() - began
+        return events
+
+    def gauges(self, now: float) -> Gauges:  # noqa: ARG002
+        """Tell how it fares."""
+        running, waiting = self.scheduler.counts
+        return Gauges(
+            running,
+            waiting + len(self._arrived),
+            self.scheduler.kv_usage,
+            self.scheduler.backlog(),
+            preemptions=self.scheduler.preemptions,
+            steps=self.steps,
+            fetching=self.scheduler.deferred,
+        )
+
+    def facts(self) -> Mapping[str, Any]:
+        """Tell what was counted."""
+        return {
+            "steps": self.steps,
+            "busy_s": self.busy_s,
+            "scheduler_s": self.scheduler_s,
+            "preemptions": self.scheduler.preemptions,
+            "policies": self.scheduler.policies(),
+        }
+
+    def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
+        """Give what was traced, in Chrome's format; nothing if that was not asked for."""
+        from vllm_sched.engine.trace import chrome
+
+        if (trace := self.scheduler.trace) is None:
+            return []
+        content = json.loads("".join(chrome(trace.copy(), now)))
+        events: list[dict[str, Any]] = content["traceEvents"]
+        return events
+
+    # A turn of vLLM's loop
+
+    def _look(self, now: float) -> None:
+        self._look_at = min(self._look_at, now)
+
+    def _turn(self, now: float, events: list[Event]) -> None:
+        scheduler = self.scheduler
+        self._look_at = inf
+        if self._under_way and self._under_way[0][1] <= now:
+            self._finish(self._under_way.popleft()[0], now, events)
+        self._hear(now, events)
+        while len(self._under_way) < self._depth and scheduler.unfinished:
+            begun = scheduler.schedule(now)
+            for job_id, tokens in scheduler.fetches_begun().items():
+                self._load(job_id, tokens, now, events)
+            if begun is None:
+                self._wait(now)
+                return
+            self._held_since = inf
+            start = self._under_way[-1][1] if self._under_way else now
+            seconds = self.step_s(begun)
+            self._under_way.append((begun, start + seconds))
+            self.steps += 1
+            self.busy_s += seconds
+
+    def _finish(self, step: SimulatedStep, now: float, events: list[Event]) -> None:
+        """Tell what a step did, but for those whose clients have left in it."""
+        for job_id, tokens, finished, cached in self.scheduler.finish(step, now):
+            if job_id not in self._left:
+                events.append(Event(job_id, now, tokens, finished, cached_tokens=cached))
+            elif finished:  # a prefill may keep blocks that now nobody will fetch
+                self._released.append(job_id)
+
+    def _load(self, job_id: str, tokens: int, now: float, events: list[Event]) -> None:
+        """Fetch KV, when the wire is free."""
+        if not tokens:  # it was cached, all of it
+            events.append(Event(job_id, now, fetched=True))
+            return
+        self._wire_free = max(self._wire_free, now) + self.model.transfer_s(tokens)
+        heappush(self._loads, (self._wire_free, job_id))
+
+    def step_s(self, step: SimulatedStep) -> float:
+        """Say how long a step takes: here what the cost model says."""
+        return self.model.time.seconds(step.shape)
+
+    def _hear(self, now: float, events: list[Event]) -> None:
+        """Take in what came since the last turn."""
+        scheduler = self.scheduler
+        for job in self._arrived:
+            scheduler.add(_request(job), now)
+        if self._left:
+            scheduler.abort(self._left, now)
+        fetched = []
+        while self._loads and self._loads[0][0] <= now:
+            fetched.append(heappop(self._loads)[1])
+        if fetched or self._released:
+            events += [Event(each, now, fetched=True) for each in fetched]
+            scheduler.transferred(fetched, self._released, now)
+        self._arrived, self._left, self._released = [], [], []
+
+    def _wait(self, now: float) -> None:
+        """Look again soon, where somebody waits for more than his KV."""
+        if self._under_way or len(self._loads) >= self.scheduler.unfinished:
+            return
+        self._held_since = min(self._held_since, now)
+        if now - self._held_since > STUCK_S:
+            raise UsageError(
+                f"worker {self.model.name}: {self.scheduler.unfinished} requests are waiting and "
+                f"none was let in for {STUCK_S:g} s in which nothing ran; give it more kv_tokens, "
+                "or other policies"
+            )
+        # The longer it lasts, the less an exact moment matters.
+        self._look(now + max(IDLE_S, IDLE_SHARE * (now - self._held_since)))
+
+
+def _request(job: Job) -> NewRequest:
+    from vllm_sched.engine.simulated import NewRequest
+
+    return NewRequest(
+        job.id,
+        job.prompt_tokens,
+        1 if job.leg is Leg.PREFILL else job.output_tokens,
+        namer(job.text, job.shared),
+        priority=job.priority,
+        remote_prefill=job.leg is Leg.DECODE,
+        remote_decode=job.leg is Leg.PREFILL,
+    )

@@ -1,0 +1,356 @@
+"""What a plain worker computes in its next step: who enters, and whose prompt gets how much.
+
+`fill` gives the parts of prompts, whether decodes stand still for them, and for how many steps the
+same would come out, if nobody came or went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.cost.pace import least_far_on, tiled
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
+from vllm_sched.sim.engines.deferral import Hold
+from vllm_sched.sim.types import Leg
+
+if TYPE_CHECKING:
+    from vllm_sched.cost.step_time import StepTime
+    from vllm_sched.sim.engines.kv_blocks import Room, Task
+    from vllm_sched.sim.engines.policy_effects import Way
+    from vllm_sched.sim.types import WorkerModel
+
+FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
+LOOK_AGAIN: Final = 16  # steps after which it may have become quiet
+SLACK: Final = 0.02  # a chunk that is sized by time is sized anew once its step is longer by that
+
+Parts = list[tuple["Task", int]]
+DECODE = Leg.DECODE
+
+
+def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
+    """Say what a step computes."""
+    tokens, pairs, read = 0, 0.0, 0
+    for task, part in parts:
+        tokens += part
+        pairs += part * (task.done + part / 2)
+        read += task.done
+    return StepShape(tokens, pairs, decodes, context, len(parts), read)
+
+
+def growth_of(time: StepTime, tokens: int) -> float:
+    """By how much a step of one prompt is longer than the one before: it reads more again."""
+    return (time.pair_s * tokens + time.read_s) * tokens
+
+
+class Filling:
+    """Who waits, who is in prefill, and how many decode."""
+
+    def __init__(self, model: WorkerModel, way: Way, room: Room) -> None:
+        self.model = model
+        self.way = way
+        self.room = room
+        self.decoding = 0
+        self.context = 0  # tokens of those that decode
+        self.backlog = self.backlog_long = 0
+        self.waiting = 0
+        self._holding: deque[Task] = deque()  # with their KV here: no gate is for them
+        self._shorts: deque[Task] = deque()  # or all, where no size is told apart
+        self._longs: deque[Task] = deque()
+        self._prefills: list[Task] = []
+        self._hold = Hold(model, way)
+        self._forming, self._members = True, 0
+        self._paused_since: float | None = None
+        self._last_short = -math.inf
+        self._stood_back = 0
+        self._refused = False
+        self._hog = False  # whether a prompt takes all there is
+        self._left_s = math.inf  # of the step's time, for prompts
+        self._soon = FOREVER  # steps until one who waits may enter
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return self.decoding + len(self._prefills)
+
+    def next_ready(self, step: int) -> int | None:
+        """Return the first step after this one that somebody may enter who may not yet."""
+        queues = (self._holding, self._shorts, self._longs)
+        heads = (queue[0].ready for queue in queues if queue)
+        return min((ready for ready in heads if ready > step), default=None)
+
+    # Coming and going
+
+    def push(self, task: Task) -> None:
+        """Let one wait."""
+        self.waiting += 1
+        self.backlog += task.left
+        above = self.way.long_above
+        task.long = bool(above) and task.left > above
+        if task.long:
+            self.backlog_long += task.left
+        elif above:
+            self._last_short = task.since
+        task.holds = task.job.leg is DECODE
+        queue = self._holding if task.holds else self._longs if task.long else self._shorts
+        queue.append(task)
+
+    def drop(self, task: Task) -> None:
+        """Take out one that waits, or is in prefill."""
+        self._settle(task, task.left)
+        if task in self._prefills:
+            self._prefills.remove(task)
+            self.room.give(task)
+        else:
+            self.waiting -= 1
+            if task.holds:
+                self.room.give(task)
+
+    def computed(self, task: Task, tokens: int) -> bool:
+        """Count what was computed of a prompt; True if that was the last of it."""
+        self._settle(task, tokens)
+        task.left -= tokens
+        return not task.left
+
+    def _settle(self, task: Task, tokens: int) -> None:
+        self.backlog -= tokens
+        if task.long:
+            self.backlog_long -= tokens
+
+    def began_decode(self, task: Task) -> None:
+        """Count one whose prompt is done."""
+        self._prefills.remove(task)
+        self.decoding += 1
+        self.context += task.job.prompt_tokens + 1
+
+    def ended_prefill(self, task: Task) -> None:
+        """Take out one that has nothing to decode."""
+        self._prefills.remove(task)
+        self._hold.departed(task)
+
+    def left_decode(self, task: Task, made: int) -> None:
+        """Take out one that decoded."""
+        self.decoding -= 1
+        written = 1 + made - task.decodes_from
+        self.context = max(self.context - task.job.prompt_tokens - written, 0)
+        self.room.give(task)
+        self._hold.departed(task)
+
+    def disturbs(self, task: Task) -> bool:
+        """Whether one who has come would change the step after next."""
+        if self.running >= self.model.max_num_seqs or self._hold.on:
+            return False
+        if self.way.batch and not self._forming:
+            return False
+        if task.holds:
+            return not self._hog
+        queue = self._longs if task.long else self._shorts
+        if len(queue) > 1 or not self.room.fits(task):
+            return False
+        if self.way.long_above:
+            return not task.long or self._places() > 0
+        return not self._hog
+
+    # Filling
+
+    def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
+        """See the module's text."""
+        way, model = self.way, self.model
+        self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
+        if way.batch and not self.decoding and not self._prefills:
+            self._forming, self._members = True, 0
+        if way.departures != 1:
+            self._hold.look(now, self)
+        since = self._paused_since
+        pausing = way.pauses and self.decoding > 0
+        pausing = pausing and (since is None or now - since < way.pause_s)
+        left = model.max_num_batched_tokens - (0 if pausing else self.decoding)
+        beside = self.decoding > 0 and not pausing
+        if beside:
+            left = self._within_gap(left)
+        parts, most = (
+            self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
+        )
+        if beside and way.itl_s and parts and most > 1:
+            most = min(most, self._steps_as_sized(parts))
+        if way.batch and self.decoding and not parts:
+            self._forming = False
+        pausing = pausing and bool(parts)
+        if not pausing:
+            self._paused_since = None
+        else:
+            since = self._paused_since = now if self._paused_since is None else self._paused_since
+            most = min(most, self._steps_within(parts, since + way.pause_s - now))
+        most = min(most, self._soon)
+        if way.departures != 1:
+            self._hold.filled(self, refused=self._refused)
+            most = min(most, self._hold.steps(now, self))
+        return parts, pausing, max(most, 1)
+
+    def _steps_within(self, parts: Parts, seconds: float) -> int:
+        """Count the steps that go on for so long, the last of them begun within it."""
+        time, shape = self.model.time, shape_of(parts)
+        first = time.seconds(shape)
+        growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
+        half = first - growth / 2
+        divisor = half + math.sqrt(half * half + 2 * growth * seconds)
+        return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
+
+    def _steps_as_sized(self, parts: Parts) -> int:
+        """Count the steps that are about as long as the first, for which the size was sought."""
+        time, shape = self.model.time, shape_of(parts, self.decoding, self.context)
+        growth = growth_of(time, shape.prefill_tokens) + time.context_s * self.decoding
+        return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
+
+    def _within_gap(self, left: int) -> int:
+        way = self.way
+        if way.chunk:
+            return min(left, way.chunk)
+        if not way.itl_s:
+            return left
+        self._left_s = way.itl_s
+        done = self._prefills[0].done if self._prefills else 0
+        fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
+        return min(left, max(fitting, way.least_chunk))
+
+    def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
+        """First come, first served."""
+        prefills, parts = self._prefills, Parts()
+        all_of_it, index = left, 0
+        while left > 0:
+            if index == len(prefills) and self._next(now, step) is None:
+                break
+            task = prefills[index]
+            wanted = min(task.left, left)
+            part = self._in_time(task, wanted, not parts)
+            if part:
+                parts.append((task, part))
+            left = left - part if part == wanted else 0
+            index += 1
+        if not parts:
+            return parts, FOREVER
+        task, part = parts[0]
+        if part < all_of_it:
+            return parts, 1
+        self._hog = True
+        return parts, task.left // part
+
+    def _in_time(self, task: Task, wanted: int, first: bool) -> int:
+        """Cut to the time that is left, as `chunk_budget` does: one may come with much in cache."""
+        if wanted <= 0 or self._left_s == math.inf:
+            return wanted
+        time = self.model.time
+        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
+        part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
+        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
+        return part
+
+    def _next(self, now: float, step: int) -> Task | None:
+        if self._holding and (task := self._admit(self._holding, step)) is not None:
+            return task
+        queue = self._shorts
+        if not queue or not self._open(queue[0], now):
+            return None
+        return self._admit(queue, step)
+
+    def _open(self, head: Task, now: float) -> bool:
+        """Whether the policies let somebody enter."""
+        if self._hold.on:
+            return False
+        if not self.way.batch:
+            return True
+        if self._forming and self._members < self.way.batch:
+            return True
+        return now - head.since >= self.way.wait_s
+
+    def _admit(self, queue: deque[Task], step: int) -> Task | None:
+        while queue and queue[0].gone:
+            queue.popleft()
+        if not queue:
+            return None
+        task = queue[0]
+        if task.ready > step:
+            self._soon = min(self._soon, task.ready - step)
+            return None
+        if self.running >= self.model.max_num_seqs:
+            return None
+        if not task.holds:
+            if not self.room.fits(task):
+                self._refused = True
+                return None
+            self.room.take(task)
+        queue.popleft()
+        self.waiting -= 1
+        self._members += 1
+        self._prefills.append(task)
+        self._hold.admitted(task)
+        return task
+
+    # Long prompts apart
+
+    def _places(self) -> int:
+        longs = sum(task.left > self.way.long_above for task in self._prefills)
+        return self.way.longs - longs
+
+    def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
+        """Shorts first; longs get what a step's time allows."""
+        way, n = self.way, self.decoding
+        while self._next(now, step) is not None:
+            pass
+        while self._longs and self._long_may_enter(now) and not self._hold.on:
+            if self._admit(self._longs, step) is None:
+                break
+        longs = [task for task in self._prefills if task.left > way.long_above]
+        shorts = [task for task in self._prefills if task.left <= way.long_above]
+        if not longs and not shorts:
+            return [], FOREVER
+        sharing = min(len(longs) + len(shorts), way.prompts)
+        slot = max(left // sharing, 1)
+        alone = len(longs) + len(shorts) == 1 and not n
+        time = self.model.time
+        base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
+        quiet = QUIET_STRETCH if now - self._last_short > QUIET_S else 1.0
+        most_s = max(way.stretch * quiet * base, SHORTEST_STEP_S)
+        fit_s = base + (most_s - base) / sharing
+        parts: Parts = []
+        before = left
+        self._stood_back = self._stood_back + 1 if shorts and longs else 0
+        stands_back = 0 < self._stood_back <= STAND_BACK
+        if stands_back:
+            slot = max(left // min(len(shorts), way.prompts), 1)
+        for task in shorts:
+            part = self._in_time(task, min(task.left, slot, left), not parts)
+            if part > 0:
+                parts.append((task, part))
+                left -= part
+        if stands_back:
+            return parts, 1
+        self._stood_back = 0
+        for task in longs:
+            # Worth at least what reading it again takes, as in `StepPace`.
+            least_s = base + 2 * time.read_s * task.done
+            fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
+            if way.share:
+                part = max(int(before * way.share), 1)
+            else:
+                part = max(fitting, least_far_on(task.done), 1)
+            part = min(task.left, left, left if alone else min(slot, part))
+            if part < task.left and not (alone or way.share):
+                part = tiled(part, n + before - left, task.done)
+            part = self._in_time(task, part, not parts)
+            if part > 0:
+                parts.append((task, part))
+                left -= part
+        if len(parts) == 1 and parts[0][0] in longs:
+            most = min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
+            return parts, most if alone or way.share else min(most, self._steps_as_sized(parts))
+        return parts, 1
+
+    def _long_may_enter(self, now: float) -> bool:
+        if self._places() > 0:
+            return True
+        overdue = now - self._longs[0].since >= self.way.wait_s
+        return overdue and len(self._prefills) < max(self.way.prompts, self.way.longs + 1)

@@ -1,0 +1,1 @@
+"""A simulated fleet: router, workers, events."""

@@ -1,0 +1,407 @@
+"""Many requests through the router's core and plain workers, counted and forgotten.
+
+What `fleet` keeps of each request is here added to sketches as it ends, so that memory is that of
+what is under way: a million requests are played on a thousand workers within minutes. The decisions
+are the router's own, and so is what it learns; its knowledge of workers is a second old at most, as
+with real probes.
+
+What it leaves out: tokens are told to the router with a request's end, not as they are written;
+nobody's client leaves, and no worker fails.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.slots import QUEUED
+from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.model.types import Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.router import Router, RouterSettings
+from vllm_sched.bench.results.trend import Trend
+from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.engines.quantile_sketch import Sketch
+from vllm_sched.sim.fleet.as_ask import ask_of
+from vllm_sched.sim.fleet.lateness import Flight, Lateness
+from vllm_sched.sim.types import Event, Job, Leg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from proxy.core.tenants.tenants import TenantSpec
+    from vllm_sched.bench.results.goodput import Targets
+    from vllm_sched.bench.traffic.types import Request
+    from vllm_sched.sim.types import WorkerModel
+
+MODEL = "model"
+PROBE_S = 1.0
+NEVER = math.inf
+# As little is told by ids of workers' events as by anybody's: looked up once.
+WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker, and what the fleet file says of it."""
+
+    model: WorkerModel
+    role: Role = Role.GENERAL
+    max_requests: int | None = None
+
+
+@dataclass(slots=True)
+class Figures:
+    """What came of the requests of a class, or of all."""
+
+    arrived: int = 0
+    done: int = 0
+    met: int = 0  # done within the targets
+    kept: int = 0  # those, and those that were only as late as may be borne: see `Flow`
+    handed_over: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+    tpot: Sketch = field(default_factory=Sketch)
+    longest: Sketch = field(default_factory=Sketch)  # gap of each request
+    e2el: Sketch = field(default_factory=Sketch)  # where that is a target
+
+    @property
+    def share(self) -> float:
+        """Of what arrived, that was done in time."""
+        return self.met / self.arrived if self.arrived else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Of what arrived, that was done in time or nearly."""
+        return self.kept / self.arrived if self.arrived else 0.0
+
+    def merge(self, other: Figures) -> None:
+        """Count another run's too."""
+        self.arrived += other.arrived
+        self.done += other.done
+        self.met += other.met
+        self.kept += other.kept
+        self.handed_over += other.handed_over
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.ttft.merge(other.ttft)
+        self.tpot.merge(other.tpot)
+        self.longest.merge(other.longest)
+        self.e2el.merge(other.e2el)
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a run."""
+
+    all: Figures
+    classes: dict[str, Figures]
+    refused: int
+    span_s: float  # of arrivals
+    duration_s: float  # until the last was done
+    gaps: Sketch  # between tokens, of all
+    growth: float = 0.0  # of the time to a first token, seconds a second: of a queue
+    failed: bool = False  # too many were late, and it was not played to its end
+
+    @property
+    def rate(self) -> float:
+        """Requests that arrived, a second."""
+        return self.all.arrived / self.span_s if self.span_s else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that were done in time."""
+        return self.rate * self.all.share
+
+    @property
+    def throughput(self) -> float:
+        """Tokens read and written a second."""
+        figures = self.all
+        return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Count several runs of a fleet as one, whose queue grows as in the worst of them."""
+    whole, classes, gaps = Figures(), dict[str, Figures](), Sketch()
+    for run in runs:
+        whole.merge(run.all)
+        gaps.merge(run.gaps)
+        for klass, figures in run.classes.items():
+            classes.setdefault(klass, Figures()).merge(figures)
+    return Run(
+        whole,
+        classes,
+        refused=sum(run.refused for run in runs),
+        span_s=sum(run.span_s for run in runs),
+        duration_s=sum(run.duration_s for run in runs),
+        gaps=gaps,
+        growth=max((run.growth for run in runs), default=0.0),
+        failed=any(run.failed for run in runs),
+    )
+
+
+class _Flight(Flight):
+    """A request under way."""
+
+    __slots__ = ("cached", "index", "lease", "longest")
+
+    def __init__(self, request: Request, *, counts: bool) -> None:
+        super().__init__(request, counts=counts)
+        self.lease: Lease | None = None
+        self.index = 0  # the worker of the leg under way
+        self.longest = 0.0
+        self.cached = 0
+
+
+class Flow:
+    """A fleet that requests flow through.
+
+    `borne_s` says for a prompt how late its first token may be where the target is less than that:
+    a long one may take longer alone, and still must not starve.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Placed],
+        settings: RouterSettings,
+        targets: Targets,
+        borne_s: Callable[[int], float] = lambda _prompt: 0.0,
+        tenants: Sequence[TenantSpec] = (),
+    ) -> None:
+        self._targets = targets
+        self._borne_s = borne_s
+        fleet = Fleet()
+        for placed in workers:
+            model = placed.model
+            name = model.name
+            fleet.add(
+                WorkerSpec(
+                    name, f"http://{name}", placed.role, MODEL, model.max_model_len,
+                    placed.max_requests,
+                )
+            )  # fmt: skip
+            fleet.probe_ok(name, 0.0)
+        self.router = Router(settings, fleet)
+        self.router.tenants.replace(list(tenants), {})
+        self._prefixes = settings.prefix_affinity
+        self._names = [placed.model.name for placed in workers]
+        self._rooms = [placed.model.kv_tokens for placed in workers]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self.engines = [Fluid(placed.model, ended=self._noted) for placed in workers]
+        self._due: list[tuple[float, int]] = []
+        self._known = [NEVER] * len(workers)
+        self._flights: dict[str, _Flight] = {}
+        self._tickets: dict[Ticket, _Flight] = {}
+        self._next_probe = 0.0
+        self._number = self._warm = 0
+        self._refused = 0
+        self._last = 0.0
+        self._lateness = Lateness(targets, borne_s)
+        self._all = Figures()
+        self._trend = Trend()
+        self._classes: dict[str, Figures] = {}
+
+    def play(
+        self,
+        requests: Iterable[Request],
+        *,
+        warm: int = 0,
+        most_late: float = NEVER,
+        most_lost: Mapping[str, float] | None = None,
+    ) -> Run:
+        """Play requests in the order of their times, until all are over.
+
+        Or until more than so many are refused or late, or of a class later than may be borne: then
+        no more is to be learnt. The first `warm` of them are not counted: they find the fleet
+        empty.
+        """
+        self._warm = warm
+        late = self._lateness = Lateness(self._targets, self._borne_s, most_late, most_lost)
+        at = began = 0.0
+        for request in requests:
+            at = request.at
+            self._until(at)
+            self._arrive(request, at)
+            if self._number == warm:
+                began = at
+            late.look(at)
+            if late.too_many:
+                break
+        span = at - began
+        while (self._flights or self._tickets) and not late.too_many:
+            if not self._tickets:
+                self._next_probe = NEVER  # nobody is to be placed any more
+            soonest = min(self._next_probe, self._due[0][0] if self._due else NEVER)
+            if soonest == NEVER:
+                break
+            self._until(soonest)
+            late.look(soonest)
+        gaps = Sketch()
+        for engine in self.engines:
+            gaps.merge(engine.gaps)
+        growth = self._trend.growth
+        return Run(
+            self._all, self._classes, self._refused, span, self._last, gaps, growth, late.too_many
+        )
+
+    # Time
+
+    def _until(self, now: float) -> None:
+        due, known, engines = self._due, self._known, self.engines
+        while True:
+            at = due[0][0] if due else NEVER
+            if self._next_probe <= now and self._next_probe <= at:
+                self._probe(self._next_probe)
+                self._next_probe += PROBE_S
+            elif at <= now:
+                index = heappop(due)[1]
+                if known[index] != at:
+                    continue
+                ended = False
+                for event in engines[index].advance(at):
+                    ended |= self._heard(event)
+                self._touch(index)
+                if ended and self._tickets:
+                    self._place_waiting(at)
+            else:
+                return
+
+    def _touch(self, index: int) -> None:
+        at = self.engines[index].next_at()
+        if at != self._known[index]:
+            self._known[index] = at
+            if at < NEVER:
+                heappush(self._due, (at, index))
+
+    def _probe(self, now: float) -> None:
+        fleet = self.router.fleet
+        for index, engine in enumerate(self.engines):
+            told = engine.gauges(now)
+            gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
+            gauges.extra[QUEUED] = told.waiting - told.fetching
+            fleet.set_gauges(self._names[index], gauges)
+        self._place_waiting(now)
+
+    # Requests
+
+    def _figures(self, klass: str) -> Figures:
+        found = self._classes.get(klass)
+        if found is None:
+            found = self._classes[klass] = Figures()
+        return found
+
+    def _arrive(self, request: Request, now: float) -> None:
+        self._number += 1
+        flight = _Flight(request, counts=self._number > self._warm)
+        if flight.counts:
+            self._all.arrived += 1
+            self._figures(request.klass).arrived += 1
+            self._lateness.arrived(flight)
+        hashed = self._prefixes and bool(request.shared)
+        ask = ask_of(self.router, MODEL, request, self._number, hashed=hashed)
+        answer = self.router.submit(ask, now)
+        if isinstance(answer, Lease):
+            self._send(flight, answer, now)
+        elif isinstance(answer, Ticket):
+            self._tickets[answer] = flight
+        else:
+            self._refuse(flight)
+
+    def _place_waiting(self, now: float) -> None:
+        for ticket, answer in self.router.due(now):
+            flight = self._tickets.pop(ticket)
+            if isinstance(answer, Refusal):
+                self._refuse(flight)
+            else:
+                self._send(flight, answer, now)
+
+    def _refuse(self, flight: _Flight) -> None:
+        self._refused += flight.counts
+        self._lateness.ended(flight, met=False, kept=False)
+
+    def _send(self, flight: _Flight, lease: Lease, now: float) -> None:
+        flight.lease = lease
+        handed = lease.prefill
+        worker, leg = (lease.worker, WHOLE) if handed is None else (handed.worker, PREFILL)
+        self._flights[lease.ask.id] = flight
+        self._submit(flight, self._index[worker.name], leg, now)
+
+    def _submit(self, flight: _Flight, index: int, leg: Leg, now: float) -> None:
+        request, lease = flight.request, flight.lease
+        assert lease is not None  # noqa: S101 - it has just been given
+        output = 1 if leg is PREFILL else request.output_tokens
+        flight.index = index
+        job = Job(lease.ask.id, request.prompt_tokens, output, 0, request.shared, leg)
+        self.engines[index].submit(job, now)
+        self._touch(index)
+
+    def _noted(self, job: Job, gap: float) -> None:
+        self._flights[job.id].longest = gap
+
+    def _heard(self, event: Event) -> bool:
+        """Tell the router; True if that made room."""
+        flight = self._flights[event.job_id]
+        lease, request, at = flight.lease, flight.request, event.at
+        if lease is None:
+            return False
+        router = self.router
+        prompt = request.prompt_tokens
+        if event.fetched:
+            if lease.prefill is not None:
+                before = self._index[lease.prefill.worker.name]
+                self.engines[before].release(event.job_id, at)
+                self._touch(before)
+            return False
+        if lease.prefill is not None and not lease.sent:
+            router.prefilled(lease, at, Usage(prompt, 1, event.cached_tokens))
+            self._submit(flight, self._index[lease.worker.name], DECODE, at)
+            return True
+        if flight.first < 0:
+            flight.first = at
+            flight.cached = event.cached_tokens
+            self._lateness.first(flight)
+            router.first_token(lease, at)
+        if not event.finished:
+            return False
+        del self._flights[event.job_id]
+        usage = Usage(prompt, request.output_tokens, flight.cached)
+        router.tokens(lease, request.output_tokens)
+        router.finish(lease, at, Outcome.DONE, usage)
+        self._last = max(self._last, at)
+        if flight.counts:
+            self._count(flight, at, handed=lease.prefill is not None)
+        return True
+
+    def _count(self, flight: _Flight, at: float, *, handed: bool) -> None:
+        request, targets = flight.request, self._targets
+        output = request.output_tokens
+        ttft = flight.first - request.at
+        tpot = (at - flight.first) / (output - 1) if output > 1 else 0.0
+        kept = (targets.tpot is None or tpot <= targets.tpot) and (
+            targets.itl is None or flight.longest <= targets.itl
+        )
+        met = (
+            kept
+            and (targets.ttft is None or ttft <= targets.ttft)
+            and (targets.e2el is None or at - request.at <= targets.e2el)
+        )
+        self._trend.add(request.at, ttft)
+        kept = met or (kept and ttft <= self._borne_s(request.prompt_tokens))
+        self._lateness.ended(flight, met=met, kept=kept)
+        for figures in (self._all, self._figures(request.klass)):
+            figures.done += 1
+            figures.met += met
+            figures.kept += kept
+            figures.handed_over += handed
+            figures.prompt_tokens += request.prompt_tokens
+            figures.output_tokens += output
+            figures.ttft.add(ttft)
+            if targets.e2el is not None:
+                figures.e2el.add(at - request.at)
+            if output > 1:
+                figures.tpot.add(tpot)
+                figures.longest.add(flight.longest)

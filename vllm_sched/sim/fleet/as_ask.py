@@ -1,0 +1,51 @@
+"""A request as the router's core sees it, made without its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from proxy.core.model.types import Ask
+from proxy.core.request.parser import PRIORITIES
+from proxy.core.router import Router
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes
+
+ROUTE: Final = "completions"
+
+
+def apart(router: Router, request: Request) -> Request:
+    """Give a request prefixes of its tenant's own, where caches are kept apart."""
+    tenant = router.tenants.get(request.tenant)
+    if tenant is None or not tenant.spec.salted or not request.shared:
+        return request
+    shared = tuple((f"{tenant.name}/{name}", tokens) for name, tokens in request.shared)
+    return replace(request, shared=shared)
+
+
+def priority_of(router: Router, ask: Ask) -> int:
+    """Say what a worker is told of a request's class."""
+    return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
+
+
+def ask_of(router: Router, model: str, request: Request, number: int, *, hashed: bool) -> Ask:
+    """Read a request; its size is taken to be known, as if a worker had counted its tokens.
+
+    How long the answer will be the router learns as ever, up to the limit that the client states.
+    Whose it is, is known where the fleet has a tenant of that name.
+    """
+    prompt, most = request.prompt_tokens, request.output_tokens
+    tenant = router.tenants.get(request.tenant)
+    usual = router.sizer.learnt(model, ROUTE, tenant).output
+    size = prompt * BYTES_PER_TOKEN
+    ask = Ask(f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most)))
+    ask.stream = ask.counted = True
+    ask.long = ask.budget > router.settings.short_limit
+    if router.settings.transfer and most <= 1:
+        ask.whole = "one_token"
+    if tenant is not None:
+        ask.tenant, ask.rank = tenant, tenant.spec.rank
+    if hashed:
+        ask.prefix = prefix_hashes(number, request.shared, prompt)
+        ask.prefix_bytes = size
+    return ask

@@ -1,0 +1,101 @@
+"""A simulation in a file that Perfetto opens: what each scheduler did, and each request's life.
+
+A worker whose scheduler was traced comes with the very tracks that a real one writes
+(`engine/trace`). Beside them stands a track group of requests as their clients saw them: until the
+first token, and from there on; requests that do not overlap share a track.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from vllm_sched.files import write_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.sim.types import Engines
+
+MICRO: Final = 1e6
+CLIENTS: Final = 1
+# An engine's own trace has two groups of tracks.
+FIRST_WORKER, GROUPS = 10, 10
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """An engine that kept a trace."""
+
+    def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
+        """Give the trace's events, in Chrome's format."""
+
+
+def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float) -> None:
+    """Write all of it."""
+    events = [*_clients(outcomes)]
+    for number, (name, engine) in enumerate(engines.items()):
+        if isinstance(engine, Traced):
+            events += _moved(engine.trace_events(now), name, FIRST_WORKER + GROUPS * number)
+    content = {
+        "displayTimeUnit": "ms",
+        "otherData": {"clock": "virtual"},
+        "traceEvents": events,
+    }
+    write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def _clients(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
+    yield _named("process_name", CLIENTS, 0, "requests as clients see them")
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    tracks = 0
+    for each in sorted(outcomes, key=lambda outcome: outcome.at):
+        while busy and busy[0][0] <= each.at:
+            heappush(free, heappop(busy)[1])
+        if free:
+            track = heappop(free)
+        else:
+            tracks += 1
+            track = tracks
+            yield _named("thread_name", CLIENTS, track, f"{track}")
+        heappush(busy, (each.end, track))
+        first = each.ticks[0] if each.ticks else each.end
+        facts = {
+            "class": each.klass,
+            "tenant": each.tenant,
+            "worker": each.worker,
+            "prompt_tokens": each.prompt_tokens,
+            "output_tokens": each.completed,
+            "error": each.error,
+        }
+        name = f"{each.klass} {each.prompt_tokens:,} tokens"
+        yield _slice(track, f"{name}: until the first token", each.at, first, facts)
+        if each.end > first:
+            yield _slice(track, f"{name}: answer", first, each.end, facts)
+
+
+def _moved(events: Iterable[dict[str, Any]], worker: str, base: int) -> Iterator[Mapping[str, Any]]:
+    """Give a worker's tracks numbers and names of their own."""
+    for event in events:
+        event["pid"] += base
+        if event["name"] == "process_name":
+            event["args"] = {"name": f"{event['args']['name']} of {worker}"}
+        yield event
+
+
+def _named(what: str, process: int, thread: int, name: str) -> Mapping[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    track: int, name: str, start: float, end: float, facts: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    begin = round(start * MICRO)
+    return {
+        "ph": "X", "name": name, "pid": CLIENTS, "tid": track, "ts": begin,
+        "dur": max(round(end * MICRO) - begin, 0), "args": facts,
+    }  # fmt: skip

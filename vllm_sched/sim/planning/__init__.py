@@ -1,0 +1,1 @@
+"""The search for a fleet that meets a target."""

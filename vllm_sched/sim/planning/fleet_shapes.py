@@ -1,0 +1,205 @@
+"""Fleets that might be: how many workers of each role, the boundary between sizes, the policies.
+
+A shape becomes workers to be simulated, or a fleet file to be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.core.model.settings import HEADROOM
+from proxy.core.model.types import Role
+from proxy.core.router import RouterSettings
+from vllm_sched.sim.fleet.aggregate_flow import Placed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm_sched.sim.types import WorkerModel
+
+ONE_POOL, SHORT_LONG, PREFILL_DECODE = "one pool", "short/long", "prefill/decode"
+SHORT_APART = "short + prefill/decode"
+FAMILIES: Final = (ONE_POOL, SHORT_LONG, PREFILL_DECODE, SHORT_APART)
+DEFAULT, LONG_PROMPT, CHUNKS, BOTH = "default", "long_prompt", "chunk_budget", "both"
+POLICIES: Final = (DEFAULT, LONG_PROMPT, CHUNKS, BOTH)
+ROUND: Final = 1024  # contexts are given in such steps
+# Who has long prompts, and who has decodes that a chunk could hold up.
+WITH_LONGS: Final = (Role.GENERAL, Role.LONG, Role.PREFILL)
+WITH_BOTH: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A fleet of like machines."""
+
+    general: int = 0
+    short: int = 0
+    long: int = 0
+    prefill: int = 0
+    decode: int = 0
+    short_limit: int = 10_000  # tokens, prompt and output, above which a request is long
+    disaggregate_above: int | None = None
+    policy: str = DEFAULT
+    itl_ms: int = 100  # of chunk_budget
+
+    @property
+    def family(self) -> str:
+        """Which kind of fleet it is."""
+        if self.prefill:
+            return SHORT_APART if self.short else PREFILL_DECODE
+        return SHORT_LONG if self.short else ONE_POOL
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.general + self.short + self.long + self.prefill + self.decode
+
+    @property
+    def pools(self) -> dict[Role, int]:
+        """How many of each role that it has."""
+        counts = {
+            Role.GENERAL: self.general,
+            Role.SHORT: self.short,
+            Role.LONG: self.long,
+            Role.PREFILL: self.prefill,
+            Role.DECODE: self.decode,
+        }
+        return {role: count for role, count in counts.items() if count}
+
+    def with_more(self, role: Role, change: int) -> Shape:
+        """Return the same with so many more workers of a role that it has."""
+        given: dict[str, Any] = {role.value: self.pools[role] + change}
+        return replace(self, **given)
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        text = " + ".join(f"{count} {role.value}" for role, count in self.pools.items())
+        if self.short:
+            text += f", long above {self.short_limit:,}"
+        if self.prefill and self.disaggregate_above is not None:
+            text += f", handed over above {self.disaggregate_above:,}"
+        names = " and ".join(self.policies_of(role=None))
+        return f"{text}; {names or 'no policy'}"
+
+    def policies_of(self, role: Role | None) -> dict[str, dict[str, Any]]:
+        """Give the policies of a role's workers; with None, of all roles together."""
+        found: dict[str, dict[str, Any]] = {}
+        roles = tuple(self.pools) if role is None else (role,)
+        if self.policy in (LONG_PROMPT, BOTH) and any(each in WITH_LONGS for each in roles):
+            found["long_prompt"] = {}
+        if self.policy in (CHUNKS, BOTH) and any(each in WITH_BOTH for each in roles):
+            found["chunk_budget"] = {"itl_ms": self.itl_ms}
+        return found
+
+    def context_of(self, role: Role, whole: int) -> int:
+        """Give the context of a role's workers, where the whole one is so long."""
+        if role is not Role.SHORT:
+            return whole
+        return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
+
+    def placed(self, machine: WorkerModel) -> list[Placed]:
+        """Make the workers."""
+        return [
+            Placed(
+                replace(
+                    machine,
+                    name=f"{role.value}-{index}",
+                    max_model_len=self.context_of(role, machine.max_model_len),
+                    policies=self.policies_of(role),
+                    transfers=role in (Role.PREFILL, Role.DECODE),
+                ),
+                role,
+            )
+            for role, count in self.pools.items()
+            for index in range(count)
+        ]
+
+    def settings(self) -> RouterSettings:
+        """Make the router's settings."""
+        return RouterSettings(
+            short_limit=self.short_limit,
+            transfer=bool(self.prefill),
+            disaggregate_above=self.disaggregate_above,
+        )
+
+    def to_fleet(self, machine: WorkerModel, model: str, gpus: int) -> dict[str, Any]:
+        """Write a fleet file's content."""
+        workers = [
+            {
+                "name": each.model.name,
+                "role": each.role.value,
+                "profile": machine.profile,
+                "launch": _launch(each.model, gpus),
+            }
+            for each in self.placed(machine)
+        ]
+        routing: dict[str, Any] = {"policy": "adaptive", "short_limit": self.short_limit}
+        if self.prefill and self.disaggregate_above is not None:
+            routing["disaggregate_above"] = self.disaggregate_above
+        transfer: Mapping[str, Any] = {"transfer": "nixl"} if self.prefill else {}
+        return {"model": model, **transfer, "workers": workers, "routing": routing}
+
+
+def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
+    args = [f"--tensor-parallel-size={gpus}"] if gpus > 1 else []
+    args += [
+        f"--max-model-len={model.max_model_len}",
+        f"--max-num-batched-tokens={model.max_num_batched_tokens}",
+        f"--max-num-seqs={model.max_num_seqs}",
+    ]
+    policies = {name: dict(given) for name, given in model.policies.items()}
+    return {"args": args, **({"policies": policies} if policies else {})}
+
+
+# Which there are to try
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What of the traffic says which fleets are worth a try."""
+
+    boundaries: Mapping[int, float]  # tokens, and the share of the work above them
+    prefill_share: float  # of the work
+
+
+def shapes(
+    family: str, workers: int, seen: Seen, policies: tuple[str, ...], itl_ms: int
+) -> Iterator[Shape]:
+    """Give those of a family that may be best, the likeliest first."""
+    if family == ONE_POOL:
+        splits = [Shape(general=workers, itl_ms=itl_ms)]
+    elif workers < 2:
+        return
+    elif family == SHORT_LONG:
+        splits = [
+            Shape(short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms)
+            for limit, share in seen.boundaries.items()
+            for longs in _near(share * workers, workers)
+        ]
+    elif family == SHORT_APART:
+        # The likeliest two of either count: they are many, and seldom the best.
+        splits = [
+            Shape(
+                short=workers - rest, prefill=prefills, decode=rest - prefills,
+                short_limit=limit, itl_ms=itl_ms,
+            )
+            for limit, share in seen.boundaries.items()
+            for rest in [each for each in _near(share * workers, workers) if each > 1][:2]
+            for prefills in _near(seen.prefill_share * rest, rest)[:2]
+        ]  # fmt: skip
+    else:
+        splits = [
+            Shape(prefill=prefills, decode=workers - prefills, itl_ms=itl_ms)
+            for prefills in _near(seen.prefill_share * workers, workers)
+        ]
+    for policy in policies:
+        yield from (replace(split, policy=policy) for split in splits)
+
+
+def _near(wanted: float, workers: int) -> list[int]:
+    """Give counts about what the work asks for, and with room to spare."""
+    step = max(round(workers / 16), 1)
+    middle = round(wanted)
+    counts = (middle, middle + step, middle - step, middle + 2 * step)
+    return list(dict.fromkeys(min(max(count, 1), workers - 1) for count in counts))

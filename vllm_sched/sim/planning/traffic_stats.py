@@ -1,0 +1,58 @@
+"""What a plan's requests are like, and how many of them a worker can compute at the most."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_sched.sim.engines.kv_blocks import Prefixes
+from vllm_sched.sim.planning.capacity_bound import least_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_sched.bench.traffic.types import Request
+    from vllm_sched.sim.types import WorkerModel
+
+BOUNDLESS = 1 << 60  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """See the module's text."""
+
+    prompt: float  # means
+    output: float
+    largest: int  # prompt and output
+    prompts: tuple[int, ...]  # sorted
+    totals: tuple[int, ...]
+    most_each: float  # requests a second that one worker's computing allows, whatever it caches
+
+    @classmethod
+    def of(cls, sample: Sequence[Request], machine: WorkerModel) -> Traffic:
+        """Look at some of them."""
+        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
+        cache = Prefixes(BOUNDLESS if machine.prefix_caching else 0)
+        seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
+        return cls(
+            sum(each.prompt_tokens for each in sample) / len(sample),
+            sum(each.output_tokens for each in sample) / len(sample),
+            totals[-1],
+            tuple(sorted(each.prompt_tokens for each in sample)),
+            tuple(totals),
+            len(sample) / seconds if seconds > 0 else math.inf,
+        )
+
+    def above(self, limit: int) -> float:
+        """Return the share of all tokens in requests that are larger."""
+        at = bisect_left(self.totals, limit + 1)
+        return sum(self.totals[at:]) / (sum(self.totals) or 1)
+
+
+def _sizes(request: Request, cache: Prefixes) -> tuple[int, int, int]:
+    """Return prompt, answer, and what of the prompt one worker with room for all would have."""
+    held = min(cache.held(request.shared), request.prompt_tokens - 1)
+    cache.keep(request.shared, BOUNDLESS)
+    return request.prompt_tokens, request.output_tokens, held
