@@ -19,7 +19,7 @@ from tests.sim.making import run
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.types import Event, Job, WorkerModel
 
@@ -127,7 +127,7 @@ def both(way: Way) -> tuple[dict[str, float], dict[str, float]]:
     """Play it to a real scheduler and to a plain worker."""
     jobs = way.jobs
     exact = figures(run(ExactEngine(way.model), jobs), jobs)
-    return exact, figures(run(Fluid(way.model, each_token=True), jobs), jobs)
+    return exact, figures(run(FluidEngine(way.model, each_token=True), jobs), jobs)
 
 
 SHOWN = {"TTFT mean": "s", "TTFT p95": "s", "ITL p99": "ms", "last token": "s"}

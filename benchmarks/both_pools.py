@@ -37,9 +37,9 @@ from benchmarks.policies import promise
 from benchmarks.policies.promise import Promise
 from benchmarks.router.processes import cpu_seconds, tree
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
-from vllm_sched.bench.client.endpoint import Asked, Endpoint, learn
-from vllm_sched.bench.client.player import Played, play
-from vllm_sched.bench.compare.compare import REST_S, Narrator, running
+from vllm_sched.bench.client.endpoint import Endpoint, EndpointOptions, learn
+from vllm_sched.bench.client.player import PlayedRun, play
+from vllm_sched.bench.compare.compare import REST_S, ProgressReporter, running
 from vllm_sched.bench.traffic.fixed import Fixed
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.demo import router_of
@@ -144,7 +144,7 @@ async def measured(
     return rate(played, min(SETTLE_S, seconds / 2), seconds, used)
 
 
-def rate(played: Sequence[Played], since: float, until: float, router_s: float) -> Rate:
+def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: float) -> Rate:
     """Count what ended while all lanes were under way."""
     everything = [outcome for each in played for outcome in each.outcomes]
     counted = [each for each in everything if each.good and since < each.end <= until]
@@ -164,7 +164,7 @@ def rate(played: Sequence[Played], since: float, until: float, router_s: float) 
     )
 
 
-async def run(load: Load, rounds: int, narrator: Narrator) -> dict[str, list[Rate]]:
+async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, list[Rate]]:
     """Start all, warm each side up, and measure them in turns."""
     found: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
     with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
@@ -175,7 +175,7 @@ async def run(load: Load, rounds: int, narrator: Narrator) -> dict[str, list[Rat
         routers = [side.router for side in asked if side.router]
         async with running(workers, narrator), running(routers, narrator):
             endpoints = {
-                side.name: [await learn(Asked(url, explain=True)) for url in side.urls]
+                side.name: [await learn(EndpointOptions(url, explain=True)) for url in side.urls]
                 for side in asked
             }
             for number in range(rounds + 1):
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(args.prompt, args.output, args.concurrency, args.seconds, args.seed)
     busy = os.getloadavg()[0]
     try:
-        with Narrator(console) as narrator:
+        with ProgressReporter(console) as narrator:
             found = uvloop.run(run(load, args.rounds, narrator))
     except VllmSchedError as error:
         console.print(f"both_pools: {error}", style="red", markup=False, highlight=False)

@@ -18,7 +18,7 @@ from itertools import count
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Role, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 
@@ -40,9 +40,11 @@ def make_router() -> Router:
     return Router(RouterSettings(queue_requests=1024, queue_wait_s=30.0), fleet)
 
 
-def asked(number: int, prompt: int, output: int, tenant: Tenant | None) -> Ask:
+def asked(number: int, prompt: int, output: int, tenant: Tenant | None) -> RequestInfo:
     """Write a request of that size."""
-    one = Ask(str(number), "chat/completions", MODEL, prompt * 4, prompt, 0, prompt, output, output)
+    one = RequestInfo(
+        str(number), "chat/completions", MODEL, prompt * 4, prompt, 0, prompt, output, output
+    )
     one.counted = one.stream = True
     one.tenant = tenant
     if tenant is not None:
@@ -93,7 +95,7 @@ class Play:
         if not isinstance(answer, Ticket):
             self.answered(now, one, answer, 0.0)
 
-    def answered(self, now: float, one: Ask, answer: Lease | Refusal, wait: float) -> None:
+    def answered(self, now: float, one: RequestInfo, answer: Lease | Refusal, wait: float) -> None:
         """Begin what was placed, and count what was not."""
         name = self.whose[one.id]
         if isinstance(answer, Refusal):

@@ -35,11 +35,11 @@ from vllm_sched.cost import profiles
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.engines.fluid_engine import Fluid
-from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
-from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, Shape
+from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, FleetShape
 from vllm_sched.sim.types import Job, WorkerModel
 
 TARGETS = "ttft:3000 tpot:100"
@@ -56,14 +56,14 @@ SYSTEMS: Mapping[str, Policies] = {
     "deferred": {"deferred_prefill": {"departures": 8}},
 }
 # And as fleets of six workers of four GPUs.
-FLEETS: Mapping[str, Shape | Policies] = {
+FLEETS: Mapping[str, FleetShape | Policies] = {
     "static batching": SYSTEMS["static batching"],
     "prefill first": SYSTEMS["prefill first"],
-    "chunks (vLLM)": Shape(general=6),
-    "long limit": Shape(general=6, policy=LONG_PROMPT),
+    "chunks (vLLM)": FleetShape(general=6),
+    "long limit": FleetShape(general=6, policy=LONG_PROMPT),
     "deferred": SYSTEMS["deferred"],
-    "short/long": Shape(short=3, long=3, short_limit=4000, policy=BOTH),
-    "prefill/decode": Shape(prefill=2, decode=4, policy=LONG_PROMPT),
+    "short/long": FleetShape(short=3, long=3, short_limit=4000, policy=BOTH),
+    "prefill/decode": FleetShape(prefill=2, decode=4, policy=LONG_PROMPT),
 }
 FIGURES = ("lengths", "systems", "policies", "steps", "fleets", "deferred")  # to choose --only from
 REFERENCE_RATE = 5000 / 3600
@@ -148,7 +148,7 @@ class Figures:
         model = replace(machine, name="w", policies=policies, max_num_seqs=256)
         worker = {"name": "w", "profile": machine.profile}
         config = FleetConfig(model="model", workers=[worker])  # type: ignore[arg-type]
-        return SimulatedFleet(config, {"w": model}, ExactEngine if self.exact else Fluid)
+        return SimulatedFleet(config, {"w": model}, ExactEngine if self.exact else FluidEngine)
 
     def policies(self) -> None:
         """Draw goodput against rate by system, and the tail of gaps at one rate: one worker."""
@@ -181,7 +181,7 @@ class Figures:
     ) -> tuple[float, list[float]]:
         """Return requests a second in time, and gaps."""
         if not self.exact:
-            placed = [Placed(replace(machine, name="w", policies=given, max_num_seqs=256))]
+            placed = [PlacedWorker(replace(machine, name="w", policies=given, max_num_seqs=256))]
             run = self._open(placed, RouterSettings(), rate, seed)
             return run.goodput, [run.gaps.quantile(at / SAMPLES) for at in range(1, SAMPLES + 1)]
         schedule = self._schedule(rate, seed)
@@ -233,7 +233,7 @@ class Figures:
                 run = self._design(design, load * REFERENCE_RATE, 0)
                 self._tell_reference(f"{name} x{load}", run)
 
-    def _tell_reference(self, name: str, run: Run) -> None:
+    def _tell_reference(self, name: str, run: FlowResult) -> None:
         figures, gaps = run.all, run.gaps
         found = (
             figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
@@ -242,25 +242,25 @@ class Figures:
         self.told["reference"][name] = [round(each, 4) for each in found]
         print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
 
-    def _design(self, design: Shape | Policies, rate: float, seed: int) -> Run:
+    def _design(self, design: FleetShape | Policies, rate: float, seed: int) -> FlowResult:
         machine = of_profile(LARGE)
         # What could not be in time is turned away, not served late.
         settings = RouterSettings(queue_wait_s=2.0)
-        if isinstance(design, Shape):
+        if isinstance(design, FleetShape):
             placed = design.placed(machine)
             settings = replace(design.settings(), queue_wait_s=2.0)
         else:
             models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
-            placed = [Placed(model) for model in models]
+            placed = [PlacedWorker(model) for model in models]
         placed = [replace(each, max_requests=AT_ONCE) for each in placed]
         return self._open(placed, settings, rate, seed)
 
     def _open(
-        self, placed: Sequence[Placed], settings: RouterSettings, rate: float, seed: int
-    ) -> Run:
+        self, placed: Sequence[PlacedWorker], settings: RouterSettings, rate: float, seed: int
+    ) -> FlowResult:
         schedule = self._schedule(rate, seed)
         tenants = [TenantSpec(f"tenant-{number + 1}") for number in range(TENANTS)]
-        flow = Flow(placed, settings, _targets(), tenants=tenants)
+        flow = AggregateFlow(placed, settings, _targets(), tenants=tenants)
         return flow.play(schedule, warm=(schedule.count or 0) // 10)
 
     def _schedule(self, rate: float, seed: int) -> Schedule:
@@ -304,7 +304,7 @@ class Figures:
             max_num_seqs=256, max_num_batched_tokens=10**6,
             policies={"deferred_prefill": deferred | {"max_delay_steps": 10**6}},
         )  # fmt: skip
-        engine = Fluid(model)
+        engine = FluidEngine(model)
         for number in range(count):
             output = 1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / 200))
             engine.submit(Job(str(number), 220, output), 0.0)

@@ -24,7 +24,7 @@ from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
 from vllm_sched.sim.fleet.models import of_profile
 
 SIZES = (4, 16, 64, 256)
@@ -35,18 +35,18 @@ LEAST = 4000  # requests: fewer say little
 TARGETS = "ttft:3000 tpot:100"
 
 
-def fleet(workers: int) -> list[Placed]:
+def fleet(workers: int) -> list[PlacedWorker]:
     """Make a fleet of which a quarter is for longs."""
     machine = of_profile("h100-8b")
     placed = []
     for index in range(workers):
         role = Role.LONG if index % 4 == 0 else Role.SHORT
         length = machine.max_model_len if role is Role.LONG else 16_384
-        placed.append(Placed(replace(machine, name=f"w{index}", max_model_len=length), role))
+        placed.append(PlacedWorker(replace(machine, name=f"w{index}", max_model_len=length), role))
     return placed
 
 
-def play(workers: int, requests: int, seed: int) -> tuple[Run, float, float]:
+def play(workers: int, requests: int, seed: int) -> tuple[FlowResult, float, float]:
     """Play so many requests; the run, CPU seconds, and CPU seconds per request after the first."""
     schedule = Schedule(
         source=find(WORKLOAD),
@@ -55,7 +55,7 @@ def play(workers: int, requests: int, seed: int) -> tuple[Run, float, float]:
         duration_s=2 * requests / (RATE * workers) + 1,
         seed=seed,
     )
-    flow = Flow(fleet(workers), RouterSettings(), parse(TARGETS.split()))
+    flow = AggregateFlow(fleet(workers), RouterSettings(), parse(TARGETS.split()))
     first = min(FIRST * workers, requests // 2)
     marks: list[float] = []
 
@@ -71,7 +71,7 @@ def play(workers: int, requests: int, seed: int) -> tuple[Run, float, float]:
     return run, ended - began, (ended - marks[0]) / (requests - first)
 
 
-def tell(workers: int, run: Run, seconds: float, each: float) -> None:
+def tell(workers: int, run: FlowResult, seconds: float, each: float) -> None:
     """Print a line."""
     print(
         f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {each * 1e6:8.0f} us "

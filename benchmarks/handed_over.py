@@ -25,7 +25,7 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.fleet.fleet import Played, SimulatedFleet
+from vllm_sched.sim.fleet.fleet import PlayedFleet, SimulatedFleet
 from vllm_sched.sim.types import WorkerModel
 
 ONE_PROCESSOR = StepTime(
@@ -83,7 +83,7 @@ SCENES = (
 )
 
 
-def play(scene: Scene) -> Played:
+def play(scene: Scene) -> PlayedFleet:
     """Play one."""
     apart = scene.roles == APART
     worker = WorkerModel(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Role, Usage
+from proxy.core.model.types import Outcome, RequestInfo, Role, Usage
 from proxy.core.request.routes import Route, find
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
@@ -58,17 +58,17 @@ def cpu_us(work: Callable[[], int]) -> float:
     return statistics.median(figures)
 
 
-def placed(router: Router, ask: Ask, now: float) -> Lease:
+def placed(router: Router, ask: RequestInfo, now: float) -> Lease:
     """Place a request that must find room."""
     lease = router.submit(ask, now)
     assert isinstance(lease, Lease), lease
     return lease
 
 
-def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> Ask:
+def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> RequestInfo:
     """Read a body that must be sound."""
     ask = router.read(route, body, b"application/json", "id", tenant)
-    assert isinstance(ask, Ask), ask
+    assert isinstance(ask, RequestInfo), ask
     return ask
 
 

@@ -36,7 +36,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from benchmarks.simulator import BUDGET, COSTS, FIGURES, Pair, cases, tell
 from proxy.config import parse
 from vllm_sched.bench.results import goodput
-from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
@@ -96,7 +96,7 @@ def play(
     config = parse(json.dumps({"model": "tiny", **blocks}), "fleet")
     models = worker_models(config, folder / "fleet.yaml")
     played = SimulatedFleet(config, models, make).play(schedule)
-    result = Result(
+    result = BenchResult(
         schedule, goodput.Targets(), played.outcomes, played.duration, "simulated", "tiny"
     )
     return {**result.to_json(), "client_busy": 0.0}

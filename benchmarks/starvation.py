@@ -36,7 +36,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench.compare.compare import Narrator, running
+from vllm_sched.bench.compare.compare import ProgressReporter, running
 from vllm_sched.bench.compare.runner import request_body
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results import engine_trace
@@ -365,7 +365,7 @@ async def survey(
     """Play all scenes; the two workers of one start together."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    with Narrator(console) as narrator:
+    with ProgressReporter(console) as narrator:
         for name, scene in SCENES.items():
             if given.only not in name:
                 continue

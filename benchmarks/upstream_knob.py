@@ -24,7 +24,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench.compare.compare import Narrator, Plan, contender, measure, running
+from vllm_sched.bench.compare.compare import (
+    ComparisonPlan,
+    ProgressReporter,
+    contender,
+    measure,
+    running,
+)
 from vllm_sched.bench.compare.report import RATE, SECONDS, percentile, show, total_rate, ttfts
 from vllm_sched.bench.compare.workloads import LONG, SHORT, long_blocks_short
 from vllm_sched.errors import VllmSchedError
@@ -80,7 +86,10 @@ def settings(thresholds: Sequence[int]) -> dict[str, Side]:
 
 
 async def survey(
-    ours: Side, others: Mapping[str, Side], plans: Sequence[Plan], narrator: Narrator
+    ours: Side,
+    others: Mapping[str, Side],
+    plans: Sequence[ComparisonPlan],
+    narrator: ProgressReporter,
 ) -> list[list[Duel]]:
     """Let ours meet every other side under every plan; a list per plan."""
     duels: list[list[Duel]] = [[] for _ in plans]
@@ -165,10 +174,12 @@ def main() -> int:
         ours = Side.parse(args.ours)
         model = args.model or str(tiny_model())
         plans = [
-            Plan(model, long_blocks_short(longs=longs, seed=args.seed), args.rounds, lone_samples=0)
+            ComparisonPlan(
+                model, long_blocks_short(longs=longs, seed=args.seed), args.rounds, lone_samples=0
+            )
             for longs in args.longs
         ]
-        with Narrator(console) as narrator:
+        with ProgressReporter(console) as narrator:
             found = asyncio.run(survey(ours, settings(args.thresholds), plans, narrator))
     except VllmSchedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)

@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
 PACKAGES = ("proxy", "vllm_sched")
-KIND = "import proxy.app; from proxy.compiled import places; print(places.kind())"
+KIND = "import proxy.app; from proxy.compiled import locate; print(locate.kind())"
 WHERE = """
 import os
 from importlib import import_module
-from proxy.compiled import places
-folder = places.found()
+from proxy.compiled import locate
+folder = locate.found()
 assert folder is not None
 for name in os.environ["NAMES"].split():
     assert import_module(name).__file__.startswith(str(folder)), name

@@ -29,7 +29,13 @@ from rich.console import Console
 from benchmarks.isolation import identical, moved, stage, verdict
 from benchmarks.policies import promise
 from vllm_sched.bench.compare import report
-from vllm_sched.bench.compare.compare import Comparison, Narrator, Plan, measure, running
+from vllm_sched.bench.compare.compare import (
+    Comparison,
+    ComparisonPlan,
+    ProgressReporter,
+    measure,
+    running,
+)
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="isolation-") as folder,
-            Narrator(console) as narrator,
+            ProgressReporter(console) as narrator,
         ):
             measured, found = asyncio.run(_run(args, Path(folder), narrator))
     except VllmSchedError as error:
@@ -75,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(
-    args: argparse.Namespace, folder: Path, narrator: Narrator
+    args: argparse.Namespace, folder: Path, narrator: ProgressReporter
 ) -> tuple[tuple[Comparison, moved.Moved] | None, list[identical.Found]]:
     config = stage.fleet(_trial(args))
     sides = stage.sides(config, folder, args.above)
@@ -86,7 +92,7 @@ async def _run(
         decoded=args.decoded,
         seed=args.seed,
     )
-    plan = Plan(config.model, workload, args.rounds, LONE_SAMPLES)
+    plan = ComparisonPlan(config.model, workload, args.rounds, LONE_SAMPLES)
     measured: tuple[Comparison, moved.Moved] | None = None
     found: list[identical.Found] = []
     async with (

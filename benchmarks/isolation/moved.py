@@ -13,7 +13,7 @@ import aiohttp
 from benchmarks.policies.promise import Promise
 from proxy.core.model.types import Reason
 from vllm_sched.bench.compare import report
-from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan
 from vllm_sched.bench.compare.workloads import LONG
 
 TIMEOUT_S = 10.0
@@ -126,7 +126,9 @@ async def connected(url: str) -> Counts:
         return await _counts(session, url)
 
 
-async def told(url: str, admin: str, before: Counts, plan: Plan, token_bytes: int) -> Moved:
+async def told(
+    url: str, admin: str, before: Counts, plan: ComparisonPlan, token_bytes: int
+) -> Moved:
     """Ask a router what became of all long prompts that it was sent."""
     longs = [each for each in plan.workload.arrivals if each.klass == LONG]
     least = min((each.prompt_tokens for each in longs), default=0) // 2

@@ -27,7 +27,7 @@ from vllm_sched.bench.compare.workloads import (
     LONG,
     SHORT,
     STEP_TOKENS,
-    Arrival,
+    PlannedRequest,
     Workload,
 )
 from vllm_sched.cli.fleet.demo import router_of
@@ -189,11 +189,11 @@ def workload(
 
     On a machine that takes longer for one, longs wait for each other: see `verdict`.
     """
-    arrivals: Sequence[Arrival] = [
-        *(Arrival(0.0, BACKGROUND, 24, decoded) for _ in range(decodes)),
-        *(Arrival(number * every_s, LONG, long_tokens, 16) for number in range(longs)),
+    arrivals: Sequence[PlannedRequest] = [
+        *(PlannedRequest(0.0, BACKGROUND, 24, decoded) for _ in range(decodes)),
+        *(PlannedRequest(number * every_s, LONG, long_tokens, 16) for number in range(longs)),
         *(
-            Arrival(round(0.3 + number * every_s / shorts_per_long, 6), SHORT, 100, 16)
+            PlannedRequest(round(0.3 + number * every_s / shorts_per_long, 6), SHORT, 100, 16)
             for number in range(longs * shorts_per_long)
         ),
     ]

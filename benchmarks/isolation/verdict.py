@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import Comparison
-from vllm_sched.bench.compare.runner import Record, Round
+from vllm_sched.bench.compare.runner import RequestTimes, Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
 
 EACH_LONG = 1.15  # times what one takes on a general worker
@@ -92,7 +92,7 @@ def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
     return found
 
 
-def _is_prefilled_at(now: float, record: Record) -> bool:
+def _is_prefilled_at(now: float, record: RequestTimes) -> bool:
     return record.first_token is None or record.first_token > now
 
 

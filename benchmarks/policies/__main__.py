@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.policies.promise import table
 from benchmarks.policies.trials import TRIALS
-from vllm_sched.bench.compare.compare import Narrator
+from vllm_sched.bench.compare.compare import ProgressReporter
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.tiny_model import tiny_model
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.trials:
         console.print(f"{name}, load average {os.getloadavg()[0]:.1f} at the start", style="bold")
         try:
-            with Narrator(console) as narrator:
+            with ProgressReporter(console) as narrator:
                 found = asyncio.run(TRIALS[name](model, args.rounds, args.seed, narrator))
         except VllmSchedError as error:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)

@@ -13,9 +13,9 @@ from rich.table import Table
 from benchmarks.policies.promise import Promise
 from vllm_sched.bench.compare import report, workloads
 from vllm_sched.bench.compare.compare import (
+    ComparisonPlan,
     Contender,
-    Narrator,
-    Plan,
+    ProgressReporter,
     contender,
     measure,
     play_round,
@@ -42,12 +42,12 @@ class Verdict:
     failed: bool
 
 
-Trial = Callable[[str, int, int, Narrator], Awaitable[Verdict]]
+Trial = Callable[[str, int, int, ProgressReporter], Awaitable[Verdict]]
 
 
-async def rotation(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdict:
+async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
     """Let eight equal prompts come together: all are to be read at about the same time."""
-    plan = Plan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
+    plan = ComparisonPlan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
     sides = [_side("default", plan), _side("rotation", plan)]
     contest = await _contest(sides, plan, narrator)
     lines = contest.pairs[0].figures
@@ -60,13 +60,13 @@ async def rotation(model: str, rounds: int, seed: int, narrator: Narrator) -> Ve
     )
 
 
-async def chunk_budget(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdict:
+async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
     """Set a target between what small and large chunks do to the gaps of running decodes.
 
     Only gaps in which a long prompt was being read count: the others are within any target.
     """
     workload = _one_by_one(workloads.long_blocks_short(longs=LONGS, seed=seed))
-    plan = Plan(model, workload, rounds, lone_samples=0)
+    plan = ComparisonPlan(model, workload, rounds, lone_samples=0)
     fixed = {
         chunk: _side("default", plan, extra=(f"--max-num-batched-tokens={chunk}",), sharing=6)
         for chunk in FIXED
@@ -94,12 +94,12 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: Narrator) -
     )
 
 
-async def lanes(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdict:
+async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
     """Let chats come alone, batch alone, and both, to one worker with lanes."""
     both = workloads.chat_beside_batch(seed=seed)
     loads = {"chats alone": SHORT, "batch alone": BATCH, "both": None}
     plans = {
-        role: Plan(model, _only(both, klass) if klass else both, rounds, lone_samples=0)
+        role: ComparisonPlan(model, _only(both, klass) if klass else both, rounds, lone_samples=0)
         for role, klass in loads.items()
     }
     one = _side("lanes", plans["both"], sharing=1)
@@ -130,13 +130,15 @@ async def lanes(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdi
     )
 
 
-async def deferred_prefill(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdict:
+async def deferred_prefill(
+    model: str, rounds: int, seed: int, narrator: ProgressReporter
+) -> Verdict:
     """Keep 32 slots full: auto against every fixed threshold, and against none.
 
     The best of several noisy figures is too good by itself, so the best threshold is found in odd
     rounds and played against in even ones. A second worker with auto says what chance does.
     """
-    plan = Plan(model, workloads.saturated(seed=seed), max(rounds, 2), lone_samples=0)
+    plan = ComparisonPlan(model, workloads.saturated(seed=seed), max(rounds, 2), lone_samples=0)
     count = len(DEPARTURES) + 3
     default = _side("default", plan, sharing=count)
     auto = _side("deferred_prefill", plan, sharing=count)
@@ -181,7 +183,7 @@ TRIALS: Final[Mapping[str, Trial]] = {
 
 def _side(
     name: str,
-    plan: Plan,
+    plan: ComparisonPlan,
     *,
     sets: Sequence[str] = (),
     extra: Sequence[str] = (),
@@ -192,16 +194,20 @@ def _side(
     return contender(role or side.label, side, plan, sharing=sharing)
 
 
-async def _contest(sides: Sequence[Contender], plan: Plan, narrator: Narrator) -> Contest:
+async def _contest(
+    sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+) -> Contest:
     """Start all, and measure them in turns."""
     async with running([each.worker for each in sides], narrator):
         await measure(sides, plan, narrator)
     return Contest(plan, sides)
 
 
-async def _midway(small: Contender, large: Contender, plan: Plan, narrator: Narrator) -> float:
+async def _midway(
+    small: Contender, large: Contender, plan: ComparisonPlan, narrator: ProgressReporter
+) -> float:
     """Tell the gap that lies between two fixed chunks' p99."""
-    once = Plan(plan.model, plan.workload, 1, lone_samples=0)
+    once = ComparisonPlan(plan.model, plan.workload, 1, lone_samples=0)
     ends = [Contender(each.role, each.label, each.worker) for each in (small, large)]
     async with running([each.worker for each in ends], narrator):
         await measure(ends, once, narrator)

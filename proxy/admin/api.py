@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Query
 
-from proxy.admin.auth import Gate
+from proxy.admin.auth import HostCheck
 from proxy.admin.body_limit import BodyLimit
 from proxy.admin.errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
 from proxy.admin.key import AdminKey
@@ -35,8 +35,8 @@ from proxy.core.model.types import Reason
 from proxy.core.router import Router
 from proxy.errors import Problem
 from proxy.health.balance import Balance, BalanceShown
-from proxy.metrics.recent import Entry
-from proxy.status_page.live import Live
+from proxy.metrics.recent import RecentRequest
+from proxy.status_page.live import LiveView
 from proxy.telemetry.logs import Logs
 
 MOST_DECISIONS = 1000  # in one answer
@@ -57,7 +57,7 @@ class AdminState(Protocol):
         worker: str | None,
         reason: Reason | None,
         status: int | None,
-    ) -> list[Entry]:
+    ) -> list[RecentRequest]:
         """Return the last requests that are so, newest first."""
 
     @property
@@ -65,7 +65,7 @@ class AdminState(Protocol):
         """What is logged."""
 
     @property
-    def live(self) -> Live:
+    def live(self) -> LiveView:
         """The last minute, for the status page."""
 
     @property
@@ -102,7 +102,7 @@ def admin_app(
         redoc_url=None,
     )
     app.add_middleware(BodyLimit)
-    app.add_middleware(Gate, host=state.config.router.admin.host, key=key)
+    app.add_middleware(HostCheck, host=state.config.router.admin.host, key=key)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
@@ -187,7 +187,7 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         worker: str | None = None,
         reason: Reason | None = None,
         status: int | None = None,
-    ) -> list[Entry]:
+    ) -> list[RecentRequest]:
         return await state.decisions(
             limit, model=model, worker=worker, reason=reason, status=status
         )

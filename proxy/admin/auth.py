@@ -21,7 +21,7 @@ from proxy.admin.errors import error_response
 from proxy.admin.key import AdminKey
 
 
-class Gate:
+class HostCheck:
     """Lets in requests to an address, to `localhost`, or to the `host` of the configuration.
 
     With a key, to any name.

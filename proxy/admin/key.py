@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import AdminConfig, Draft
+from proxy.config import AdminConfig, PartialConfig
 from proxy.errors import ConfigError, Problem
 
 KEY = re.compile(r"[!-~]{16,512}")  # shorter ones could be guessed
@@ -65,7 +65,7 @@ def key_of(admin: AdminConfig, source: str, environ: Mapping[str, str] = os.envi
     return found
 
 
-def key_problems(draft: Draft) -> Iterator[Problem]:
+def key_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Say what is wrong with the key."""
     if draft.router is not None:
         found = _read(draft.router.admin, os.environ)

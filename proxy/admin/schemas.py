@@ -8,7 +8,7 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.refusals import nobody_serves
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Ask, Reason, Refusal, Role
+from proxy.core.model.types import Reason, Refusal, RequestInfo, Role
 from proxy.core.request.sizing import fit
 from proxy.core.router import Router
 from proxy.health.worker_state import State, state, why_not
@@ -163,11 +163,11 @@ def explanation(router: Router, question: Question, fleets_model: str, now: floa
     return answer.model_copy(update={"scores": scores})
 
 
-def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> Ask:
+def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> RequestInfo:
     """Make the ask that such a request would become, were it a chat."""
     limit = question.max_tokens
     tokens = question.prompt_tokens
-    ask = Ask(
+    ask = RequestInfo(
         id="explain",
         route=CHAT,
         model=model,

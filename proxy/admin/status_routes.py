@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from proxy.admin.errors import AdminError
-from proxy.status_page.live import MOST_VIEWERS, PATIENCE_S, Live, Viewer
+from proxy.status_page.live import MOST_VIEWERS, PATIENCE_S, LiveView, Viewer
 
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PATHS = ("/", "/status")
@@ -28,7 +28,7 @@ OURS = ("same-origin", "none")
 NONE = "'none'"
 
 
-def page_routes(live: Live) -> APIRouter:
+def page_routes(live: LiveView) -> APIRouter:
     """Give the page, and feed it."""
     api = APIRouter()
 
@@ -47,7 +47,7 @@ def page_routes(live: Live) -> APIRouter:
         if (viewer := live.join()) is None:
             message = f"{MOST_VIEWERS} pages are open already; close one"
             raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)
-        return Events(live, viewer)
+        return StatusEventStream(live, viewer)
 
     return api
 
@@ -82,12 +82,12 @@ def page_headers(text: str) -> dict[str, str]:
     }
 
 
-class Events(Response):
+class StatusEventStream(Response):
     """What one viewer is told, until it leaves, the router does, or nothing passes any more."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, live: Live, viewer: Viewer) -> None:
+    def __init__(self, live: LiveView, viewer: Viewer) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._live, self._viewer = live, viewer

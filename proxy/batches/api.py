@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from proxy.batches import request_parsing
-from proxy.batches.request_parsing import SaidNoError
+from proxy.batches.request_parsing import RefusedRequestError
 from proxy.batches.schemas import batch_shown, file_shown, listed
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
@@ -23,30 +23,30 @@ from proxy.batches.types import (
     InUseError,
     Json,
     StoreFullError,
-    TooMuchError,
+    TenantLimitError,
 )
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.types import Reason, Refusal
-from proxy.core.request.routes import Route, Shape
+from proxy.core.request.routes import PromptFields, Route
 from proxy.http.headers import RefusedError, status_line
 from proxy.http.local_responses import answer, refuse
 from proxy.metrics.registry import CLIENT_GONE
 
 if TYPE_CHECKING:
-    from proxy.batches.scheduler import Lane
-    from proxy.batches.storage.store_thread import Keeper
+    from proxy.batches.scheduler import BatchScheduler
+    from proxy.batches.storage.store_thread import StoreThread
     from proxy.config.batches import BatchesConfig
     from proxy.http.request import Request, RequestHead
     from proxy.wire.extension import Client
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 
 MOST_VISITS = 64  # of one tenant at once: they share the store's thread with all others
 AGAIN_S = 1.0
 DISK_AGAIN_S = 5.0
-FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
+FILES, BATCHES = Route("files", PromptFields.OPAQUE), Route("batches", PromptFields.OPAQUE)
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
 # What may be asked, by noun, whether one is named, and what of it.
@@ -60,14 +60,14 @@ METHODS = {
 }
 
 
-class BatchDesk:
+class BatchApi:
     """Takes files and batches in, and tells of them."""
 
     def __init__(
         self,
-        wire: Wire,
-        keeper: Keeper,
-        lane: Lane,
+        wire: WireServer,
+        keeper: StoreThread,
+        lane: BatchScheduler,
         settings: BatchesConfig,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -90,15 +90,15 @@ class BatchDesk:
             return refusals.wrong_method(head.path, head.method, methods)
         return FILES if match[1] == "files" else BATCHES
 
-    def begin(self, client: Client, request: Request) -> Visit:
+    def begin(self, client: Client, request: Request) -> BatchApiRequest:
         """Answer a request for one of these routes."""
-        return Visit(self, client, request)
+        return BatchApiRequest(self, client, request)
 
 
-class Visit:
+class BatchApiRequest:
     """One request to the desk. What it waits for is the store's thread, or a slow reader."""
 
-    def __init__(self, desk: BatchDesk, client: Client, request: Request) -> None:
+    def __init__(self, desk: BatchApi, client: Client, request: Request) -> None:
         self._desk = desk
         self._client = client
         self._request = request
@@ -195,20 +195,20 @@ class Visit:
             return
         try:
             body = await self._do()
-        except SaidNoError as error:
+        except RefusedRequestError as error:
             self._refuse(error.refusal)
         except InUseError as error:
-            self._refuse(SaidNoError(409, str(error), "file_id").refusal)
-        except TooMuchError as error:
+            self._refuse(RefusedRequestError(409, str(error), "file_id").refusal)
+        except TenantLimitError as error:
             status, code = (429, "rate_limit_exceeded") if error.later else (413, "storage_limit")
-            self._refuse(SaidNoError(status, str(error), code=code).refusal)
+            self._refuse(RefusedRequestError(status, str(error), code=code).refusal)
         except DiskError as error:
             logger.error("batches: refused: %s", error)
             self._refuse(_disk_refusal(error))
         except Exception:
             logger.exception("batches: %s %s", self._request.head.method, self._request.head.path)
             message = "The router failed to do this; its log says why."
-            self._refuse(SaidNoError(500, message).refusal)
+            self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
                 self._end(200, answer(200, body, headers=self._headers, keep_alive=self._keeps))
@@ -285,7 +285,7 @@ class Visit:
         file = await self._file(batch.input)
         if file.purpose != INPUT:
             message = f"{file.id} has the purpose {file.purpose!r}; upload one for 'batch'."
-            raise SaidNoError(400, message, "input_file_id")
+            raise RefusedRequestError(400, message, "input_file_id")
         await desk.keep(Store.add_batch, batch)
         desk.lane.tell()
         return batch_shown(batch)
@@ -293,7 +293,7 @@ class Visit:
     async def _file(self, file_id: str) -> File:
         file = await self._desk.keep(Store.file, self._tenant, file_id)
         if file is None:
-            raise SaidNoError(404, f"No such File object: {file_id[:200]}", "id")
+            raise RefusedRequestError(404, f"No such File object: {file_id[:200]}", "id")
         return file
 
     async def _one_file(self, file_id: str, action: str | None) -> bytes | None:
@@ -317,10 +317,10 @@ class Visit:
             batch = await desk.keep(Store.cancel, self._tenant, batch_id, desk.wall())
             desk.lane.tell()
         if batch is None:
-            raise SaidNoError(404, f"No batch found with id '{batch_id}'.", "id")
+            raise RefusedRequestError(404, f"No batch found with id '{batch_id}'.", "id")
         if action is not None and not batch.active:
             message = f"Cannot cancel a batch with status '{batch.status}'."
-            raise SaidNoError(409, message)
+            raise RefusedRequestError(409, message)
         return orjson.dumps(batch_shown(batch))
 
     async def _send(self, file: File) -> None:
@@ -335,7 +335,7 @@ class Visit:
         while left > 0:
             piece, at = await self._desk.keep(Store.piece, file, at)
             if not piece or len(piece) > left:
-                raise SaidNoError(404, f"{file.id} is gone", "id")
+                raise RefusedRequestError(404, f"{file.id} is gone", "id")
             left -= len(piece)
             if not self._begun:
                 self._begun = True

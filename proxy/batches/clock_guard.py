@@ -28,7 +28,7 @@ def slept_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
-class Almanac:
+class ClockGuard:
     """Compares the time of day with a clock that nobody sets, and that stands still in sleep."""
 
     def __init__(

@@ -6,23 +6,23 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
-from proxy.batches.types import Batch, Job
+from proxy.batches.types import Batch, LineJob
 
 if TYPE_CHECKING:
-    from proxy.batches.line_request import Errand
+    from proxy.batches.line_request import LineRequest
 
 REST_S, LONGEST_REST_S = 1.0, 60.0  # after a line came back
 
 
-class Running:
+class BatchProgress:
     """What the lane knows of a batch beyond the store."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.ready: deque[Job] = deque()
+        self.ready: deque[LineJob] = deque()
         self.last = 0  # the line read last
         self.read_all = False
-        self.errands: set[Errand] = set()
+        self.errands: set[LineRequest] = set()
         self.tries: dict[int, int] = {}  # by line, of those that failed
         self.turn = 0  # when it had one last
         self.rest_until = -inf

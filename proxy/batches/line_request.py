@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.batches.storage.rows import new_id
-from proxy.batches.types import Job, Result
+from proxy.batches.types import LineJob, LineResult
 from proxy.core.request.routes import ROUTES
 from proxy.http.request import Request, RequestHead
-from proxy.http.response_parser import AnswerReader
+from proxy.http.response_parser import ResponseParser
 from proxy.wire.exchange.exchange import Exchange
 
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
 
 # The batch's own codes for lines that got no answer.
 BROKEN, TOO_LARGE = "worker_failed", "answer_too_large"
@@ -23,7 +23,7 @@ BROKEN, TOO_LARGE = "worker_failed", "answer_too_large"
 FINAL = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
 
 
-class Errand:
+class LineRequest:
     """One try at a line. `over` hears of its end, unless it was dropped."""
 
     __slots__ = (
@@ -33,17 +33,17 @@ class Errand:
 
     def __init__(
         self,
-        wire: Wire,
-        job: Job,
+        wire: WireServer,
+        job: LineJob,
         endpoint: str,
         tenant: Tenant | None,
-        over: Callable[[Errand], None],
+        over: Callable[[LineRequest], None],
     ) -> None:
         self.job = job
         self.broken = False
         self._wire = wire
         self._over = over
-        self._reader = AnswerReader()
+        self._reader = ResponseParser()
         self._size = 0
         self._exchange: Exchange | None = None
         self._request = request_of(job, endpoint)
@@ -110,7 +110,7 @@ class Errand:
         head = self._reader.head
         return (head.retry_after_s if head is not None else None) or 0.0
 
-    def result(self) -> Result:
+    def result(self) -> LineResult:
         """Say what became of the line."""
         job = self.job
         request_id = self._request.id.decode()
@@ -121,16 +121,16 @@ class Errand:
             message = f"The answer is larger than {self._wire.settings.max_body_bytes} bytes."
             return _without(job, request_id, TOO_LARGE, message)
         body = b"".join(self._reader.pieces)
-        return Result(job.batch, job.number, job.custom_id, request_id, self.status, body)
+        return LineResult(job.batch, job.number, job.custom_id, request_id, self.status, body)
 
 
-def _without(job: Job, request_id: str, code: str, message: str) -> Result:
-    return Result(
+def _without(job: LineJob, request_id: str, code: str, message: str) -> LineResult:
+    return LineResult(
         job.batch, job.number, job.custom_id, request_id, code=code, message=message
     )  # fmt: skip
 
 
-def request_of(job: Job, endpoint: str) -> Request:
+def request_of(job: LineJob, endpoint: str) -> Request:
     """Write the request of a line, with an id of its own for each try."""
     head = RequestHead()
     head.target = endpoint.encode()
@@ -144,5 +144,5 @@ def request_of(job: Job, endpoint: str) -> Request:
     return Request(head, job.body)
 
 
-def _nobody(_: Errand) -> None:
+def _nobody(_: LineRequest) -> None:
     """Hear nothing."""

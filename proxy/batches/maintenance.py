@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from proxy.batches.types import INPUT, Batch, Complaint, Status
-from proxy.batches.validate import Checking
+from proxy.batches.types import INPUT, Batch, InputProblem, Status
+from proxy.batches.validate import InputFileCheck
 
 if TYPE_CHECKING:
     from proxy.batches.storage.store import Store
-    from proxy.batches.storage.store_thread import Keeper
+    from proxy.batches.storage.store_thread import StoreThread
 
 Wall = Callable[[], float]
 Slices = Generator[None, None, str]  # says in the end what came of it
@@ -26,7 +26,7 @@ Work = Callable[["Store"], Slices]
 
 
 @dataclass(slots=True, eq=False)
-class Chore:
+class BatchMaintenance:
     """One batch's."""
 
     batch: Batch
@@ -35,12 +35,12 @@ class Chore:
     slices: Slices | None = None  # once it was begun
 
 
-class Chores:
+class Maintenance:
     """All there are."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: StoreThread) -> None:
         self._keep = keeper
-        self._of: dict[str, Chore] = {}  # by batch, the oldest first
+        self._of: dict[str, BatchMaintenance] = {}  # by batch, the oldest first
         self._turns: dict[str, int] = {}  # when each tenant had one last
         self._numbers = count(1)
 
@@ -54,13 +54,13 @@ class Chores:
 
     def add(self, batch: Batch, work: Work, *, ends: bool = False) -> None:
         """Have it done, in place of any other of that batch."""
-        self._of[batch.id] = Chore(batch, work, ends)
+        self._of[batch.id] = BatchMaintenance(batch, work, ends)
 
     def clear(self) -> None:
         """Have nothing done any more."""
         self._of.clear()
 
-    def waiting(self, full: Collection[str]) -> Chore | None:
+    def waiting(self, full: Collection[str]) -> BatchMaintenance | None:
         """Name the next; none is begun of an input whose tenant has no room for more."""
         able = [
             chore
@@ -69,7 +69,7 @@ class Chores:
         ]
         return min(able, key=self._order, default=None)
 
-    def _order(self, chore: Chore) -> tuple[int, bool, bool]:
+    def _order(self, chore: BatchMaintenance) -> tuple[int, bool, bool]:
         turn = self._turns.get(chore.batch.tenant, 0)
         return turn, not chore.ends, chore.slices is None
 
@@ -90,7 +90,7 @@ class Chores:
         return f"batch {batch.id}: {said}"
 
 
-def some_of(store: Store, chore: Chore) -> str | None:
+def some_of(store: Store, chore: BatchMaintenance) -> str | None:
     """Do a slice, and say what came of it all if it was the last."""
     if chore.slices is None:
         chore.slices = chore.work(store)
@@ -106,7 +106,7 @@ def take_in(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Slices:
     yield from forget_lines(store, batch)  # that were read before
     file = store.file(batch.tenant, batch.input)
     is_there = file is not None and file.purpose == INPUT
-    checking = Checking(file.bytes if file else 0, batch.endpoint, max_lines)
+    checking = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
     while is_there:
         piece = store.input(batch, *checking.wanted)
         store.add_lines(batch, checking.take(piece))
@@ -116,7 +116,7 @@ def take_in(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Slices:
         yield
     complaints = checking.complaints
     if not is_there:
-        complaints = [Complaint("file_not_found", f"The input file {batch.input} is gone.")]
+        complaints = [InputProblem("file_not_found", f"The input file {batch.input} is gone.")]
     if complaints:
         yield from forget_lines(store, batch)
         store.refuse(batch, complaints, wall())

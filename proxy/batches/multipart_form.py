@@ -17,14 +17,14 @@ class FormError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormField:
     """One field."""
 
     value: bytes
     file_name: str | None = None
 
 
-def read_form(body: bytes, content_type: bytes) -> dict[str, Part]:
+def read_form(body: bytes, content_type: bytes) -> dict[str, FormField]:
     """Read the fields by name; of two with one name the last counts."""
     kind, _, parameter = content_type.partition(b"boundary=")
     boundary = parameter.split(b";")[0].strip().strip(b'"')
@@ -32,7 +32,7 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, Part]:
         raise FormError("A file is uploaded as multipart/form-data with a boundary.")
     mark = b"--" + boundary
     at = 0 if body.startswith(mark) else body.find(LINE_END + mark) + len(LINE_END)
-    parts: dict[str, Part] = {}
+    parts: dict[str, FormField] = {}
     for _ in range(MOST_PARTS):
         if not body.startswith(mark, at):
             raise FormError("The form does not begin with its boundary.")
@@ -49,13 +49,13 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, Part]:
     raise FormError(f"The form has more than {MOST_PARTS} parts.")
 
 
-def _part(head: bytes, value: bytes) -> tuple[str, Part]:
+def _part(head: bytes, value: bytes) -> tuple[str, FormField]:
     for line in head.split(LINE_END):
         field, _, disposition = line.partition(b":")
         if field.strip().lower() == b"content-disposition":
             name, file_name = NAME.search(disposition), FILE_NAME.search(disposition)
             if name is not None:
-                return _text(name), Part(value, file_name and _text(file_name))
+                return _text(name), FormField(value, file_name and _text(file_name))
     raise FormError("A part of the form has no name.")
 
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from proxy.batches.multipart_form import FormError, read_form
-from proxy.batches.storage.rows import Page, new_id
+from proxy.batches.storage.rows import ListPage, new_id
 from proxy.batches.types import INPUT, Batch, Status
 from proxy.batches.validate import ENDPOINTS
 from proxy.config.batches import BatchesConfig
@@ -26,7 +26,7 @@ DAY_S = 86_400.0
 METADATA_KEYS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
 
-class SaidNoError(Exception):
+class RefusedRequestError(Exception):
     """A request that is refused."""
 
     def __init__(
@@ -42,19 +42,21 @@ def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:
-        raise SaidNoError(400, str(error)) from None
+        raise RefusedRequestError(400, str(error)) from None
     for name in ("purpose", "file"):
         if name not in parts:
-            raise SaidNoError(400, f"Missing required parameter: '{name}'.", name)
+            raise RefusedRequestError(400, f"Missing required parameter: '{name}'.", name)
     purpose = parts["purpose"].value.decode("utf-8", "replace")[:100]
     if purpose != INPUT:
-        raise SaidNoError(400, f"{purpose!r}: the one purpose of files here is 'batch'.", "purpose")
+        raise RefusedRequestError(
+            400, f"{purpose!r}: the one purpose of files here is 'batch'.", "purpose"
+        )
     file = parts["file"]
     if len(file.value) > settings.max_file_bytes:
         message = f"The file has {len(file.value)} bytes; it may have {settings.max_file_bytes}."
-        raise SaidNoError(413, message, "file", "file_too_large")
+        raise RefusedRequestError(413, message, "file", "file_too_large")
     if not file.value:
-        raise SaidNoError(400, "The file is empty.", "file")
+        raise RefusedRequestError(400, "The file is empty.", "file")
     return (file.file_name or "upload.jsonl")[:LONGEST_NAME], file.value
 
 
@@ -63,11 +65,11 @@ def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float
     fields = _fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:
-            raise SaidNoError(400, f"Missing required parameter: '{name}'.", name)
+            raise RefusedRequestError(400, f"Missing required parameter: '{name}'.", name)
     endpoint, window = fields["endpoint"], fields["completion_window"]
     if endpoint not in ENDPOINTS:
         message = f"{endpoint[:100]!r} takes no batches; valid: {', '.join(ENDPOINTS)}."
-        raise SaidNoError(400, message, "endpoint")
+        raise RefusedRequestError(400, message, "endpoint")
     return Batch(
         new_id("batch_"),
         tenant,
@@ -83,13 +85,13 @@ def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float
 
 def _fields(body: bytes) -> dict[str, Any]:
     if len(body) > LONGEST_BODY:
-        raise SaidNoError(413, f"This body has at most {LONGEST_BODY} bytes.")
+        raise RefusedRequestError(413, f"This body has at most {LONGEST_BODY} bytes.")
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise SaidNoError(400, f"The body is not JSON: {error}") from None
+        raise RefusedRequestError(400, f"The body is not JSON: {error}") from None
     if type(fields) is not dict:
-        raise SaidNoError(400, "The body must be a JSON object.")
+        raise RefusedRequestError(400, "The body must be a JSON object.")
     return fields
 
 
@@ -98,11 +100,11 @@ def _seconds(window: str, most_days: float) -> float:
     match = WINDOW.fullmatch(window)
     if match is None:
         message = f"{window[:40]!r}: write a number and one of s, m, h and d, as 24h."
-        raise SaidNoError(400, message, param)
+        raise RefusedRequestError(400, message, param)
     seconds = int(match[1]) * UNIT_S[match[2]]
     if seconds > most_days * DAY_S:
         message = f"{window!r}: at most {most_days:g} days, for which batches are kept."
-        raise SaidNoError(400, message, param)
+        raise RefusedRequestError(400, message, param)
     return float(seconds)
 
 
@@ -119,23 +121,25 @@ def _metadata(given: object) -> dict[str, str] | None:
             f"'metadata' has at most {METADATA_KEYS} keys of {METADATA_KEY} characters, and their "
             f"values are strings of at most {METADATA_VALUE}."
         )
-        raise SaidNoError(400, message, "metadata")
+        raise RefusedRequestError(400, message, "metadata")
     return given
 
 
-def page(request: Request, *, of_files: bool) -> tuple[Page, str | None]:
+def page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
     """Read which part of a list is wanted; of files, also of which purpose."""
     query = request.head.target.partition(b"?")[2].decode("latin-1")
     try:
         asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
     except ValueError:
-        raise SaidNoError(400, "The query has more than 16 fields.") from None
+        raise RefusedRequestError(400, "The query has more than 16 fields.") from None
     usual, most = (FILES_PAGE, LARGEST_FILES_PAGE) if of_files else (PAGE, LARGEST_PAGE)
     limit = asked.get("limit", str(usual))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise SaidNoError(400, f"{limit[:20]!r}: 'limit' is a number from 1 to {most}.", "limit")
+        raise RefusedRequestError(
+            400, f"{limit[:20]!r}: 'limit' is a number from 1 to {most}.", "limit"
+        )
     order = asked.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise SaidNoError(400, f"{order[:20]!r}: 'order' is asc or desc.", "order")
+        raise RefusedRequestError(400, f"{order[:20]!r}: 'order' is asc or desc.", "order")
     after = asked.get("after")
-    return Page(int(limit), after, oldest_first=order == "asc"), asked.get("purpose")
+    return ListPage(int(limit), after, oldest_first=order == "asc"), asked.get("purpose")

@@ -22,10 +22,10 @@ from pathlib import Path
 from sys import maxsize
 from typing import TYPE_CHECKING
 
-from proxy.batches.clock_guard import Almanac
-from proxy.batches.in_flight import Running
-from proxy.batches.line_request import Errand
-from proxy.batches.maintenance import Chores, close, take_in
+from proxy.batches.clock_guard import ClockGuard
+from proxy.batches.in_flight import BatchProgress
+from proxy.batches.line_request import LineRequest
+from proxy.batches.maintenance import Maintenance, close, take_in
 from proxy.batches.spare_capacity import gap, within_limits
 from proxy.batches.storage.disk import disk_errors
 from proxy.batches.storage.lock import FolderLock
@@ -33,17 +33,17 @@ from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
     DiskError,
-    Job,
-    Result,
+    LineJob,
+    LineResult,
     Status,
 )
 from proxy.metrics.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCounts
 
 if TYPE_CHECKING:
-    from proxy.batches.storage.store_thread import Keeper
+    from proxy.batches.storage.store_thread import StoreThread
     from proxy.config.batches import BatchesConfig
     from proxy.core.tenants.tenants import Tenant
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
 
 
-class Lane:
+class BatchScheduler:
     """Runs the batches of one folder; `wall` tells the time of day."""
 
     def __init__(
         self,
-        wire: Wire,
-        keeper: Keeper,
+        wire: WireServer,
+        keeper: StoreThread,
         settings: BatchesConfig,
         path: Path,
         wall: Callable[[], float] = time.time,
@@ -76,12 +76,12 @@ class Lane:
         self._keep = keeper
         self._path = path
         self._wall = wall
-        self._almanac = Almanac(wire.clock, wall)
+        self._almanac = ClockGuard(wire.clock, wall)
         self._lock = FolderLock(path)
-        self._running: dict[str, Running] = {}
-        self._chores = Chores(keeper)
+        self._running: dict[str, BatchProgress] = {}
+        self._chores = Maintenance(keeper)
         self._goes_on = False  # whether something waits for the next turn, and for nothing else
-        self._unsaved: list[Result] = []
+        self._unsaved: list[LineResult] = []
         self._full: set[str] = set()  # the tenants that have no room for results
         self._turns: dict[str, int] = {}  # when each tenant had one last
         self._numbers = count(1)
@@ -226,7 +226,7 @@ class Lane:
             most = self.settings.max_lines
             self._chores.add(batch, lambda store: take_in(store, batch, most, self._wall))
         elif batch.id not in self._running:
-            self._running[batch.id] = Running(batch)
+            self._running[batch.id] = BatchProgress(batch)
 
     async def _end(self, batch: Batch, status: Status) -> None:
         if self._chores.ends(batch.id):
@@ -278,13 +278,13 @@ class Lane:
             waiting = self._in_turn(waiting)
         self.counts.in_flight = self.in_flight
 
-    def _in_turn(self, some: Iterable[Running]) -> deque[Running]:
+    def _in_turn(self, some: Iterable[BatchProgress]) -> deque[BatchProgress]:
         turns = self._turns
         return deque(sorted(some, key=lambda x: (turns.get(x.batch.tenant, 0), x.turn)))
 
     def _next_of(
-        self, now: float, running: Running, tenant: Tenant | None, shut: dict[str, int]
-    ) -> Job | None:
+        self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
+    ) -> LineJob | None:
         """Name the line that a batch may send now: the first for whose model there is a gap.
 
         `shut`: of models, from which size on there is none, as was found in this turn.
@@ -317,16 +317,18 @@ class Lane:
             )
         return ""
 
-    def _send_one(self, now: float, running: Running, job: Job, tenant: Tenant | None) -> None:
-        def over(errand: Errand) -> None:
+    def _send_one(
+        self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
+    ) -> None:
+        def over(errand: LineRequest) -> None:
             self._over(running, errand)
 
         batch = running.batch
-        errand = Errand(self._wire, job, batch.endpoint, tenant, over)
+        errand = LineRequest(self._wire, job, batch.endpoint, tenant, over)
         running.errands.add(errand)
         errand.start(now)
 
-    def _over(self, running: Running, errand: Errand) -> None:
+    def _over(self, running: BatchProgress, errand: LineRequest) -> None:
         """Take what became of a line, or send it again."""
         running.errands.discard(errand)
         self.counts.in_flight = self.in_flight
@@ -343,7 +345,7 @@ class Lane:
         running.went_well(job.number)
         self._came(running, errand.result())
 
-    def _came(self, running: Running, result: Result) -> None:
+    def _came(self, running: BatchProgress, result: LineResult) -> None:
         self.counts.lines[COMPLETED if result.ok else FAILED] += 1
         running.unsaved += 1
         self._unsaved.append(result)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from proxy.batches.types import Batch, Complaint, File, Json, Status
+from proxy.batches.types import Batch, File, InputProblem, Json, Status
 
 # When it came to a state, by the name OpenAI gives that.
 TIMES = {
@@ -59,7 +59,7 @@ def batch_shown(batch: Batch) -> Json:
     }
 
 
-def _errors(complaints: Sequence[Complaint]) -> Json | None:
+def _errors(complaints: Sequence[InputProblem]) -> Json | None:
     if not complaints:
         return None
     data = [

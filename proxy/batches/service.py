@@ -9,16 +9,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from proxy.batches.api import BatchDesk
-from proxy.batches.scheduler import Lane
-from proxy.batches.storage.store import Bounds
-from proxy.batches.storage.store_thread import Keeper
+from proxy.batches.api import BatchApi
+from proxy.batches.scheduler import BatchScheduler
+from proxy.batches.storage.store import StoreLimits
+from proxy.batches.storage.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from proxy.config.batches import BatchesConfig
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class Batches:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: WireServer,
         settings: BatchesConfig,
         path: Path,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.keeper = Keeper(path, *_kept(settings))
-        self.lane = Lane(wire, self.keeper, settings, path, wall)
-        self._desk = BatchDesk(wire, self.keeper, self.lane, settings, wall)
+        self.keeper = StoreThread(path, *_kept(settings))
+        self.lane = BatchScheduler(wire, self.keeper, settings, path, wall)
+        self._desk = BatchApi(wire, self.keeper, self.lane, settings, wall)
         self._wire = wire
         self._task: asyncio.Task[None] | None = None
 
@@ -68,9 +68,9 @@ class Batches:
         self.lane.purge_soon()
 
 
-def _kept(settings: BatchesConfig) -> tuple[float, Bounds]:
+def _kept(settings: BatchesConfig) -> tuple[float, StoreLimits]:
     """Say how long things are kept, and how much."""
-    bounds = Bounds(
+    bounds = StoreLimits(
         settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
     )
     return settings.keep_days * DAY_S, bounds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.core.learned.bytes_per_token import BYTES_PER_TOKEN
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from proxy.core.routing.candidates import leaves_room, stops_decodes
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LEFT = 0.5  # of each of a tenant's limits, for what it asks itself
 # The smallest there is: how large a line is will be known when it is read.
-SMALLEST = Ask("", "", "", 0, 0, 0, 0, 0)
+SMALLEST = RequestInfo("", "", "", 0, 0, 0, 0, 0)
 
 
 def gap(router: Router, model: str, now: float, size: int = 0) -> bool:

@@ -28,7 +28,7 @@ class StoreFullError(DiskError):
     """The disk did not take what was to be kept; nothing of it was kept."""
 
 
-class TooMuchError(ProxyError):
+class TenantLimitError(ProxyError):
     """A tenant has as much as one may have."""
 
     def __init__(self, message: str, *, later: bool) -> None:
@@ -58,7 +58,7 @@ ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCE
 
 
 @dataclass(frozen=True, slots=True)
-class Complaint:
+class InputProblem:
     """What is wrong with an input file."""
 
     code: str
@@ -68,7 +68,7 @@ class Complaint:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class InputLine:
     """One request of an input file: where in the file its body is."""
 
     number: int
@@ -79,7 +79,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LineJob:
     """A line to be run."""
 
     batch: str
@@ -90,7 +90,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LineResult:
     """What became of a line: an answer, or why there is none."""
 
     batch: str
@@ -136,7 +136,7 @@ class Batch:
     created: float
     expires: float
     metadata: dict[str, str] | None = None
-    complaints: list[Complaint] = field(default_factory=list)
+    complaints: list[InputProblem] = field(default_factory=list)
     total: int = 0
     completed: int = 0
     failed: int = 0

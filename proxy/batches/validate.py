@@ -8,12 +8,18 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128_digest
 
-from proxy.batches.types import LONGEST_ID, Complaint, Line
-from proxy.core.request.json_edit import CrowdedError, members
-from proxy.core.request.routes import ROUTES, Shape
+from proxy.batches.types import LONGEST_ID, InputLine, InputProblem
+from proxy.core.request.json_edit import TooManyMembersError, members
+from proxy.core.request.routes import ROUTES, PromptFields
 
 # What a batch may ask for: paths that take one JSON body and give one answer.
-SHAPES = (Shape.CHAT, Shape.PROMPT, Shape.INPUT, Shape.RESPONSE, Shape.PAIRS)
+SHAPES = (
+    PromptFields.CHAT,
+    PromptFields.PROMPT,
+    PromptFields.INPUT,
+    PromptFields.RESPONSE,
+    PromptFields.PAIRS,
+)
 ENDPOINTS = tuple(
     path for path, route in ROUTES.items() if path.startswith("/v1/") and route.shape in SHAPES
 )
@@ -22,11 +28,11 @@ MOST_COMPLAINTS = 100
 SLICE_BYTES, SLICE_LINES = 256 << 10, 1000
 
 
-class Checking:
+class InputFileCheck:
     """Reads a file of so many bytes, a slice at a time: `take` is to be given what is `wanted`."""
 
     def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
-        self.complaints: list[Complaint] = []
+        self.complaints: list[InputProblem] = []
         self.total = 0
         self._size = size
         self._endpoint = endpoint
@@ -45,7 +51,7 @@ class Checking:
         """From where, and how much."""
         return self._at, min(self._slice, self._size - self._at)
 
-    def take(self, piece: bytes) -> list[Line]:
+    def take(self, piece: bytes) -> list[InputLine]:
         """Read the lines that end in a piece; returns those that are right by themselves.
 
         Where none does, twice as much is wanted. Of many short ones not all are read.
@@ -54,7 +60,7 @@ class Checking:
         is_last = begun + len(piece) >= self._size
         end = len(piece) if is_last else piece.rfind(b"\n") + 1
         self._slice = SLICE_BYTES if end else 2 * self._slice
-        found: list[Line] = []
+        found: list[InputLine] = []
         at, most = 0, self._number + SLICE_LINES
         while at < end and self._number < most and not self.over:
             stop = piece.find(b"\n", at, end)
@@ -65,48 +71,48 @@ class Checking:
         if is_last and at >= end:
             self._at = self._size
         if self.over and not self.total and not self.complaints:
-            self.complaints.append(Complaint("empty_file", "The input file has no lines."))
+            self.complaints.append(InputProblem("empty_file", "The input file has no lines."))
         return found
 
-    def _read(self, raw: bytes, start: int) -> Iterator[Line]:
+    def _read(self, raw: bytes, start: int) -> Iterator[InputLine]:
         self._number += 1
         if not raw.strip():
             return
         self.total += 1
         if self.total > self._max_lines:
             message = f"The input file has more than {self._max_lines} lines."
-            self.complaints.append(Complaint("too_many_lines", message))
+            self.complaints.append(InputProblem("too_many_lines", message))
             self._at = self._size
             return
         line = read_line(raw, self._number, start, self._endpoint)
-        if isinstance(line, Line):
+        if isinstance(line, InputLine):
             if (known := xxh3_128_digest(line.custom_id.encode())) not in self._ids:
                 self._ids.add(known)
                 yield line
                 return
             message = f"The custom_id {line.custom_id[:100]!r} was used by an earlier line."
-            line = Complaint("duplicate_custom_id", message, self._number, "custom_id")
+            line = InputProblem("duplicate_custom_id", message, self._number, "custom_id")
         self.complaints.append(line)
 
 
-def read_line(raw: bytes, number: int, start: int, endpoint: str) -> Line | Complaint:
+def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine | InputProblem:
     """Read one line, which starts at that byte of the file."""
     try:
         fields: Any = orjson.loads(raw)
     except orjson.JSONDecodeError:
         message = "This line is not parseable as valid JSON."
-        return Complaint("invalid_json_line", message, number)
+        return InputProblem("invalid_json_line", message, number)
     if type(fields) is not dict:
-        return Complaint("invalid_json_line", "This line is not a JSON object.", number)
+        return InputProblem("invalid_json_line", "This line is not a JSON object.", number)
     if (wrong := _wrong(fields, endpoint)) is not None:
         code, param, message = wrong
-        return Complaint(code, message, number, param)
+        return InputProblem(code, message, number, param)
     try:
         where = [member for member in members(raw) if member.name == b"body"][-1]
-    except CrowdedError as error:
-        return Complaint("invalid_request", str(error), number)
+    except TooManyMembersError as error:
+        return InputProblem("invalid_request", str(error), number)
     model = fields["body"].get("model")
-    return Line(
+    return InputLine(
         number,
         fields["custom_id"],
         model if type(model) is str else "",

@@ -18,7 +18,7 @@ from proxy.config.models import (
     TransferConfig,
     WorkerConfig,
 )
-from proxy.config.partial import Check, Draft
+from proxy.config.partial import Check, PartialConfig
 from proxy.config.redact import shown
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
@@ -29,12 +29,12 @@ __all__ = [
     "BatchesConfig",
     "Check",
     "DiscoveryConfig",
-    "Draft",
     "FairnessConfig",
     "FleetConfig",
     "KubernetesConfig",
     "LaunchConfig",
     "LimitsConfig",
+    "PartialConfig",
     "PoolConfig",
     "ProbeConfig",
     "QueueConfig",

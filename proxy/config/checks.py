@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from proxy.config.admin import is_loopback
 from proxy.config.models import PoolConfig, TransferConfig, WorkerConfig
-from proxy.config.partial import Check, Draft
+from proxy.config.partial import Check, PartialConfig
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 
@@ -42,7 +42,7 @@ FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file
 HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 
 
-def addresses(draft: Draft) -> Iterator[Problem]:
+def addresses(draft: PartialConfig) -> Iterator[Problem]:
     """Check that every worker has an address, and no two things share one."""
     taken: dict[tuple[str, int], str] = {}
     if router := draft.router:
@@ -75,7 +75,7 @@ def _place(host: str, port: int) -> tuple[str, int]:
     return ("here" if host in HERE else host.lower(), port)
 
 
-def admin(draft: Draft) -> Iterator[Problem]:
+def admin(draft: PartialConfig) -> Iterator[Problem]:
     """Check that nobody rules the fleet who was not given a key."""
     if (router := draft.router) is None:
         return
@@ -91,7 +91,7 @@ def admin(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def encryption(draft: Draft) -> Iterator[Problem]:
+def encryption(draft: PartialConfig) -> Iterator[Problem]:
     """Check that what is said of TLS to workers is whole, and of use."""
     blocks = {"worker_tls": draft.worker_tls}
     for index, worker in draft.legible_workers.items():
@@ -112,7 +112,7 @@ def encryption(draft: Draft) -> Iterator[Problem]:
             yield Problem(f"{path}.{missing}", "is missing; a certificate and its key go together")
 
 
-def names(draft: Draft) -> Iterator[Problem]:
+def names(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no two workers have one name."""
     first: dict[str, int] = {}
     for index, worker in draft.legible_workers.items():
@@ -125,7 +125,7 @@ def names(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def launches(draft: Draft) -> Iterator[Problem]:
+def launches(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no flag contradicts what the rest of the file says."""
     for index, worker in draft.legible_workers.items():
         if worker.launch is None:
@@ -145,7 +145,7 @@ def launches(draft: Draft) -> Iterator[Problem]:
             yield Problem(path, why)
 
 
-def limits(draft: Draft) -> Iterator[Problem]:
+def limits(draft: PartialConfig) -> Iterator[Problem]:
     """Check that what is called short and long fits the workers for it."""
     if draft.routing is None or not draft.sure_of_all("role", "model"):
         return
@@ -169,7 +169,7 @@ def limits(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def discovered(draft: Draft) -> Iterator[Problem]:
+def discovered(draft: PartialConfig) -> Iterator[Problem]:
     """Check that each pool is looked for in one way, and can be told from the others."""
     first: dict[str, int] = {}
     for index, pool in draft.pools.items():
@@ -195,7 +195,7 @@ def _largest(workers: Iterable[WorkerConfig], role: str) -> tuple[int, str] | No
     return max(known) if known and all(length for length, _ in known) else None
 
 
-def sizes(draft: Draft) -> Iterator[Problem]:
+def sizes(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a body that is accepted can also be queued."""
     if (router := draft.router) is None:
         return
@@ -217,7 +217,7 @@ def sizes(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def roles(draft: Draft) -> Iterator[Problem]:
+def roles(draft: PartialConfig) -> Iterator[Problem]:
     """Check that prefill and decode workers have each other, and something between them."""
     if not draft.sure_of_all("role", "model"):
         return
@@ -245,7 +245,7 @@ def roles(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def transfers(draft: Draft) -> Iterator[Problem]:
+def transfers(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a transfer has two ends and what its connector needs."""
     transfer = draft.transfer
     if transfer is None:

@@ -23,7 +23,7 @@ from proxy.config.models import (
     TransferConfig,
     WorkerConfig,
 )
-from proxy.config.partial import Check, Doubts, Draft, Place
+from proxy.config.partial import Check, PartialConfig, Place, ProblemPaths
 from proxy.config.redact import HIDDEN, is_secret
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
@@ -103,7 +103,7 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     problems = [*map(_problem, said)]
     doubted = [*map(_doubted, said)]
     told = {problem.path for problem in problems} | {*map(_path, doubted)}
-    draft = _draft(data, Doubts(doubted))
+    draft = _draft(data, ProblemPaths(doubted))
     for check in (*CHECKS, *TENANT_CHECKS, *also):
         problems += (problem for problem in check(draft) if problem.path not in told)
     if problems or config is None:
@@ -136,12 +136,12 @@ def _size(data: object, known: dict[int, float]) -> float:
     return size
 
 
-def _draft(data: Mapping[str, Any], doubts: Doubts) -> Draft:
+def _draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
     """Keep what is right by itself, so that it can be checked beside the rest."""
     discovery = data.get("discovery")
     workers, legible_workers = _legible_ones(WorkerConfig, data.get("workers"))
     pools = discovery.get("pools") if isinstance(discovery, dict) else None
-    return Draft(
+    return PartialConfig(
         workers=workers,
         legible_workers=legible_workers,
         router=_legible(RouterConfig, data.get("router", {})),

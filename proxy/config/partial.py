@@ -24,7 +24,7 @@ Place = tuple[int | str, ...]  # as ("workers", 0, "url")
 POOLS: Place = ("discovery", "pools")
 
 
-class Doubts:
+class ProblemPaths:
     """The places in a file where something is wrong."""
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
@@ -47,7 +47,7 @@ class Doubts:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PartialConfig:
     """The parts of a fleet file that can be read, without what is wrong in them.
 
     Workers by their place in it: all those that are legible, and among them those in which nothing
@@ -65,10 +65,10 @@ class Draft:
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
     has_tenants: bool = False  # whether the file names any
     model: str | None = None  # of workers that name none
-    doubts: Doubts = field(default_factory=Doubts)
+    doubts: ProblemPaths = field(default_factory=ProblemPaths)
 
     @classmethod
-    def of(cls, config: FleetConfig) -> Draft:
+    def of(cls, config: FleetConfig) -> PartialConfig:
         """Take all of a file that is right."""
         workers = dict(enumerate(config.workers))
         return cls(
@@ -105,4 +105,4 @@ class Draft:
         return [*self.legible_workers.values(), *found]
 
 
-Check = Callable[[Draft], Iterable[Problem]]
+Check = Callable[[PartialConfig], Iterable[Problem]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxy.config.admin import is_loopback
-from proxy.config.partial import Check, Draft
+from proxy.config.partial import Check, PartialConfig
 from proxy.config.tenants import TenantConfig
 from proxy.errors import Problem
 
 
-def tenants(draft: Draft) -> Iterator[Problem]:
+def tenants(draft: PartialConfig) -> Iterator[Problem]:
     """Check that tenants can be told apart, and that each has keys."""
     names: dict[str, int] = {}
     hashes: dict[str, str] = {}
@@ -35,7 +35,7 @@ def has_keys(tenant: TenantConfig) -> bool:
     return bool(tenant.key_hashes or tenant.keys_file or tenant.keys_env)
 
 
-def strangers(draft: Draft) -> Iterator[Problem]:
+def strangers(draft: PartialConfig) -> Iterator[Problem]:
     """Check that nobody can use a fleet by accident who only reaches its router."""
     router = draft.router
     if router is None:
@@ -65,7 +65,7 @@ def strangers(draft: Draft) -> Iterator[Problem]:
             yield Problem(f"router.{name}", "there are no tenants to keep apart; leave it out")
 
 
-def waits(draft: Draft) -> Iterator[Problem]:
+def waits(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a class comes of age before its requests are refused."""
     router = draft.router
     if router is None:

@@ -23,16 +23,16 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
-from proxy.core.lifecycle.lease_book import Leases
-from proxy.core.lifecycle.retries import MAX_DROPS, Falls, RetryBudget
+from proxy.core.lifecycle.lease_book import LeaseBook
+from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEvents
 from proxy.core.model import refusals
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Reason, Refusal, Ticket
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo, Ticket
 from proxy.core.queue.latency_admission import queued_too_late
 from proxy.core.request.client_fields import ClientFields
-from proxy.core.request.json_edit import CrowdedError
-from proxy.core.request.parser import Reader
+from proxy.core.request.json_edit import TooManyMembersError
+from proxy.core.request.parser import RequestParser
 from proxy.core.request.routes import Route
 from proxy.core.routing import candidates
 from proxy.core.routing.handover_cost import PATIENCE
@@ -45,7 +45,7 @@ __all__ = ["Router", "RouterSettings"]
 RETRY_AFTER_S = 1.0  # the budget's least comes back with time
 
 
-class Router(Leases):
+class Router(LeaseBook):
     """See the module's text."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
@@ -55,9 +55,9 @@ class Router(Leases):
         # Where several processes serve: tells the others which worker holds a stored response.
         self.others_remember: Callable[[str, str, str], None] | None = None
         self._evicted: dict[Ticket, Refusal] = {}  # from the queue, and not told yet
-        self._reader = Reader(fleet, self.sizer, settings.short_limit)
+        self._reader = RequestParser(fleet, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
-        self._falls = Falls()
+        self._falls = WorkerFailureEvents()
         self._split(settings)
 
     # Reading
@@ -71,15 +71,15 @@ class Router(Leases):
         tenant: Tenant | None = None,
         *,
         batch: bool = False,
-    ) -> Ask | Refusal:
+    ) -> RequestInfo | Refusal:
         """Read a request's body."""
         hashed = self._rule.affine and self.settings.prefix_affinity
-        ask: Ask | Refusal
+        ask: RequestInfo | Refusal
         try:
             ask = self._reader.read(
                 route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
             )
-        except CrowdedError as error:
+        except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
@@ -93,26 +93,26 @@ class Router(Leases):
         if tenant is not None:
             billing.was_read(tenant, now)
 
-    def counter_for(self, ask: Ask) -> Worker | None:
+    def counter_for(self, ask: RequestInfo) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
         if not self.settings.tokenize:
             return None
         return self._reader.counter_for(ask, by_size=self._rule.by_size)
 
-    def tokenize_body(self, ask: Ask, body: bytes) -> bytes:  # noqa: ARG002
+    def tokenize_body(self, ask: RequestInfo, body: bytes) -> bytes:  # noqa: ARG002
         """Return what to send to /tokenize: the body itself, whose other fields it ignores."""
         return body
 
-    def enter(self, ask: Ask, now: float) -> Refusal | None:
+    def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
         """Let a request in that a worker is to count: `submit` is next, or `leave`."""
         refusal = billing.enter(ask, now, again=False, uncounted=True)
         return refusal and self._refused(ask.model, refusal)
 
-    def leave(self, ask: Ask, now: float) -> None:
+    def leave(self, ask: RequestInfo, now: float) -> None:
         """Let one out whose client left meanwhile."""
         billing.leave(ask, now)
 
-    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
         """Take a worker's count."""
         self._reader.counted(ask, prompt_tokens)
 
@@ -137,7 +137,7 @@ class Router(Leases):
 
     def submit(
         self,
-        ask: Ask,
+        ask: RequestInfo,
         now: float,
         *,
         tried: frozenset[Worker] = NOBODY,
@@ -199,7 +199,7 @@ class Router(Leases):
                 ledger.let_go()
 
     def _submit(
-        self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool
+        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Whoever waits goes first.
         queue = self.queue
@@ -224,7 +224,7 @@ class Router(Leases):
         self._count(ask.model, Reason.FLEET_FULL)
         return queue.push(ask, now, tried, explain=explain)
 
-    def _no_room(self, ask: Ask, now: float) -> Refusal:
+    def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self.fleet.pool(ask.model).all:
             return refusals.queue_full(self.queue.retry_after_s(now))
         return refusals.no_worker(ask.model)  # none was probed yet, which takes but a moment
@@ -275,7 +275,7 @@ class Router(Leases):
 
     def _no_retry(
         self,
-        ask: Ask,
+        ask: RequestInfo,
         now: float,
         tried: frozenset[Worker],
         after: Lease | None,
@@ -312,7 +312,7 @@ class Router(Leases):
         return spared or self._retries.affords(now)
 
     def _fell_with(
-        self, ask: Ask, now: float, tried: frozenset[Worker], after: Lease | None
+        self, ask: RequestInfo, now: float, tried: frozenset[Worker], after: Lease | None
     ) -> bool:
         """Whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:

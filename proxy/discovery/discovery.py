@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import ValidationError
 
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
-from proxy.discovery.dns import Dns
-from proxy.discovery.endpoints import Endpoints, Listener
-from proxy.discovery.reconcile import Pool
+from proxy.discovery.dns import DnsSource
+from proxy.discovery.endpoints import EndpointListener, Endpoints
+from proxy.discovery.reconcile import DiscoveredPool
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5  # at pools that came or went, and whether those that are kept still answer
 
 
-class Source(Protocol):
+class AddressSource(Protocol):
     """Somebody who knows where a pool's workers are."""
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: EndpointListener) -> None:
         """Tell the listener until cancelled."""
 
 
@@ -44,7 +44,7 @@ class Discovery:
         config: FleetConfig,
         keys: Mapping[str, str | None],
         spec_of: Callable[[WorkerConfig, FleetConfig], WorkerSpec],
-        source_of: Callable[[DiscoveryConfig, PoolConfig], Source] | None = None,
+        source_of: Callable[[DiscoveryConfig, PoolConfig], AddressSource] | None = None,
     ) -> None:
         self._fleet = fleet
         self._spec_of = spec_of
@@ -53,12 +53,12 @@ class Discovery:
         self._mine: dict[str, Worker] = {}  # as they were added; an operator may have removed some
         self._drained: set[Worker] = set()  # by us: what an operator drained stays so
         self._refused: set[str] = set()  # names and why, as they were logged
-        self._sources: dict[Pool, Source] = {}
-        self._tasks: dict[Pool, asyncio.Task[None]] = {}
+        self._sources: dict[DiscoveredPool, AddressSource] = {}
+        self._tasks: dict[DiscoveredPool, asyncio.Task[None]] = {}
         self._take(config, keys)
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[DiscoveredPool, ...]:
         """What is known of each."""
         return tuple(self._sources)
 
@@ -125,12 +125,14 @@ class Discovery:
         # To somebody who asks while nobody is there: 503, and not that there is no such model.
         self._fleet.expect(pool.model or config.model for pool, _ in taken)
 
-    def _known(self, discovery: DiscoveryConfig, pool: PoolConfig) -> tuple[Pool, Source]:
+    def _known(
+        self, discovery: DiscoveryConfig, pool: PoolConfig
+    ) -> tuple[DiscoveredPool, AddressSource]:
         """Find a pool among those that were, or begin to look for it."""
         for known, made in self._sources.items():
             if self._same(known.config, pool, discovery):
                 return known, made
-        return Pool(pool, self.sync), self._source_of(discovery, pool)
+        return DiscoveredPool(pool, self.sync), self._source_of(discovery, pool)
 
     def _same(self, old: PoolConfig, new: PoolConfig, discovery: DiscoveryConfig) -> bool:
         before = self._config.discovery
@@ -232,10 +234,10 @@ class Discovery:
             logger.warning("worker %s, found by discovery, is not taken in: %s", who, why)
 
 
-def source(discovery: DiscoveryConfig, pool: PoolConfig) -> Source:
+def source(discovery: DiscoveryConfig, pool: PoolConfig) -> AddressSource:
     """Find who knows of a pool."""
     if pool.dns is not None:
-        return Dns(discovery.dns_every_s, pool)
-    from proxy.discovery.kubernetes import Kubernetes  # the client library is 10 MB
+        return DnsSource(discovery.dns_every_s, pool)
+    from proxy.discovery.kubernetes import KubernetesSource  # the client library is 10 MB
 
-    return Kubernetes(discovery.kubernetes, pool)
+    return KubernetesSource(discovery.kubernetes, pool)

@@ -12,8 +12,8 @@ from proxy.config import PoolConfig
 from proxy.discovery.endpoints import (
     DEFAULT_PORT,
     Endpoint,
+    EndpointListener,
     Endpoints,
-    Listener,
     by_address,
     name_of,
 )
@@ -24,7 +24,7 @@ from proxy.net.resolver import NAMES, NOBODY
 MISSED = 3
 
 
-class Dns:
+class DnsSource:
     """Where a pool's workers are, by DNS: an address each, and no more is known of them."""
 
     def __init__(self, every_s: float, pool: PoolConfig) -> None:
@@ -33,7 +33,7 @@ class Dns:
         self._known: dict[str, Endpoint] = {}
         self._missed: Counter[str] = Counter()
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: EndpointListener) -> None:
         """Tell the listener until cancelled."""
         while True:
             try:

@@ -35,7 +35,7 @@ class Endpoint:
 Endpoints = Mapping[str, Endpoint]  # by name
 
 
-class Listener(Protocol):
+class EndpointListener(Protocol):
     """Who is told."""
 
     def told(self, endpoints: Endpoints) -> None:

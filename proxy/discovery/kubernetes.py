@@ -25,7 +25,7 @@ import aiohttp
 import orjson
 
 from proxy.config import KubernetesConfig, PoolConfig
-from proxy.discovery.endpoints import Listener, read_slices
+from proxy.discovery.endpoints import EndpointListener, read_slices
 from proxy.errors import ProxyError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -63,7 +63,7 @@ class Backoff:
         self._most = FIRST_PAUSE_S
 
 
-class Kubernetes:
+class KubernetesSource:
     """Where a pool's workers are, by the API server."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Kubernetes:
         base = settings.url or in_cluster()
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: EndpointListener) -> None:
         """Tell the listener until cancelled."""
         while True:
             try:
@@ -100,7 +100,7 @@ class Kubernetes:
                 listener.trouble(f"the API server's answer is none: {error!r}")
             await asyncio.sleep(self._backoff.pause())
 
-    async def _round(self, session: aiohttp.ClientSession, listener: Listener) -> None:
+    async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
         """List all, then watch until it is time to list again."""
         slices, version = await self._list(session)
         listener.told(read_slices(slices.values(), self._pool))
@@ -128,7 +128,11 @@ class Kubernetes:
             query["continue"] = more
 
     async def _watch(
-        self, session: aiohttp.ClientSession, slices: Slices, version: str, listener: Listener
+        self,
+        session: aiohttp.ClientSession,
+        slices: Slices,
+        version: str,
+        listener: EndpointListener,
     ) -> str:
         """Follow changes until the server ends the watch; return the version it ended at."""
         lasts = math.ceil(self._settings.watch_s * random.uniform(0.8, 1.0))

@@ -25,7 +25,7 @@ from proxy.errors import ProxyError
 logger = logging.getLogger(__name__)
 
 
-class Pool:
+class DiscoveredPool:
     """What is known of one pool."""
 
     def __init__(self, config: PoolConfig, changed: Callable[[], None]) -> None:

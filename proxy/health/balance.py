@@ -62,7 +62,7 @@ class BalanceShown(BaseModel):
 
 
 @dataclass(slots=True)
-class Seen:
+class SideLoad:
     """Means: shares of workers that were busy, and seconds."""
 
     at: float
@@ -92,12 +92,12 @@ class Balance:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SideLoad] = {}
 
     def look(self, now: float) -> None:
         """Take in how busy they are at this moment."""
         for model, prefills, decodes in self._sides():
-            seen = self._seen.setdefault(model, Seen(now))
+            seen = self._seen.setdefault(model, SideLoad(now))
             step = seen.step(now)
             seen.draw("prefill", step, [_prefills(w) for w in prefills])
             seen.draw("decode", step, [_filled(w, now) for w in decodes])
@@ -126,7 +126,7 @@ class Balance:
         return [(model, *pair) for model, pair in sides.items() if moves or all(pair)]
 
 
-def balance(model: str, prefills: int, decodes: int, seen: Seen) -> BalanceShown:
+def balance(model: str, prefills: int, decodes: int, seen: SideLoad) -> BalanceShown:
     """Say which side is short."""
     prefill_busy, decode_busy = seen.prefill, seen.decode
     prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)

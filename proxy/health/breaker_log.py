@@ -30,7 +30,7 @@ TROUBLES = {
 }
 
 
-class Resting:
+class BreakerLog:
     """The `Witness` of a fleet."""
 
     def __init__(self) -> None:

@@ -25,11 +25,11 @@ BODILESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 Answer = tuple[int, bytes]  # status and body
 
 
-class AnswerError(ProxyError):
+class ProbeResponseError(ProxyError):
     """What came was no answer, or not all of one; the message says what."""
 
 
-class Asker:
+class HttpClient:
     """Asks a worker one thing at a time."""
 
     def __init__(self, url: str, api_key: str | None, tls: WorkerTlsConfig | None) -> None:
@@ -40,13 +40,13 @@ class Asker:
         head = f"Host: {address.netloc}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n{key}\r\n"
         self._head = head.encode()
         self._tls = tls
-        self._line: Line | None = None
+        self._line: HttpConnection | None = None
 
     async def get(self, path: str, most: int) -> Answer:
         """Ask; raise if there is no answer, or one of more than so many bytes.
 
-        That is an `AnswerError`, a `TlsError`, an `OSError`, or, for a host that can be no name, a
-        `ValueError`.
+        The error is a `ProbeResponseError`, a `TlsError`, an `OSError` or, for an invalid host
+        name, a `ValueError`.
         """
         request = b"GET %b HTTP/1.1\r\n%b" % (path.encode(), self._head)
         try:
@@ -70,15 +70,15 @@ class Asker:
         self.close()
         host, port = self._where
         # Known before it is made: whoever gives up has to close it, however far it has come.
-        self._line = line = Line(tls)
+        self._line = line = HttpConnection(tls)
         await connect(lambda: line, host, port, tls)
         answer = await line.ask(request, most)
         if answer is None:
-            raise AnswerError("it closed the connection instead of answering")
+            raise ProbeResponseError("it closed the connection instead of answering")
         return answer
 
 
-class Line(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection."""
 
     def __init__(self, tls: object) -> None:
@@ -148,7 +148,7 @@ class Line(asyncio.Protocol):
         answer = self._answer
         self.close()
         if answer is not None and not answer.done():
-            answer.set_exception(AnswerError(why))
+            answer.set_exception(ProbeResponseError(why))
 
     def _done(self) -> None:
         self._tell((self._parser.get_status_code(), b"".join(self._pieces)))

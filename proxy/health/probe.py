@@ -21,7 +21,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Role
 from proxy.errors import a_few
-from proxy.health.probe_client import Models, ProbeError, Questions, SilentError
+from proxy.health.probe_client import Models, ProbeClient, ProbeError, SilentError
 from proxy.health.worker_metrics import parse
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Prober:
             await asyncio.gather(*watches.values(), return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
-        with closing(Watch(self, worker)) as watch:
+        with closing(WorkerProbe(self, worker)) as watch:
             while watch.of_interest:
                 started = self.clock()
                 await watch.once()
@@ -73,7 +73,7 @@ class Prober:
                 await asyncio.sleep(max(pause - (self.clock() - started), 0))
 
 
-class Watch:
+class WorkerProbe:
     """One worker under observation."""
 
     def __init__(self, prober: Prober, worker: Worker) -> None:
@@ -81,7 +81,7 @@ class Watch:
         self._fleet = prober.fleet
         self._worker = worker
         self._spec: WorkerSpec | None = None  # whom the questions are for
-        self._questions: Questions | None = None
+        self._questions: ProbeClient | None = None
         self._models_known_at = -math.inf
         self._models: Models | None = None  # as they were told last
         self._contexts = 0, 0  # stated and told, as they were compared last
@@ -126,13 +126,13 @@ class Watch:
         if self._questions is not None:
             self._questions.close()
 
-    def _to_ask(self) -> Questions:
+    def _to_ask(self) -> ProbeClient:
         """Return the questions for the worker as it is stated now."""
         spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
         if self._questions is None or spec is not self._spec:
             self.close()
             self._spec = spec
-            self._questions = Questions(spec.url, spec.api_key, timeout_s, spec.tls)
+            self._questions = ProbeClient(spec.url, spec.api_key, timeout_s, spec.tls)
         self._questions.timeout_s = timeout_s
         return self._questions
 
@@ -149,7 +149,7 @@ class Watch:
         known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
         return (None if known else await questions.served()), gauges
 
-    async def _read_gauges(self, questions: Questions) -> Gauges | None:
+    async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
         try:
             page = await questions.metrics()
             return parse(page, self._prober.clock(), moves=self._worker.role in MOVING)

@@ -10,7 +10,7 @@ import orjson
 
 from proxy.config import WorkerTlsConfig
 from proxy.errors import ProxyError
-from proxy.health.http_client import AnswerError, Asker
+from proxy.health.http_client import HttpClient, ProbeResponseError
 from proxy.net.tls import TlsError
 
 MAX_PAGE_BYTES = 8 << 20
@@ -29,7 +29,7 @@ class SilentError(ProbeError):
     """A worker that did not answer in time: hung, or only busy."""
 
 
-class Card(NamedTuple):
+class ModelCard(NamedTuple):
     """What a worker says of a model."""
 
     length: int | None  # the longest context
@@ -37,17 +37,17 @@ class Card(NamedTuple):
     parent: str | None  # of an adapter, the model that it is for
 
 
-Models = dict[str, Card]  # by name
+Models = dict[str, ModelCard]  # by name
 
 
-class Questions:
+class ProbeClient:
     """Those for one worker, over a connection that is kept until `close`."""
 
     def __init__(
         self, url: str, api_key: str | None, timeout_s: float, tls: WorkerTlsConfig | None = None
     ) -> None:
         self.timeout_s = timeout_s  # for each
-        self._asker = Asker(url, api_key, tls)
+        self._asker = HttpClient(url, api_key, tls)
 
     def close(self) -> None:
         """Leave nothing open."""
@@ -81,7 +81,7 @@ class Questions:
                 return await self._asker.get(path, MAX_PAGE_BYTES)
         except TimeoutError:
             raise SilentError(f"GET {path}: no answer in time") from None
-        except (AnswerError, TlsError, OSError, ValueError) as error:
+        except (ProbeResponseError, TlsError, OSError, ValueError) as error:
             raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
 
 
@@ -98,10 +98,10 @@ def read_models(body: bytes) -> Models:
     return models
 
 
-def _card(said: dict[str, Any]) -> Card:
+def _card(said: dict[str, Any]) -> ModelCard:
     length = said.get("max_model_len")
     told = length if type(length) is int and length > 0 else None
-    return Card(told, _text(said.get("root")), _text(said.get("parent")))
+    return ModelCard(told, _text(said.get("root")), _text(said.get("parent")))
 
 
 def _text(said: object) -> str | None:

@@ -27,18 +27,18 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from proxy.core.model.types import Ask, Role
+from proxy.core.model.types import RequestInfo, Role
 from proxy.errors import ProxyError
-from proxy.health.probe_client import ProbeError, Questions
+from proxy.health.probe_client import ProbeClient, ProbeError
 from proxy.health.worker_metrics import values
 from proxy.net.tls import TlsError, to_worker
 from proxy.transfer.legs import decode_body, prefill_body
-from proxy.transfer.types import Connector, Pair, Side, Taken
+from proxy.transfer.types import Connector, Pair, PrefillResult, Side
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.router import Router
-    from proxy.metrics.handovers import Handovers
+    from proxy.metrics.handovers import HandoverCounters
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class NoKeyError(LegError):
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class LinkRetry:
     """When a link that did not come about is tried again, unless a worker comes up before."""
 
     lives: tuple[float, float]  # since when each of two is up
@@ -86,7 +86,7 @@ class Warmup:
         self,
         router: Router,
         connector: Connector,
-        counts: Handovers,
+        counts: HandoverCounters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -96,7 +96,7 @@ class Warmup:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._version = -1  # of the fleet, when last looked at
         self._left: dict[str, tuple[object, list[Link]]] = {}  # by model; since when, and which
-        self._again: dict[Link, Again] = {}  # of those that did not come about
+        self._again: dict[Link, LinkRetry] = {}  # of those that did not come about
         router.links.are_made = connector.connects
 
     async def run(self) -> None:
@@ -174,7 +174,7 @@ class Warmup:
             links.warm(prefill, decode)
         else:
             pause_s = AGAIN_S if before is None else min(2 * before.pause_s, LONGEST_S)
-            self._again[prefill, decode] = Again(lives, self.clock() + pause_s, pause_s)
+            self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
             links.unmade(prefill, decode)
             self._counts.barred(prefill.name, decode.name)
         self._say(prefill, decode, how, why, self.clock() - started)
@@ -237,7 +237,9 @@ class Warmup:
         await self._release(session, decode, taken)
         return RECOMPUTED
 
-    async def _release(self, session: aiohttp.ClientSession, decode: Worker, taken: Taken) -> None:
+    async def _release(
+        self, session: aiohttp.ClientSession, decode: Worker, taken: PrefillResult
+    ) -> None:
         body = self._connector.release(taken)
         if body is None:
             return
@@ -261,7 +263,7 @@ def _session() -> aiohttp.ClientSession:
 async def _fetched(worker: Worker) -> float | None:
     """Read how many tokens a decode worker has fetched so far; None where it doesn't tell."""
     spec = worker.spec
-    with closing(Questions(spec.url, spec.api_key, LEG_S, spec.tls)) as questions:
+    with closing(ProbeClient(spec.url, spec.api_key, LEG_S, spec.tls)) as questions:
         try:
             told = [*values(await questions.metrics(), FETCHED)]
         except ProbeError:
@@ -306,5 +308,5 @@ def _side(worker: Worker) -> Side:
     return Side(worker.name, urlsplit(worker.url).hostname or "")
 
 
-def _ask(model: str) -> Ask:
-    return Ask("warmup", ROUTE, model, 0, 1, 0, 1, 1)
+def _ask(model: str) -> RequestInfo:
+    return RequestInfo("warmup", ROUTE, model, 0, 1, 0, 1, 1)

@@ -28,7 +28,7 @@ CODE, AGAIN_S = "too_many_bodies", 1.0
 APART = 4  # of so many bytes one is in parts, unless the largest body had no room beside them
 
 
-class Collecting:
+class BodyBudget:
     """The count of it."""
 
     __slots__ = ("_edition", "_largest", "_most", "_of", "_part", "_room", "_shared", "_tenants")

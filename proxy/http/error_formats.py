@@ -28,7 +28,7 @@ OTHER_HTTP = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
 FAILED = HTTPStatus.BAD_GATEWAY  # what a stream ends with whose worker is gone
 
 
-class Manner(StrEnum):
+class StreamFormat(StrEnum):
     """How a stream tells what its events are."""
 
     CHAT = "chat"  # they are all alike
@@ -52,16 +52,16 @@ def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
     return error(refusal.status, refusal.message, refusal.code, refusal.param)
 
 
-def error_event(manner: Manner, message: str, code: str, number: int) -> bytes:
+def error_event(manner: StreamFormat, message: str, code: str, number: int) -> bytes:
     """Write the event that ends a stream whose worker is gone; `number`: it is the how manieth."""
-    if manner is Manner.COHERE:
+    if manner is StreamFormat.COHERE:
         end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
         return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(end)
-    if manner is Manner.MESSAGES:
+    if manner is StreamFormat.MESSAGES:
         body: dict[str, Any] = {"type": "error", "error": _anthropic(FAILED, message)}
         return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
     nested = _openai(FAILED, message, code, None)
-    if manner is Manner.CHAT:
+    if manner is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
     # Beside what is documented: OpenAI's clients raise for this, and only hand on the other.

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import httptools
 
-from proxy.http.body_budget import Collecting
+from proxy.http.body_budget import BodyBudget
 from proxy.http.head_cache import KnownHead, get_to_know
 from proxy.http.headers import RefusedError, malformed
 from proxy.http.request import Request, RequestHead, too_large
@@ -26,7 +26,7 @@ LONGEST_ID = 256  # to be told to a client whose head was refused
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
-class Reading(Enum):
+class ParserState(Enum):
     """What a reader is in the middle of."""
 
     NOTHING = auto()
@@ -34,7 +34,7 @@ class Reading(Enum):
     BODY = auto()
 
 
-class RequestReader:
+class HttpRequestParser:
     """The requests of one connection. `judge` sees each head as soon as it is there."""
 
     __slots__ = (
@@ -68,10 +68,10 @@ class RequestReader:
         *,
         max_head: int,
         max_body: int,
-        collecting: Collecting | None = None,
+        collecting: BodyBudget | None = None,
     ) -> None:
         self.ready: deque[Request] = deque()
-        self.state = Reading.NOTHING
+        self.state = ParserState.NOTHING
         self._judge = judge
         self._max_head = max_head
         self._max_body = max_body
@@ -80,7 +80,7 @@ class RequestReader:
         self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
         self._pieces: list[bytes] = []  # and those after them
         self._held = 0  # bytes in both
-        self._collecting = collecting or Collecting(max_body)
+        self._collecting = collecting or BodyBudget(max_body)
         self._whose: str | None = None  # in whose part of what is held that is counted
         self._waiting = 0  # what is counted there of `ready`
         self._waiting_of: str | None = None
@@ -101,7 +101,7 @@ class RequestReader:
     @property
     def request_id(self) -> bytes:
         """What the client calls the request that is being read, as far as that was said."""
-        if self.state is Reading.NOTHING:
+        if self.state is ParserState.NOTHING:
             return b""
         said = self._head.special.get(b"x-request-id", b"")
         return said if len(said) <= LONGEST_ID else b""
@@ -109,11 +109,11 @@ class RequestReader:
     @property
     def path(self) -> str:
         """Where the request that is being read goes, as far as that was read."""
-        return "" if self.state is Reading.NOTHING else self._head.path
+        return "" if self.state is ParserState.NOTHING else self._head.path
 
     def owes_continue(self) -> bool:
         """Whether a client waits to be told to send its body; it is told once."""
-        owes = self.state is Reading.BODY and self._head.awaits_continue
+        owes = self.state is ParserState.BODY and self._head.awaits_continue
         if owes:
             self._head.awaits_continue = False
         return owes
@@ -122,7 +122,7 @@ class RequestReader:
         """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
         if self._missing:
             self._feed_body(data)
-        elif self.state is Reading.NOTHING and self._known is not None:
+        elif self.state is ParserState.NOTHING and self._known is not None:
             known = self._known
             if digits := known.digits_in(data):
                 self._feed_known(int(digits), data[known.size(digits) :])
@@ -134,12 +134,12 @@ class RequestReader:
     def _feed_known(self, length: int, data: bytes) -> None:
         head = self._head = self._known_as
         if length > self._max_body:
-            self.state = Reading.BODY  # or nobody would know whose it is
+            self.state = ParserState.BODY  # or nobody would know whose it is
             raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
             return
-        self.state = Reading.BODY
+        self.state = ParserState.BODY
         self._forget()
         self._missing = length
         self._feed_body(data)
@@ -153,7 +153,7 @@ class RequestReader:
         self._keep(data)
         self._missing = max(left, 0)
         if left <= 0:
-            self.state = Reading.NOTHING
+            self.state = ParserState.NOTHING
             self.ready.append(Request(self._head, self._whole()))
             if rest:  # sent ahead: parsed at one go, however many there are
                 self._parse(rest)
@@ -195,7 +195,7 @@ class RequestReader:
             try:
                 self._collecting.take(size, whose)
             except RefusedError:
-                self._head, self.state = head, Reading.BODY  # that one hears of it
+                self._head, self.state = head, ParserState.BODY  # that one hears of it
                 raise
             self._waiting, self._waiting_of = size, whose
 
@@ -215,14 +215,14 @@ class RequestReader:
             self._blocks = []
 
     def _parse(self, data: bytes) -> None:
-        starts = self.state is Reading.NOTHING
+        starts = self.state is ParserState.NOTHING
         self._begun = 0
         rest: memoryview | bytes = data
-        while rest and not (self._last and self.state is Reading.NOTHING):
+        while rest and not (self._last and self.state is ParserState.NOTHING):
             rest = self._parse_some(rest)
         if self._quiet > self._max_head:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
-        if starts and self._begun == 1 and self.state is not Reading.HEAD:
+        if starts and self._begun == 1 and self.state is not ParserState.HEAD:
             self._get_to_know(data)
 
     def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
@@ -235,7 +235,7 @@ class RequestReader:
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
-            if not (self._last and self.state is Reading.NOTHING):
+            if not (self._last and self.state is ParserState.NOTHING):
                 raise malformed(f"malformed HTTP: {error}") from None
             return b""
         else:
@@ -257,7 +257,7 @@ class RequestReader:
         self._begun += 1
         if not self._framing:
             self._head = RequestHead()
-            self.state = Reading.HEAD
+            self.state = ParserState.HEAD
 
     def on_url(self, url: bytes) -> None:
         """Take in the target, or a piece of it."""
@@ -266,7 +266,7 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Sort a header; trailers are dropped."""
-        if self.state is Reading.HEAD:
+        if self.state is ParserState.HEAD:
             self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
@@ -278,7 +278,7 @@ class RequestReader:
         if len(head.target) + head.size > self._max_head:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
-        self.state = Reading.BODY
+        self.state = ParserState.BODY
         self._forget()
         self._body_left = self._max_body
         head.keep_alive = parser.should_keep_alive()
@@ -306,7 +306,7 @@ class RequestReader:
             return  # llhttp believes that; its body comes yet
         self._quiet = 0
         self._framing = b""
-        self.state = Reading.NOTHING
+        self.state = ParserState.NOTHING
         self.ready.append(Request(self._head, self._whole()))
 
     def _ignore_upgrade(self) -> None:

@@ -18,11 +18,11 @@ VERSIONS = frozenset(["1.1", "1.0"])
 FRAMING = frozenset([b"content-length", b"transfer-encoding"])
 
 
-class AnswerError(Exception):
+class ResponseError(Exception):
     """A worker that does not speak HTTP, or not to us."""
 
 
-class Head:
+class ResponseHead:
     """How an answer begins."""
 
     __slots__ = ("_top", "length", "lines", "special", "status", "until_close")
@@ -42,9 +42,9 @@ class Head:
             self._top = status_line(self.status) + b"".join(self.lines)
         return self._top
 
-    def with_length(self, length: bytes) -> Head:
+    def with_length(self, length: bytes) -> ResponseHead:
         """Return another that differs in its length alone."""
-        head = Head()
+        head = ResponseHead()
         head.status = self.status
         head.lines = self.lines
         head.special = self.special
@@ -59,7 +59,7 @@ class Head:
         return seconds(value.strip()) if value is not None else None
 
 
-class AnswerReader:
+class ResponseParser:
     """The answers of one connection, one at a time."""
 
     __slots__ = (
@@ -81,12 +81,12 @@ class AnswerReader:
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._known: KnownHead | None = None
-        self._known_as = Head()
+        self._known_as = ResponseHead()
         self.expect()
 
     def expect(self) -> None:
         """Get ready for the next answer."""
-        self.head: Head | None = None  # set once it is whole
+        self.head: ResponseHead | None = None  # set once it is whole
         self.pieces: list[bytes] = []  # of the body; the owner takes them
         self.ended = False
         self.reusable = False  # whether the connection may serve another request, once ended
@@ -102,7 +102,7 @@ class AnswerReader:
         return self.head is None and not self._quiet
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes; raises `AnswerError`, after which nothing more may be fed."""
+        """Take in bytes; raises `ResponseError`, after which nothing more may be fed."""
         fresh = self.head is None and not self._quiet
         if fresh and self._known is not None and self._feed_known(self._known, data):
             return
@@ -135,14 +135,14 @@ class AnswerReader:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            raise AnswerError("it switched protocols") from None
+            raise ResponseError("it switched protocols") from None
         except httptools.HttpParserError as error:
             if not self.ended:
-                raise AnswerError(str(error)) from None
+                raise ResponseError(str(error)) from None
             self._surplus = True
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
         if self._quiet > MAX_QUIET:
-            raise AnswerError("headers, or framing, without end")
+            raise ResponseError("headers, or framing, without end")
         if self._surplus:
             # Said after its answer: whose would that be?
             self.reusable = False
@@ -155,7 +155,7 @@ class AnswerReader:
 
     def on_message_begin(self) -> None:
         """Start anew, and notice what nobody asked for."""
-        self._reading = Head()
+        self._reading = ResponseHead()
         self._surplus = self.ended
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -181,18 +181,18 @@ class AnswerReader:
         special = head.special
         if status < OK:
             if not FRAMING.isdisjoint(special):
-                raise AnswerError("an interim answer with a body")
+                raise ResponseError("an interim answer with a body")
             self._interim = True
             return
         if self._parser.get_http_version() not in VERSIONS:
-            raise AnswerError("it speaks another HTTP")
+            raise ResponseError("it speaks another HTTP")
         head.status = status
         head.length = special.get(b"content-length")
         if head.length is not None and len(head.length) > MAX_DIGITS:
-            raise AnswerError(f"its Content-Length has more than {MAX_DIGITS} digits")
+            raise ResponseError(f"its Content-Length has more than {MAX_DIGITS} digits")
         coding = special.get(b"transfer-encoding")
         if coding is not None and coding.strip().lower() != b"chunked":
-            raise AnswerError("its Transfer-Encoding is not chunked")
+            raise ResponseError("its Transfer-Encoding is not chunked")
         if head.length is None and coding is None:
             head.until_close = status not in (NO_CONTENT, NOT_MODIFIED)
         if (connection := special.get(b"connection")) is not None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from proxy.core.model.types import Usage
-from proxy.http.error_formats import Manner, error_event
+from proxy.http.error_formats import StreamFormat, error_event
 
 MAX_HELD = 1 << 20
 # Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has
@@ -40,11 +40,11 @@ LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
 DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # no line of JSON begins so, whatever text is in it
 # The last event of a stream, where it is another. Quotes in a text are escaped.
 LAST_EVENTS = {
-    Manner.RESPONSES: re.compile(
+    StreamFormat.RESPONSES: re.compile(
         rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n"
     ),
-    Manner.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
-    Manner.COHERE: re.compile(rb'"type":"message-end"'),
+    StreamFormat.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
+    StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
 ERROR, EMPTY = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
@@ -64,7 +64,7 @@ class EventStream:
     __slots__ = ("_held", "_last", "_started", "count", "keep", "manner", "tokens", "torn")
 
     def __init__(self) -> None:
-        self.manner = Manner.CHAT
+        self.manner = StreamFormat.CHAT
         self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
         self.torn = False  # an event too large to hold back has passed in part
         self.tokens = 0  # carried by what `feed` returned last
@@ -127,13 +127,13 @@ class EventStream:
 
     def _open(self, data: bytes) -> None:
         """Count no token before the first event that carries one."""
-        if self.manner is not Manner.CHAT:
+        if self.manner is not StreamFormat.CHAT:
             pass
         elif data.startswith(b"event:"):
             self.count = deltas_in
-            self.manner = Manner.RESPONSES if RESPONSES.match(data) else Manner.MESSAGES
+            self.manner = StreamFormat.RESPONSES if RESPONSES.match(data) else StreamFormat.MESSAGES
         elif COHERE in data:
-            self.manner, self.count = Manner.COHERE, cohere_deltas_in
+            self.manner, self.count = StreamFormat.COHERE, cohere_deltas_in
         if self.count is choices_in:
             events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
             while events and not carries_token(events[0]):

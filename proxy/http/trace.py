@@ -16,7 +16,7 @@ TRACEPARENT = re.compile(
 SAMPLED = 1
 
 
-class Leg(NamedTuple):
+class WorkerSpan(NamedTuple):
     """A request to a worker, as it was sent."""
 
     span: int
@@ -33,7 +33,7 @@ class Trace:
     parent: int | None  # the client's span, if it has one
     span: int
     sampled: bool
-    legs: list[Leg]
+    legs: list[WorkerSpan]
     clock_ns: Callable[[], int] = time.time_ns
 
     @classmethod
@@ -54,7 +54,7 @@ class Trace:
         """Note that a worker is asked; return the header that tells it so."""
         span = new_id(64)
         if self.sampled:
-            self.legs.append(Leg(span, worker, role, self.clock_ns()))
+            self.legs.append(WorkerSpan(span, worker, role, self.clock_ns()))
         return b"traceparent: 00-%032x-%016x-%02x\r\n" % (self.trace, span, self.sampled)
 
 

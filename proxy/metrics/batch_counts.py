@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from proxy.metrics.exposition import Family, Page
+from proxy.metrics.exposition import Family, MetricsPage
 
 ACTIVE = Family("proxy_batches", "gauge", "Batches that are not over, by state.", ("status",))
 LINES = Family(
@@ -29,7 +29,7 @@ class BatchCounts:
         self.in_flight = 0
         self.paused = False
 
-    def show(self, page: Page) -> None:
+    def show(self, page: MetricsPage) -> None:
         """Write all of it."""
         page.values(ACTIVE, (((status,), count) for status, count in self.active.items()))
         page.values(LINES, (((outcome,), count) for outcome, count in self.lines.items()))

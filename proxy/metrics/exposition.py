@@ -28,7 +28,7 @@ class Family(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-class Page:
+class MetricsPage:
     """One answer to a scrape: what it is to tell, and then how it is written."""
 
     def __init__(self, *, openmetrics: bool) -> None:

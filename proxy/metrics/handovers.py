@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxy.core.routing.handover_cost import Why
+from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.metrics.histogram import TTFT_BOUNDS, Histogram
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Handover, Lease
+    from proxy.core.fleet.leases import HandoverDecision, Lease
     from proxy.core.router import Router
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ SAY_EVERY_S = 60.0
 ANY = "any"  # decode worker; in metrics
 
 
-class Handovers:
+class HandoverCounters:
     """All counts of one router's."""
 
     def __init__(self, label: Callable[[str], str]) -> None:
@@ -80,7 +80,7 @@ class Handovers:
         self._of(self.transfers, lease).observe(seconds)
         self._of(self.predicted, lease).observe(handover.transfer_s)
 
-    def arrived(self, lease: Lease) -> Handover | None:
+    def arrived(self, lease: Lease) -> HandoverDecision | None:
         """Count a transfer; where there is no stream, nobody knows how long it took."""
         handover = lease.decision.handover
         if handover is None or not handover.tokens:
@@ -98,7 +98,7 @@ class Handovers:
         return found
 
 
-class Aggregated:
+class FallbackLog:
     """Says in the log, now and then, how many were served whole for want of a prefill worker."""
 
     def __init__(self, router: Router) -> None:
@@ -111,7 +111,10 @@ class Aggregated:
         if now < self._next:
             return
         counts = self._router.handovers
-        total = sum(counts.get((model, Why.NO_PREFILL), 0) for model in self._router.fleet.models())
+        total = sum(
+            counts.get((model, HandoverVerdict.NO_PREFILL), 0)
+            for model in self._router.fleet.models()
+        )
         if total > self._told:
             logger.warning(
                 "no prefill worker is up: %d requests were served whole", total - self._told

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import NONE
-from proxy.metrics.exposition import OTHER, Family, Page
+from proxy.metrics.exposition import OTHER, Family, MetricsPage
 from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ WHOLE = Family(
 Key = tuple[str, str, str, str, str]
 
 
-class Unseen:
+class NoFirstToken:
     """What is counted of them; models have the names that all families show."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
@@ -66,7 +66,7 @@ class Unseen:
         self.left = {key: each for key, each in self.left.items() if key[2] not in gone}
         self.whole = {key: each for key, each in self.whole.items() if key[1] not in gone}
 
-    def show(self, page: Page) -> None:
+    def show(self, page: MetricsPage) -> None:
         """Write all of it."""
         page.histograms(LEFT, self.left.items())
         page.histograms(WHOLE, self.whole.items())

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import Ask, Reason
+    from proxy.core.model.types import Reason, RequestInfo
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.trace import Trace
 
 
-class Seen(Protocol):
+class ObservedRequest(Protocol):
     """A request as the data path keeps it."""
 
-    ask: Ask | None
+    ask: RequestInfo | None
     decision: Decision | None
     prompt: bytes
     started: float
@@ -52,8 +52,8 @@ class Seen(Protocol):
 class Recorder(Protocol):
     """What the status page records of requests while it is open."""
 
-    def saw_tokens(self, seen: Seen, now: float) -> None:
+    def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
         """Record the time of tokens."""
 
-    def ended(self, seen: Seen, now: float, status: int, reason: Reason) -> None:
+    def ended(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
         """Record the end of a request."""

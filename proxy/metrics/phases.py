@@ -8,7 +8,7 @@ that nobody can say when it was prefilled.
 
 from __future__ import annotations
 
-from proxy.metrics.exposition import Family, Page
+from proxy.metrics.exposition import Family, MetricsPage
 from proxy.metrics.histogram import PHASE_BOUNDS, Histogram
 
 QUEUE, RETRY, PREFILL = "queue", "retry", "prefill"
@@ -62,7 +62,7 @@ class Phases:
         return found
 
 
-def show(page: Page, table: dict[tuple[str, ...], Phases]) -> None:
+def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:
     """Write them."""
     page.histograms(
         PHASES,

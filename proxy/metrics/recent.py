@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from proxy.core.fleet.leases import Decision
-from proxy.core.model.types import Ask, Reason
+from proxy.core.model.types import Reason, RequestInfo
 
 # A minute at 6,000 requests a minute, which is what the status page begins with; some 6 MB.
 KEPT = 6000
@@ -17,7 +17,7 @@ MAX_TEXT = 200
 
 
 @dataclass(slots=True)
-class Entry:
+class RecentRequest:
     """One request that was answered."""
 
     id: str
@@ -44,7 +44,7 @@ class Entry:
     handover: str | None = None  # whether it was handed over, or why not
 
 
-# Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
+# Its values in their order: to make an `RecentRequest` costs more, and hardly one is ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
@@ -55,7 +55,7 @@ Halves = tuple[str | None, float | None, float | None, float | None]
 NO_HALVES: Halves = (None, None, None, None)
 
 
-class Recent:
+class RecentRequests:
     """A ring of them; the newest push out the oldest."""
 
     def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.time) -> None:
@@ -68,7 +68,7 @@ class Recent:
 
     def add(
         self,
-        ask: Ask,
+        ask: RequestInfo,
         size: str,
         decision: Decision | None,
         reason: Reason,
@@ -105,12 +105,12 @@ class Recent:
         worker: str | None = None,
         reason: Reason | None = None,
         status: int | None = None,
-    ) -> Iterator[Entry]:
+    ) -> Iterator[RecentRequest]:
         """Yield up to `limit` entries that match, newest first."""
         for row in reversed(self._rows):
             if limit <= 0:
                 return
-            entry = Entry(*row)
+            entry = RecentRequest(*row)
             if model is not None and entry.model != model:
                 continue
             if worker is not None and entry.worker != worker:

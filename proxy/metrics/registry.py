@@ -17,8 +17,8 @@ from proxy.core.model.types import NONE
 from proxy.core.request import routes
 from proxy.core.tenants.tenants import Rank
 from proxy.metrics.batch_counts import BatchCounts
-from proxy.metrics.exposition import OTHER, Page
-from proxy.metrics.handovers import Handovers
+from proxy.metrics.exposition import OTHER, MetricsPage
+from proxy.metrics.handovers import HandoverCounters
 from proxy.metrics.histogram import (
     DURATION_BOUNDS,
     GAP_BOUNDS,
@@ -27,18 +27,18 @@ from proxy.metrics.histogram import (
     WAIT_BOUNDS,
     Histogram,
 )
-from proxy.metrics.no_first_token import Unseen
+from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.phases import Phases
-from proxy.metrics.recent import Recent
+from proxy.metrics.recent import RecentRequests
 from proxy.metrics.scrape import slices
 from proxy.metrics.tenant_counts import TenantCounts
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
-    from proxy.core.model.types import Ask, Reason
+    from proxy.core.model.types import Reason, RequestInfo
     from proxy.core.router import Router
     from proxy.http.trace import Trace
-    from proxy.metrics.observed import Recorder, Seen
+    from proxy.metrics.observed import ObservedRequest, Recorder
 
 MAX_MODELS = 100
 # More series of this kind than so many, and those of workers that left are dropped. Where nobody
@@ -87,7 +87,7 @@ class Series:
         self.phases = phases
 
 
-def class_of(ask: Ask | None) -> str:
+def class_of(ask: RequestInfo | None) -> str:
     """Return the class of a request; of one that was never read there is none."""
     if ask is None:
         return NONE
@@ -110,17 +110,17 @@ class Metrics:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.recent = Recent()
+        self.recent = RecentRequests()
         self.live: Recorder | None = None  # while somebody looks at the status page
         self.keeps_prompts = False  # whether whoever is told of ends wants them
         self.begin_trace: Callable[[bytes | None], Trace] | None = None  # where there is tracing
         # Who is told of each request that is over: the log, traces.
-        self.at_end: tuple[Callable[[Seen, float, str, int, Reason], None], ...] = ()
+        self.at_end: tuple[Callable[[ObservedRequest, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
         self.connects_failed = 0  # because this machine had no room
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
-        self.under_way: Callable[[], Iterable[Seen]] = tuple
+        self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
         self.log_lines_dropped: Callable[[], int] = int  # replaced by whoever writes the log
         # Replaced by whoever looks for workers.
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
@@ -135,9 +135,9 @@ class Metrics:
         self.durations: dict[tuple[str, ...], Histogram] = {}
         self.waits: dict[tuple[str, ...], Histogram] = {}
         self.phases: dict[tuple[str, ...], Phases] = {}
-        self.handovers = Handovers(self.model_label)
+        self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
-        self.unseen = Unseen(router.fleet)
+        self.unseen = NoFirstToken(router.fleet)
         self._models: set[str] = set()
         self._next_look = 0.0
 
@@ -238,7 +238,7 @@ class Metrics:
 
     async def page(self, openmetrics: bool = False) -> tuple[bytes, str]:
         """Write the page for a scrape in slices, between which streams go on; say its type, too."""
-        page, pieces = Page(openmetrics=openmetrics), []
+        page, pieces = MetricsPage(openmetrics=openmetrics), []
         for piece in slices(self, page):
             pieces.append(piece)
             await asyncio.sleep(0)

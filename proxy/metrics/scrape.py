@@ -15,7 +15,7 @@ from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.metrics import phases
-from proxy.metrics.exposition import SLICE, Family, Page
+from proxy.metrics.exposition import SLICE, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ DRAINING = gauge("draining", "Whether it is given nothing new.")
 process = ProcessCollector(registry=None)
 
 
-def slices(metrics: Metrics, page: Page) -> Iterator[bytes]:
+def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
     """Write all families piece by piece; meanwhile what they tell of may change."""
     _name_models(metrics)
     page.values(BUILD, [((VERSION,), 1)])
@@ -247,7 +247,7 @@ def _name_models(metrics: Metrics) -> None:
         metrics.model_label(model)
 
 
-def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
+def _requests(page: MetricsPage, metrics: Metrics) -> Iterator[None]:
     requests: Counter[tuple[str, ...]] = Counter()
     for number, (key, series) in enumerate([*metrics.requests.items()]):
         route, model, worker, _, reason, status, size = key
@@ -257,7 +257,7 @@ def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
     page.values(REQUESTS, requests.items())
 
 
-def _counts(page: Page, metrics: Metrics) -> None:
+def _counts(page: MetricsPage, metrics: Metrics) -> None:
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.decisions.items():
@@ -265,7 +265,7 @@ def _counts(page: Page, metrics: Metrics) -> None:
     page.values(DECISIONS, decisions.items())
 
 
-def _histograms(page: Page, metrics: Metrics) -> None:
+def _histograms(page: MetricsPage, metrics: Metrics) -> None:
     tables: tuple[tuple[Family, Mapping[tuple[str, ...], Histogram]], ...] = (
         (TTFT, metrics.ttft),
         (PREDICTED_TTFT, metrics.predicted),
@@ -281,7 +281,7 @@ def _histograms(page: Page, metrics: Metrics) -> None:
     metrics.unseen.show(page)
 
 
-def _handovers(page: Page, metrics: Metrics) -> None:
+def _handovers(page: MetricsPage, metrics: Metrics) -> None:
     found, fleet = metrics.handovers, metrics.router.fleet
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, why), count in metrics.router.handovers.items():
@@ -305,7 +305,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
         page.histograms(family, (((model,), seen) for model, seen in table.items()))
 
 
-def _workers(page: Page, workers: list[Worker]) -> None:
+def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     rows = [((worker.name, worker.role.value, worker.model), worker) for worker in workers]
     page.values(INFLIGHT, ((labels, w.requests) for labels, w in rows))
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
@@ -325,7 +325,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
 
 
-def _panics(page: Page, metrics: Metrics) -> None:
+def _panics(page: MetricsPage, metrics: Metrics) -> None:
     fleet = metrics.router.fleet
     ejections = fleet.ejections
     pools = {key: (key[0], "prefill" if key[1] else "serve") for key in map(key_of, fleet)}
@@ -339,7 +339,7 @@ def _state(breaker: Breaker, now: float) -> str:
     return BUSY if breaker.busy else breaker.state(now).value
 
 
-def _router(page: Page, metrics: Metrics) -> None:
+def _router(page: MetricsPage, metrics: Metrics) -> None:
     queue = metrics.router.queue
     page.values(PROCESSES, [((), 1)])
     page.values(RESTARTS, [((), 0)])  # of a router of one process somebody else takes care
@@ -366,7 +366,7 @@ def _learnt(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
             yield (model, route), round(found, 3)
 
 
-def _process(page: Page) -> None:
+def _process(page: MetricsPage) -> None:
     for family in process.collect():
         kind: Literal["counter", "gauge"] = "counter" if family.type == "counter" else "gauge"
         rows = [((), sample.value) for sample in family.samples]

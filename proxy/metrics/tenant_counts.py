@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from proxy.metrics.exposition import OTHER, Family, Page
+from proxy.metrics.exposition import OTHER, Family, MetricsPage
 from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TenantCounts:
         if ttft_s is not None:
             self._ttft[key].observe(ttft_s)
 
-    def show(self, page: Page) -> None:
+    def show(self, page: MetricsPage) -> None:
         """Write all of it."""
         if not self._tenants.totals:
             return  # there never were any

@@ -36,7 +36,7 @@ Addresses = tuple[str, ...]
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
-class NobodyAnswersError(OSError):
+class NoAddressAnswersError(OSError):
     """None of a name's addresses led anywhere, for one reason each."""
 
     def __init__(self, errors: Sequence[OSError]) -> None:
@@ -44,7 +44,7 @@ class NobodyAnswersError(OSError):
         self.errors = tuple(errors)
 
 
-class Known(NamedTuple):
+class CachedLookup(NamedTuple):
     """What a name stood for, or why it can't be known, and until when nobody asks again."""
 
     found: Addresses | BaseException
@@ -57,7 +57,7 @@ class Known(NamedTuple):
         return self.found
 
 
-class LookUp(NamedTuple):
+class PendingLookup(NamedTuple):
     """One that is under way."""
 
     began: float
@@ -76,13 +76,13 @@ def _written(address: tuple[Any, ...]) -> str:
     return f"{host}%{scope}" if scope and "%" not in host else host
 
 
-class Names:
+class Resolver:
     """Names and what they stand for."""
 
     def __init__(self, ask: Callable[[str], Addresses] = ask_system) -> None:
         self._ask = ask
-        self._known: dict[str, Known] = {}
-        self._under_way: dict[str, LookUp] = {}
+        self._known: dict[str, CachedLookup] = {}
+        self._under_way: dict[str, PendingLookup] = {}
         self._lock = threading.Lock()  # for the two below
         self._waiting: deque[tuple[str, Future[Addresses]]] = deque()
         self._threads = 0
@@ -115,14 +115,14 @@ class Names:
         if known is not None:
             self._known[host] = known._replace(until=0.0)
 
-    def _begin(self, host: str, now: float) -> LookUp:
+    def _begin(self, host: str, now: float) -> PendingLookup:
         """Return the look-up that is under way, a new one if there is none."""
         found = self._under_way.get(host)
         if found is not None:
             return found
         answer: Future[Addresses] = Future()
         answer.set_running_or_notify_cancel()  # who waits no more ends it for nobody else
-        look_up = self._under_way[host] = LookUp(now, answer)
+        look_up = self._under_way[host] = PendingLookup(now, answer)
         answer.add_done_callback(lambda answer: self._learn(host, answer))
         with self._lock:
             self._waiting.append((host, answer))
@@ -166,13 +166,13 @@ class Names:
         if known is None and len(self._known) >= MOST_KNOWN:
             self._known.clear()
         if error is None:
-            self._known[host] = Known(answer.result(), time.monotonic() + FRESH_S)
+            self._known[host] = CachedLookup(answer.result(), time.monotonic() + FRESH_S)
         elif known is None or _is_final(error) or isinstance(known.found, BaseException):
-            self._known[host] = Known(error, 0.0)
+            self._known[host] = CachedLookup(error, 0.0)
         self._under_way.pop(host, None)
 
 
-NAMES = Names()  # of the process
+NAMES = Resolver()  # of the process
 
 
 async def connect(
@@ -206,7 +206,7 @@ async def connect(
             NAMES.doubt(host)
             raise
     NAMES.doubt(host)
-    raise errors[0] if len(errors) == 1 else NobodyAnswersError(errors)
+    raise errors[0] if len(errors) == 1 else NoAddressAnswersError(errors)
 
 
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:

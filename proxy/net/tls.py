@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from proxy.config import Draft, FleetConfig, TlsConfig, WorkerTlsConfig
+from proxy.config import FleetConfig, PartialConfig, TlsConfig, WorkerTlsConfig
 from proxy.errors import ConfigError, Problem, ProxyError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class TlsError(ProxyError):
         self.why = why
 
 
-class Shown:
+class ServedContext:
     """The context of a port."""
 
     def __init__(self, config: TlsConfig) -> None:
@@ -172,7 +172,7 @@ def _date(path: Path) -> int:
 # All of a fleet file's
 
 
-def tls_problems(draft: Draft) -> Iterator[Problem]:
+def tls_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Say what is wrong with the files of all blocks about TLS."""
     if router := draft.router:
         yield from _problem("router.tls", router.tls)
@@ -198,7 +198,7 @@ def _problem(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[P
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Raise `ConfigError` where any of the files can't be used."""
-    if problems := list(tls_problems(Draft.of(config))):
+    if problems := list(tls_problems(PartialConfig.of(config))):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for files to be read

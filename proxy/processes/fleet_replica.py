@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from proxy.core.learned.latency import PARTS, Pace
-from proxy.processes.ipc_messages import Known, Workers
-from proxy.processes.shared.load import Rows, Sharing
+from proxy.core.learned.latency import PARTS, LatencyModel
+from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
+from proxy.processes.shared.load import SharedLoad, WorkerRows
 from proxy.processes.shared.shared_memory import MOST_WORKERS
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 Place = tuple[int, float]  # a row, and since when
 
 
-class Mirror:
+class FleetReplica:
     """Tells of a fleet, or makes one what is told."""
 
     def __init__(
         self,
         router: Router,
         discovery: Discovery,
-        sharing: Sharing,
+        sharing: SharedLoad,
         clock: Callable[[], float],
     ) -> None:
         self._router = router
@@ -42,7 +42,7 @@ class Mirror:
         self._found: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
         self._sharing = sharing
-        self._rows = Rows(sharing, clock)
+        self._rows = WorkerRows(sharing, clock)
         self._places: dict[Worker, Place] = {}
         self._said: dict[Worker, tuple[object, ...]] = {}
         self._warm: set[tuple[str, float, str, float]] = set()
@@ -64,7 +64,7 @@ class Mirror:
         self._found = {}
         self._full = True
 
-    def changes(self) -> Workers | None:
+    def changes(self) -> WorkersChanged | None:
         """Say what has changed since this was asked last."""
         gone = [worker for worker in self._places if self._fleet.get(worker.name) is not worker]
         for worker in gone:
@@ -97,7 +97,7 @@ class Mirror:
         if not (known or gone or warm or everything or news):
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet)
-        return Workers(tuple(known), names, everything, warm, news)
+        return WorkersChanged(tuple(known), names, everything, warm, news)
 
     def _give(self, worker: Worker) -> None:
         place = self._rows.of(worker)
@@ -111,10 +111,10 @@ class Mirror:
             place = -1, 0.0
         self._take_place(worker, place)
 
-    def _known(self, worker: Worker) -> Known:
+    def _known(self, worker: Worker) -> KnownWorker:
         row, since = self._places[worker]
         pace = worker.pace
-        return Known(
+        return KnownWorker(
             spec=worker.spec,
             row=None if row < 0 else row,
             since=since,
@@ -150,7 +150,7 @@ class Mirror:
 
     # Of the others
 
-    def take(self, told: Workers) -> None:
+    def take(self, told: WorkersChanged) -> None:
         """Become what the leader says."""
         gone = set(told.gone)
         if told.all:
@@ -169,7 +169,7 @@ class Mirror:
             if prefill is not None and decode is not None:
                 self._router.links.warm(prefill, decode)
 
-    def _swap(self, names: Collection[str], told: Iterable[Known]) -> None:
+    def _swap(self, names: Collection[str], told: Iterable[KnownWorker]) -> None:
         """Take out who is gone and in who is new, all at once: there may be a thousand."""
         fleet = self._fleet
         gone = [worker for name in names if (worker := fleet.get(name)) is not None]
@@ -186,12 +186,12 @@ class Mirror:
         for worker in gone:
             self._leave(worker)
 
-    def _is_another(self, worker: Worker, known: Known) -> bool:
+    def _is_another(self, worker: Worker, known: KnownWorker) -> bool:
         """Whether this is a namesake."""
         place = _place(known)
         return not worker.is_meant_by(known.spec) or self._places.get(worker, place) != place
 
-    def _take(self, worker: Worker, known: Known) -> None:
+    def _take(self, worker: Worker, known: KnownWorker) -> None:
         spec, fleet = known.spec, self._fleet
         if worker.spec != spec:
             fleet.respecify(worker, spec)
@@ -227,12 +227,12 @@ class Mirror:
         self._sharing.leave(worker)
 
 
-def _place(known: Known) -> Place:
+def _place(known: KnownWorker) -> Place:
     return (-1 if known.row is None else known.row), known.since
 
 
-def _pace(parts: tuple[float, ...]) -> Pace:
-    pace = Pace()
+def _pace(parts: tuple[float, ...]) -> LatencyModel:
+    pace = LatencyModel()
     for name, value in zip(PARTS, parts, strict=True):
         setattr(pace, name, value)
     return pace

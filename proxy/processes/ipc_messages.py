@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from proxy.config import FleetConfig
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.discovery.endpoints import Endpoints
-from proxy.setup.secrets import Keys
+from proxy.setup.secrets import SecretKeys
 
 Address = tuple[int, Any]  # a socket's family, and what it is bound to
 
@@ -26,7 +26,7 @@ class Begin:
     processes: int
     started_with: FleetConfig
     config: FleetConfig  # as it was read last
-    keys: Keys  # and what the files that it names held then
+    keys: SecretKeys  # and what the files that it names held then
     source: Path | None
     read: Callable[[Path], FleetConfig]
     addresses: tuple[Address, ...]
@@ -53,15 +53,15 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ConfigReloaded:
     """The leader did; the others are to take it, and the keys that it read."""
 
     config: FleetConfig
-    keys: Keys
+    keys: SecretKeys
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownWorker:
     """A worker as the leader knows it."""
 
     spec: WorkerSpec
@@ -80,10 +80,10 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkersChanged:
     """What the leader says of workers: those that changed, and who is gone; or all there are."""
 
-    known: tuple[Known, ...]
+    known: tuple[KnownWorker, ...]
     gone: tuple[str, ...] = ()
     all: bool = False
     warm: tuple[tuple[str, str], ...] = ()  # pairs between which transfers are ready
@@ -91,7 +91,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class StoredResponses:
     """Stored responses, the workers that hold them, and whose they are; for all others."""
 
     responses: tuple[tuple[str, str, str], ...]
@@ -111,7 +111,7 @@ What = Literal["page", "decisions", "minute", "logs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class IpcQuestion:
     """A question to all processes; the supervisor puts it, and for a page gives the sum."""
 
     number: int
@@ -120,7 +120,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class IpcAnswer:
     """An answer, to a question of that number."""
 
     number: int
@@ -128,7 +128,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
+class IpcNoAnswer:
     """To that question there will be no answer; why is in the log of whoever has none."""
 
     number: int
@@ -140,12 +140,12 @@ Message: TypeAlias = (
     | Serving
     | Lead
     | Reload
-    | Reloaded
-    | Workers
-    | Remembered
+    | ConfigReloaded
+    | WorkersChanged
+    | StoredResponses
     | Drain
     | Stop
-    | Ask
-    | Answer
-    | Unanswered
+    | IpcQuestion
+    | IpcAnswer
+    | IpcNoAnswer
 )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.processes.child import Child
-    from proxy.processes.ipc_messages import Ask
+    from proxy.processes.ipc_messages import IpcQuestion
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ ANSWER_S = 4.0  # that a question may take: a page of a thousand workers is writ
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingQuestion:
     """A question, until all have answered it."""
 
     missing: set[int]
@@ -33,16 +33,16 @@ class Pending:
             self.complete.set()
 
 
-class Questions:
+class PendingQuestions:
     """Those under way."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingQuestion] = {}
 
-    async def put(self, question: Ask, children: Sequence[Child]) -> dict[int, Any]:
+    async def put(self, question: IpcQuestion, children: Sequence[Child]) -> dict[int, Any]:
         """Ask these; those that do not answer in time are left out. No two have one number."""
         number = question.number
-        pending = self._pending[number] = Pending({child.index for child in children})
+        pending = self._pending[number] = PendingQuestion({child.index for child in children})
         for child in children:
             child.channel.say(question)
         try:

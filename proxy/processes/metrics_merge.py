@@ -50,7 +50,7 @@ BOUND = re.compile(r'(?:^|,)le="[^"]*"}$|}$')
 
 
 @dataclass(slots=True)
-class Family:
+class MergedFamily:
     """A metric, its series in the order they were told."""
 
     kind: str
@@ -58,18 +58,18 @@ class Family:
     series: dict[str, float] = field(default_factory=dict)
 
 
-Page = dict[str, Family]
-NOTHING = Family("untyped", "")
+Page = dict[str, MergedFamily]
+NOTHING = MergedFamily("untyped", "")
 
 
 def read(text: str) -> Page:
     """Read a page in Prometheus's format, as we write it."""
     page: Page = {}
-    family = Family("untyped", "")
+    family = MergedFamily("untyped", "")
     for line in text.split("\n"):  # names may have what else ends lines
         if line.startswith("# HELP "):
             _, _, name, explained = line.split(" ", 3)
-            family = page[name] = Family("untyped", explained)
+            family = page[name] = MergedFamily("untyped", explained)
         elif line.startswith("# TYPE "):
             family.kind = line.rsplit(" ", 1)[1]
         elif line and not line.startswith("#"):
@@ -85,7 +85,7 @@ def add_up(pages: Iterable[Page]) -> Page:
         for name, family in page.items():
             if name in LEADERS and name in total:
                 continue
-            found = total.setdefault(name, Family(family.kind, family.help))
+            found = total.setdefault(name, MergedFamily(family.kind, family.help))
             adds = family.kind != "gauge" or name in ADDED
             for series, value in family.series.items():
                 if series not in found.series:
@@ -111,7 +111,7 @@ def less(page: Page, other: Page) -> Page:
         told = other.get(name, NOTHING).series
         if not family.series.keys() <= told.keys():
             series = {each: value for each, value in family.series.items() if each not in told}
-            left[name] = Family(family.kind, family.help, series)
+            left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
 
@@ -131,7 +131,7 @@ def dropped(before: Page, now: Page) -> Page:
         }
         if fell:
             series = {each: n for each, n in family.series.items() if _labels(each) in fell}
-            gone[name] = Family(family.kind, family.help, series)
+            gone[name] = MergedFamily(family.kind, family.help, series)
     return gone
 
 
@@ -159,7 +159,7 @@ def without_strangers(past: Page, present: Page) -> Page:
             for each, value in family.series.items()
             if each in shown or known.issuperset(NAMED.findall(each))
         }
-        left[name] = Family(family.kind, family.help, series)
+        left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Totals:
+class MetricsTotals:
     """What each process said last, and what it, or one that ended, said once and no more."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Totals:
             (PROCESSES, PROCESSES.name, serving),
             (RESTARTS, f"{RESTARTS.name}_total", restarts),
         ):
-            total[name] = metrics_merge.Family(family.kind, family.help, {name: value})
+            total[name] = metrics_merge.MergedFamily(family.kind, family.help, {name: value})
         return metrics_merge.write(total, openmetrics=openmetrics)
 
     def _told(self, index: int, number: int, page: metrics_merge.Page) -> metrics_merge.Page:

@@ -14,38 +14,38 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
-from proxy.metrics.recent import Entry
+from proxy.metrics.recent import RecentRequest
 from proxy.processes.channel import Channel
 from proxy.processes.collector import settle
-from proxy.processes.fleet_replica import Mirror
+from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (
     Address,
-    Answer,
-    Ask,
     Begin,
+    ConfigReloaded,
     Drain,
+    IpcAnswer,
+    IpcNoAnswer,
+    IpcQuestion,
     Joined,
     Lead,
     Message,
     Reload,
-    Reloaded,
-    Remembered,
     Serving,
     Stop,
-    Unanswered,
+    StoredResponses,
     What,
-    Workers,
+    WorkersChanged,
 )
-from proxy.processes.shared.limits import Tenancy
-from proxy.processes.shared.load import Sharing
-from proxy.processes.shared.prefixes import Prefixes
-from proxy.processes.shared.queue import Queues
-from proxy.processes.shared.shared_memory import ALIVE, LIFE, Table
-from proxy.processes.shared.traffic import Tides
+from proxy.processes.shared.limits import SharedLimits
+from proxy.processes.shared.load import SharedLoad
+from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.shared_memory import ALIVE, LIFE, SharedTable
+from proxy.processes.shared.traffic import SharedTraffic
 from proxy.processes.signals import reload
 from proxy.setup.app import App
-from proxy.setup.secrets import Keys
-from proxy.status_page.recorder import Part, Wanted
+from proxy.setup.secrets import SecretKeys
+from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ ANSWER_S = 5.0  # the supervisor has one sooner
 FAILED = 1
 
 
-class Member:
+class ServerProcess:
     """A process among its siblings."""
 
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
@@ -71,20 +71,20 @@ class Member:
         self.app.logs.tell_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
-        shared, router = Table(table, begin.processes), self.app.router
-        self._sharing = Sharing(shared, index, fleet, clock, loop.call_soon)
+        shared, router = SharedTable(table, begin.processes), self.app.router
+        self._sharing = SharedLoad(shared, index, fleet, clock, loop.call_soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
-        self._queues = Queues(router.queue, self._sharing)
+        self._queues = SharedQueues(router.queue, self._sharing)
         self._sharing.parts += (
             self._queues,
-            Tenancy(router.tenants, router.queue.turns, shared, self._sharing),
-            Tides(router, self._sharing),
-            Prefixes(fleet, self._sharing),
+            SharedLimits(router.tenants, router.queue.turns, shared, self._sharing),
+            SharedTraffic(router, self._sharing),
+            SharedPrefixes(fleet, self._sharing),
         )
         router.others_remember = self._remember
         fleet.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
-        self._mirror = Mirror(router, self.app.discovery, self._sharing, clock)
+        self._mirror = FleetReplica(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
@@ -112,20 +112,20 @@ class Member:
         match message:
             case Lead():
                 self._lead()
-            case Workers():
+            case WorkersChanged():
                 if not self.app.leads:
                     self.app.hide_keys(known.spec for known in message.known)
                     self._mirror.take(message)
                     self._begin_to_listen()
             case Joined():
                 self._mirror.forget()
-                self._channel.say(Remembered(tuple(self.app.router.remembered())))
-            case Remembered(responses):
+                self._channel.say(StoredResponses(tuple(self.app.router.remembered())))
+            case StoredResponses(responses):
                 for response in responses:
                     self.app.router.recall(*response)
             case Reload():
                 self._soon(reload(self.app))
-            case Reloaded(config, keys):
+            case ConfigReloaded(config, keys):
                 try:
                     self.app.take(config, keys)
                 except ProxyError as error:
@@ -134,9 +134,9 @@ class Member:
                 self.drain()
             case Stop():
                 self._soon(self._stop())
-            case Ask():
+            case IpcQuestion():
                 self._soon(self._tell_answer(message))
-            case Answer(number, found):
+            case IpcAnswer(number, found):
                 asked = self._asked.pop(number, None)
                 if asked is not None and not asked.done():
                     asked.set_result(found)
@@ -154,14 +154,14 @@ class Member:
 
     # As the app needs it
 
-    def reloaded(self, config: FleetConfig, keys: Keys) -> None:
+    def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
         """Have the others take what was read."""
-        self._channel.say(Reloaded(config, keys))
+        self._channel.say(ConfigReloaded(config, keys))
 
-    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
+    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[RecentRequest]:
         """Return the last requests of all processes, the newest first."""
         found = await self._ask("decisions", (limit, dict(wanted)))
-        entries: list[Entry] = [entry for each in found for entry in each]
+        entries: list[RecentRequest] = [entry for each in found for entry in each]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
@@ -170,9 +170,9 @@ class Member:
         found: tuple[bytes, str] = await self._ask("page", openmetrics)
         return found
 
-    async def minute(self, wanted: Wanted) -> list[Part]:
+    async def minute(self, wanted: UpdateRequest) -> list[LiveUpdate]:
         """Return what is new in all processes, for the status page."""
-        found: list[Part] = await self._ask("minute", wanted)
+        found: list[LiveUpdate] = await self._ask("minute", wanted)
         return found
 
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
@@ -182,21 +182,21 @@ class Member:
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._channel.say(Ask(number, what, given))
+        self._channel.say(IpcQuestion(number, what, given))
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await asked
         finally:
             self._asked.pop(number, None)
 
-    async def _tell_answer(self, question: Ask) -> None:
+    async def _tell_answer(self, question: IpcQuestion) -> None:
         """Answer, or say that there will be no answer; this process goes on, whatever it is."""
         try:
             found = await self._answer(question.what, question.given)
-            self._channel.say(Answer(question.number, found))
+            self._channel.say(IpcAnswer(question.number, found))
         except Exception:
             logger.exception("process %d has no answer: %s", self._index, question.what)
-            self._channel.say(Unanswered(question.number))
+            self._channel.say(IpcNoAnswer(question.number))
 
     async def _answer(self, what: What, given: Any) -> object:
         if what == "page":
@@ -211,7 +211,7 @@ class Member:
         return list(self.app.recent.newest(limit, **wanted))
 
     def _remember(self, response_id: str, worker: str, tenant: str) -> None:
-        self._channel.say(Remembered(((response_id, worker, tenant),)))
+        self._channel.say(StoredResponses(((response_id, worker, tenant),)))
 
     # What it does
 
@@ -304,7 +304,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     """Serve as one of the processes until told to end; return the exit status."""
     loop = asyncio.get_running_loop()
     begun: asyncio.Future[Begin | None] = loop.create_future()
-    member: Member | None = None
+    member: ServerProcess | None = None
     early: list[Message] = []
 
     def heard(message: Message) -> None:
@@ -328,7 +328,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     begin = await begun
     if begin is None:
         return FAILED
-    member = Member(begin, index, table, channel)
+    member = ServerProcess(begin, index, table, channel)
     loop.add_signal_handler(signal.SIGTERM, member.drain)
     for message in early:
         channel.take(message)

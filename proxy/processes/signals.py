@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 
 
-class Reloads(Protocol):
+class Reloadable(Protocol):
     """Whoever takes a fleet file."""
 
     async def reload(self) -> object:
         """Read it again."""
 
 
-class Service(Reloads, Protocol):
+class Service(Reloadable, Protocol):
     """What is started, and ended by signals."""
 
     @property
@@ -92,7 +92,7 @@ async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
     return False
 
 
-async def reload(service: Reloads) -> None:
+async def reload(service: Reloadable) -> None:
     """Have the fleet file read again; whatever is wrong with it is logged."""
     try:
         await service.reload()

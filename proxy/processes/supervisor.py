@@ -29,28 +29,28 @@ from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import (
-    Answer,
-    Ask,
     Begin,
+    ConfigReloaded,
     Drain,
+    IpcAnswer,
+    IpcNoAnswer,
+    IpcQuestion,
     Joined,
     Lead,
     Message,
     Reload,
-    Reloaded,
-    Remembered,
     Serving,
     Stop,
-    Unanswered,
-    Workers,
+    StoredResponses,
+    WorkersChanged,
 )
-from proxy.processes.ipc_requests import Questions
-from proxy.processes.metrics_totals import Totals
+from proxy.processes.ipc_requests import PendingQuestions
+from proxy.processes.metrics_totals import MetricsTotals
 from proxy.processes.ports import Ports
-from proxy.processes.shared.shared_memory import ALIVE, Table
+from proxy.processes.shared.shared_memory import ALIVE, SharedTable
 from proxy.processes.size import how_many
 from proxy.setup.app import url_of
-from proxy.setup.secrets import Keys
+from proxy.setup.secrets import SecretKeys
 from proxy.wire.bind import once_free
 
 logger = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class Supervisor:
         self.processes = how_many(config)
         self.restarts = 0
         self._started_with = self._config = config
-        self._keys = Keys.read(config, str(source))
+        self._keys = SecretKeys.read(config, str(source))
         self._source = source
-        self._table: Table
+        self._table: SharedTable
         self._ports = Ports()
         self._children: dict[int, Child] = {}
         self._leader: Child | None = None
@@ -89,10 +89,10 @@ class Supervisor:
         self._keepers: list[asyncio.Task[None]] = []
         self._ending = False
         self._all_serve = asyncio.Event()
-        self._questions = Questions()
-        self._totals = Totals()
+        self._questions = PendingQuestions()
+        self._totals = MetricsTotals()
         self._numbers = count(1)  # of questions
-        self._logs: Ask | None = None  # what was changed of them since the file was read
+        self._logs: IpcQuestion | None = None  # what was changed of them since the file was read
 
     @property
     def pids(self) -> list[int]:
@@ -122,7 +122,7 @@ class Supervisor:
     async def start(self) -> None:
         """Begin all, and wait until they serve; raise if one does not."""
         await self._take_ports()
-        self._table = Table.make(self.processes)
+        self._table = SharedTable.make(self.processes)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
         watching = asyncio.create_task(self._watch())
         watching.add_done_callback(_complain)
@@ -297,27 +297,27 @@ class Supervisor:
                 child.serving = True
                 if self._serving == self.processes:
                     self._all_serve.set()
-            case Workers():
+            case WorkersChanged():
                 for other in self._children.values():
                     if other is not child and other.joined:
                         self._pass_on(other, message)
-            case Remembered():
+            case StoredResponses():
                 self._say_all(message, but=child)
-            case Reloaded(config, keys):
+            case ConfigReloaded(config, keys):
                 self._config, self._keys, self._logs = config, keys, None
                 self._say_all(message, but=child)
-            case Ask():
+            case IpcQuestion():
                 if message.what == "logs":
                     self._note_logs(message)
                 task = asyncio.create_task(self._ask(child, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case Answer(number, found):
+            case IpcAnswer(number, found):
                 self._questions.answered(child.index, number, found)
-            case Unanswered(number):
+            case IpcNoAnswer(number):
                 self._questions.unanswered(child.index, number)
 
-    def _pass_on(self, child: Child, message: Workers) -> None:
+    def _pass_on(self, child: Child, message: WorkersChanged) -> None:
         """Tell a process of workers, unless it has not read what it was told before."""
         if child.channel.unsent >= MUCH:
             child.missed = True
@@ -338,10 +338,10 @@ class Supervisor:
 
     # What they ask
 
-    async def _ask(self, child: Child, question: Ask) -> None:
+    async def _ask(self, child: Child, question: IpcQuestion) -> None:
         """Put a question to all, and give whoever asked the answers, the leader's first."""
         number = next(self._numbers)  # each process that asks has numbers of its own
-        found = await self.gather(Ask(number, question.what, question.given))
+        found = await self.gather(IpcQuestion(number, question.what, question.given))
         answer: object = [*found.values()]
         if question.what == "page":
             answer = self._totals.page(
@@ -351,20 +351,20 @@ class Supervisor:
                 restarts=self.restarts,
                 openmetrics=bool(question.given),
             )
-        child.channel.say(Answer(question.number, answer))
+        child.channel.say(IpcAnswer(question.number, answer))
 
-    def _note_logs(self, change: Ask) -> None:
+    def _note_logs(self, change: IpcQuestion) -> None:
         """Keep what is to be logged for processes that begin later; tell those that do now."""
         requests, levels = change.given
         if self._logs is not None:
             earlier, others = self._logs.given
             requests, levels = earlier if requests is None else requests, {**others, **levels}
-        self._logs = Ask(NOBODYS, "logs", (requests, levels))
+        self._logs = IpcQuestion(NOBODYS, "logs", (requests, levels))
         for child in self._children.values():
             if not child.serving:
                 child.channel.say(self._logs)
 
-    async def gather(self, question: Ask) -> dict[int, Any]:
+    async def gather(self, question: IpcQuestion) -> dict[int, Any]:
         """Ask all that serve, the leader first; who does not answer in time is left out."""
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))

@@ -28,27 +28,27 @@ from proxy.core.router import Router, RouterSettings
 from proxy.discovery.discovery import Discovery
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance
-from proxy.health.breaker_log import Resting
+from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
-from proxy.metrics.handovers import Aggregated
-from proxy.metrics.recent import Entry, Recent
+from proxy.metrics.handovers import FallbackLog
+from proxy.metrics.recent import RecentRequest, RecentRequests
 from proxy.metrics.registry import Metrics
-from proxy.net.tls import Shown, check_tls, to_worker
+from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.restart_only import as_started, takes_a_restart
-from proxy.setup.secrets import Keys
+from proxy.setup.secrets import SecretKeys
 from proxy.setup.tenancy import (
     admission_settings,
     fairness_settings,
     keep_strangers_out,
     take_tenants,
 )
-from proxy.status_page.live import Live
+from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
 from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
 from proxy.wire.bind import once_free
-from proxy.wire.server import Wire
+from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 
 
-class Siblings(Protocol):
+class SiblingProcesses(Protocol):
     """Other processes that serve the same fleet on the same port."""
 
-    def reloaded(self, config: FleetConfig, keys: Keys) -> None:
+    def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
         """Have them take what was read."""
 
-    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
+    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[RecentRequest]:
         """Return the last requests of all, newest first."""
 
 
@@ -80,7 +80,7 @@ class App:
         *,
         read: Callable[[Path], FleetConfig] = load,
         started_with: FleetConfig | None = None,  # where the file was read again since
-        keys: Keys | None = None,  # where they were read already
+        keys: SecretKeys | None = None,  # where they were read already
     ) -> None:
         self.config = config
         self.source = source
@@ -92,11 +92,11 @@ class App:
         for spec in specs(config):
             self.fleet.add(spec)
         self.router = Router(router_settings(config), self.fleet)
-        keys = self._keys = keys or Keys.read(config, str(source))
+        keys = self._keys = keys or SecretKeys.read(config, str(source))
         take_tenants(self.router.tenants, config, keys.tenants)
         self.metrics = Metrics(self.router)
         moves = connector(config.transfer) if config.transfer is not None else None
-        self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
+        self.wire = WireServer(self.router, wire_settings(config), self.metrics, connector=moves)
         self.prober = Prober(self.router, probe)
         self.balance = Balance(self.router)
         self.warmup: Warmup | None = None
@@ -107,7 +107,7 @@ class App:
         self.discovery = Discovery(self.fleet, config, keys.pools, _spec)
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
-        self.live = Live(self.metrics, self._minute, self.wire.clock)
+        self.live = LiveView(self.metrics, self._minute, self.wire.clock)
         self.logs = Logs(config, self.metrics, keys=keys.plain)
         self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
@@ -115,14 +115,14 @@ class App:
             self.metrics.begin_trace = self.tracing.begin
             self.metrics.at_end += (self.tracing.ended,)
         self.batches = self._batches(config.router.batches)
-        self.siblings: Siblings | None = None  # other processes that serve the same
+        self.siblings: SiblingProcesses | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
         self._admin_key.take(keys.admin)
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
-        self._tls = Shown(own) if own else None
-        self._admin_tls = Shown(admin) if admin else None
+        self._tls = ServedContext(own) if own else None
+        self._admin_tls = ServedContext(admin) if admin else None
         self.wire.tls = self._tls.context if self._tls else None
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
@@ -178,7 +178,7 @@ class App:
     def lead(self) -> None:
         """Begin what one process alone does."""
         self.leads = True
-        self.fleet.witness = Resting()
+        self.fleet.witness = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),
@@ -196,7 +196,7 @@ class App:
             await asyncio.sleep(LOOK_S)
 
     async def _tell_aggregated(self) -> None:
-        aggregated = Aggregated(self.router)
+        aggregated = FallbackLog(self.router)
         while True:
             aggregated.look(self.wire.clock())
             await asyncio.sleep(LOOK_S)
@@ -214,7 +214,7 @@ class App:
         return url_of(admin.host, port, self._started_with.router.admin.tls)
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> RecentRequests:
         """The last requests."""
         return self.metrics.recent
 
@@ -226,7 +226,7 @@ class App:
         worker: str | None = None,
         reason: Reason | None = None,
         status: int | None = None,
-    ) -> list[Entry]:
+    ) -> list[RecentRequest]:
         """Return the last requests that are so, newest first."""
         wanted: dict[str, Any] = {
             "model": model,
@@ -270,7 +270,7 @@ class App:
             logger.warning("%s: the change takes a restart", ", ".join(late))
         return late
 
-    def take(self, config: FleetConfig, keys: Keys | None = None) -> list[str]:
+    def take(self, config: FleetConfig, keys: SecretKeys | None = None) -> list[str]:
         """Become what a fleet file says; return what will change only with the next start.
 
         `keys` are those that it names, where they were read already.
@@ -286,7 +286,7 @@ class App:
                 raise
             logger.error("of TLS stays what was read before:\n%s", error)
         said, config = config, as_started(config, self._started_with)
-        keys = keys or Keys.read(config, str(self.source))
+        keys = keys or SecretKeys.read(config, str(self.source))
         keep_strangers_out(config, config.router.host, str(self.source))
         found = self.discovery.reconfigure(config, keys.pools)
         # Nothing can fail any more.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class SecretKeys:
     """What was read."""
 
     tenants: Mapping[bytes, str]  # hashes, and whose each is
@@ -28,7 +28,7 @@ class Keys:
     pools: Mapping[str, str | None] = field(repr=False)
 
     @classmethod
-    def read(cls, config: FleetConfig, source: str) -> Keys:
+    def read(cls, config: FleetConfig, source: str) -> SecretKeys:
         """Read them; raises `ProxyError`."""
         return cls(
             tenancy.read_keys(config, source),

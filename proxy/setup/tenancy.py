@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import Draft, FleetConfig, TenantConfig
+from proxy.config import FleetConfig, PartialConfig, TenantConfig
 from proxy.config.admin import is_loopback
 from proxy.config.tenant_checks import has_keys
 from proxy.core.queue.fairness import FairnessSettings
@@ -41,7 +41,7 @@ def read_keys(
     return keys
 
 
-def key_problems(draft: Draft) -> list[Problem]:
+def key_problems(draft: PartialConfig) -> list[Problem]:
     """Say what is wrong with keys, of those tenants of whom the file says where they are."""
     problems: list[Problem] = []
     known = ((index, each) for index, each in draft.tenants.items() if has_keys(each))

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.status_page.recorder import FIELDS, Notes, Part, Wanted
+from proxy.status_page.recorder import FIELDS, LiveRecorder, LiveUpdate, UpdateRequest
 
 if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
-    from proxy.status_page.snapshot import Figures, LiveState
+    from proxy.status_page.snapshot import LiveCounts, LiveState
 
 BEAT_S = 0.25
 STATE_EVERY = 4  # beats
@@ -65,7 +65,7 @@ class Viewer:
         self._filled.set()
 
 
-class Live:
+class LiveView:
     """What is shown of the last minute, and to whom."""
 
     def __init__(
@@ -75,9 +75,9 @@ class Live:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.notes = Notes(metrics, state.figures, clock, wall)
+        self.notes = LiveRecorder(metrics, state.figures, clock, wall)
         # Where several processes serve: asks them all for their parts.
-        self.ask_all: Callable[[Wanted], Awaitable[list[Part]]] | None = None
+        self.ask_all: Callable[[UpdateRequest], Awaitable[list[LiveUpdate]]] | None = None
         self._state = state
         self._clock = clock
         self._zero = clock()
@@ -131,17 +131,17 @@ class Live:
         """Tell every viewer what is new."""
         now = self._clock()
         whole = any(viewer.behind and not viewer.busy for viewer in self._viewers)
-        wanted = Wanted(self._zero, whole, self._beats % STATE_EVERY == 0 or whole)
+        wanted = UpdateRequest(self._zero, whole, self._beats % STATE_EVERY == 0 or whole)
         self._beats += 1
         self._tell(now, await self._parts(now, wanted))
 
-    async def _parts(self, now: float, wanted: Wanted) -> list[Part]:
+    async def _parts(self, now: float, wanted: UpdateRequest) -> list[LiveUpdate]:
         if self.ask_all is not None:
             with suppress(TimeoutError):  # then at least our own
                 return await self.ask_all(wanted)
         return [self.notes.part(now, wanted)]
 
-    def _see_gaps(self, now: float, parts: list[Part]) -> None:
+    def _see_gaps(self, now: float, parts: list[LiveUpdate]) -> None:
         """Have everything told anew where something can't have been told, but not all the time."""
         heard = {part.source: part.number for part in parts}
         if heard == {source: number + 1 for source, number in self._heard.items()}:
@@ -152,7 +152,7 @@ class Live:
                 viewer.behind = True
         # Else what was heard of stays as it was: a gap is still one the next time.
 
-    def _tell(self, now: float, parts: list[Part]) -> None:
+    def _tell(self, now: float, parts: list[LiveUpdate]) -> None:
         self._see_gaps(now, parts)
         news: dict[str, Any] = {
             "now": round((now - self._zero) * 1000),
@@ -179,7 +179,7 @@ class Live:
                 viewer.behind = False
                 viewer.give(everything)
 
-    def _everything(self, now: float, parts: list[Part], figures: list[Figures]) -> bytes:
+    def _everything(self, now: float, parts: list[LiveUpdate], figures: list[LiveCounts]) -> bytes:
         told = {
             "run": self._run_id,
             "fields": FIELDS,

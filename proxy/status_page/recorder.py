@@ -20,9 +20,9 @@ from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
     from proxy.core.model.types import Reason
-    from proxy.metrics.observed import Seen
+    from proxy.metrics.observed import ObservedRequest
     from proxy.metrics.registry import Metrics
-    from proxy.status_page.snapshot import Figures
+    from proxy.status_page.snapshot import LiveCounts
 
 WINDOW_S = 60.0
 TICK_S = 0.02  # a pixel of the picture is 50 ms
@@ -41,7 +41,7 @@ Row = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class UpdateRequest:
     """What is asked of a process: times counted from where, and whether the whole minute."""
 
     zero: float
@@ -50,7 +50,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LiveUpdate:
     """What one process tells."""
 
     source: str  # who tells; a process that was begun anew is another
@@ -59,16 +59,16 @@ class Part:
     ticks: list[list[int]]  # a row's number and when tokens passed
     dropped: int  # rows that were too many
     whole: list[Row] | None  # of the last minute, if it was wanted
-    figures: Figures | None
+    figures: LiveCounts | None
 
 
-class Notes:
+class LiveRecorder:
     """One process's."""
 
     def __init__(
         self,
         metrics: Metrics,
-        figures: Callable[[float], Figures | None],
+        figures: Callable[[float], LiveCounts | None],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -91,7 +91,7 @@ class Notes:
 
     # For the data path, while somebody looks
 
-    def saw_tokens(self, seen: Seen, now: float) -> None:
+    def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
         """Note that tokens passed."""
         ticks = seen.ticks
         if ticks is None:
@@ -99,7 +99,7 @@ class Notes:
         elif not ticks or (now - ticks[-1] >= TICK_S and len(ticks) < MOST_TICKS):
             ticks.append(now)
 
-    def ended(self, seen: Seen, now: float, status: int, reason: Reason) -> None:
+    def ended(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
         """Note the end of a request; of one that was told of it is told whatever happens."""
         told = self._known.pop(seen.number, None)
         if told is None and len(self._ended) >= MOST_ROWS:
@@ -123,7 +123,7 @@ class Notes:
         self._ended.clear()
         self._rows.clear()
 
-    def part(self, now: float, wanted: Wanted) -> Part:
+    def part(self, now: float, wanted: UpdateRequest) -> LiveUpdate:
         """Tell what is new in this process; it notes what passes until nobody asks any more."""
         if wanted.zero != self._zero:
             self._zero = wanted.zero
@@ -138,7 +138,7 @@ class Notes:
         whole = self._whole(now) if wanted.whole else None
         figures = self._figures(now) if wanted.figures else None
         self._parts += 1
-        return Part(self._source, self._parts, rows, ticks, dropped, whole, figures)
+        return LiveUpdate(self._source, self._parts, rows, ticks, dropped, whole, figures)
 
     def _forget(self) -> None:
         if self._metrics.live is None:
@@ -201,7 +201,9 @@ class Notes:
                 placed, None, first, self.ms(ended),
             ]  # fmt: skip
 
-    def _row(self, seen: Seen, status: int | None, reason: str | None, ended: float | None) -> Row:
+    def _row(
+        self, seen: ObservedRequest, status: int | None, reason: str | None, ended: float | None
+    ) -> Row:
         if seen.number == 0:
             self._numbers += 1
             seen.number = self._numbers * self.marks + self.mark
@@ -227,7 +229,7 @@ class Notes:
             self.ms(first), self.ms(ended),
         ]  # fmt: skip
 
-    def _ticks(self, seen: Seen) -> list[int]:
+    def _ticks(self, seen: ObservedRequest) -> list[int]:
         ticks = seen.ticks
         if not ticks:
             return []

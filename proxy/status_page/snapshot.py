@@ -33,7 +33,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LiveCounts:
     """What one process has counted: it may be one of several."""
 
     covers_s: float | None  # of the last minute
@@ -62,10 +62,10 @@ class LiveState:
         """Keep what is counted by now."""
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
-    def figures(self, now: float) -> Figures:
+    def figures(self, now: float) -> LiveCounts:
         """Return what this process has counted."""
         since, queue = self._window.since, self._metrics.router.queue
-        return Figures(
+        return LiveCounts(
             None if since is None else min(now - since, 60.0),
             {key: (count, self._window.count(key, count)) for key, count in self._counts()},
             {key: self._window.of(key, each) for key, each in self._histograms()},
@@ -77,7 +77,7 @@ class LiveState:
             },
         )
 
-    def __call__(self, now: float, counted: Sequence[Figures] = ()) -> dict[str, Any]:
+    def __call__(self, now: float, counted: Sequence[LiveCounts] = ()) -> dict[str, Any]:
         """Describe everything, with what several processes have counted if there are any."""
         counted = counted or [self.figures(now)]
         covers = [each.covers_s for each in counted if each.covers_s is not None]
@@ -109,7 +109,7 @@ class LiveState:
             "more_latencies": len(lines) - len(shown),
         }
 
-    def _tenant(self, tenant: Tenant, counted: Sequence[Figures]) -> dict[str, Any]:
+    def _tenant(self, tenant: Tenant, counted: Sequence[LiveCounts]) -> dict[str, Any]:
         name = tenant.name
         now = [each.tenants.get(name, (0, 0)) for each in counted]
         of = {kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in SPENT}
@@ -153,7 +153,7 @@ class LiveState:
             yield (KINDS[2], str(pool), ANY, size), histogram
 
 
-def grown(counted: Sequence[Figures], kind: str) -> list[tuple[str, int, int]]:
+def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]]:
     """List counters of a kind: name, since the start, in the last minute; most first."""
     total: Counter[str] = Counter()
     minute: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def grown(counted: Sequence[Figures], kind: str) -> list[tuple[str, int, int]]:
     return sorted(found, key=lambda each: (-each[2], -each[1], each[0]))
 
 
-def latencies(counted: Sequence[Figures]) -> Iterator[dict[str, Any]]:
+def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
     """Tell what the last minute's histograms come to."""
     found: dict[Key, list[int]] = {}
     for each in counted:

@@ -19,7 +19,7 @@ Counts = dict[Hashable, int]
 Histograms = dict[Hashable, list[int]]
 
 
-class Copy(NamedTuple):
+class CountsCopy(NamedTuple):
     """What stood there at some time."""
 
     at: float
@@ -31,14 +31,14 @@ class Window:
     """Copies of a minute, the oldest first."""
 
     def __init__(self) -> None:
-        self._copies: deque[Copy] = deque()
+        self._copies: deque[CountsCopy] = deque()
 
     def copy(
         self, now: float, counts: Mapping[Any, int], histograms: Mapping[Any, Histogram]
     ) -> None:
         """Keep what stands there now; let go what is older than a minute."""
         counted = {key: [*histogram.counts] for key, histogram in histograms.items()}
-        self._copies.append(Copy(now, dict(counts), counted))
+        self._copies.append(CountsCopy(now, dict(counts), counted))
         while len(self._copies) > 1 and self._copies[1].at <= now - WINDOW_S:
             self._copies.popleft()
 

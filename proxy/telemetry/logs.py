@@ -23,8 +23,8 @@ from proxy.telemetry.log_writer import LogWriter
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
-    from proxy.core.model.types import Ask, Reason
-    from proxy.metrics.observed import Seen
+    from proxy.core.model.types import Reason, RequestInfo
+    from proxy.metrics.observed import ObservedRequest
     from proxy.metrics.registry import Metrics
 
 OURS = ("proxy", "vllm_sched")
@@ -56,7 +56,7 @@ class Logs:
         self.tell_all: Callable[[bool | None, Mapping[str, str]], Awaitable[None]] | None = None
         self._metrics = metrics
         self._wall = wall
-        self._handler: Handler | None = None
+        self._handler: LogHandler | None = None
         self._before: list[logging.Handler] = []  # who wrote until this took over
         self._secrets: tuple[str, ...] = ()
         self.reconfigure(config, keys)
@@ -68,7 +68,7 @@ class Logs:
         root = logging.getLogger()
         if self._handler is None:
             self._before = root.handlers[:]
-        self._handler = Handler(self, mark)
+        self._handler = LogHandler(self, mark)
         root.handlers[:] = [self._handler]
         self._set_level(self.settings.level)
 
@@ -149,7 +149,9 @@ class Logs:
         metrics.at_end = (*others, self.ended) if wanted else others
         metrics.keeps_prompts = wanted and self.settings.prompts
 
-    def ended(self, seen: Seen, now: float, route: str, status: int, reason: Reason) -> None:
+    def ended(
+        self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
+    ) -> None:
         """Write the line of a request that is over."""
         told = account(seen, now, route, status, reason)
         if seen.prompt:
@@ -171,7 +173,7 @@ class Logs:
         self.writer.close()
 
 
-class Handler(logging.Handler):
+class LogHandler(logging.Handler):
     """Hands the lines of Python's logging on."""
 
     def __init__(self, logs: Logs, mark: str) -> None:
@@ -191,7 +193,9 @@ class Handler(logging.Handler):
         self._logs.writer.flush()
 
 
-def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> dict[str, Any]:
+def account(
+    seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
+) -> dict[str, Any]:
     """Say what became of a request. Times are in milliseconds; what there was not is null."""
     ask, decision = seen.ask, seen.decision
     first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
@@ -219,7 +223,7 @@ def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> 
     }
 
 
-def _sizes(ask: Ask) -> dict[str, Any]:
+def _sizes(ask: RequestInfo) -> dict[str, Any]:
     return {
         "model": text(ask.model),
         "tenant": None if ask.tenant is None else ask.tenant.name,
@@ -231,7 +235,7 @@ def _sizes(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _unread(seen: Seen) -> dict[str, Any]:
+def _unread(seen: ObservedRequest) -> dict[str, Any]:
     """Say what is known by the head: of what was refused by a limit, or asked of the router."""
     whose = {
         "tenant": None if seen.tenant is None else seen.tenant.name,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from proxy.errors import ProxyError
-from proxy.http.trace import Leg, Trace
+from proxy.http.trace import Trace, WorkerSpan
 from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from proxy.config.tracing import TracingConfig
     from proxy.core.model.types import Reason
-    from proxy.metrics.observed import Seen
+    from proxy.metrics.observed import ObservedRequest
 
 SERVER_ERROR = 500
 CLOSE_S = 3.0
@@ -60,7 +60,9 @@ class Tracing:
         """Begin the trace of a request, or go on with its client's."""
         return Trace.begin(told, sample=self._chance() < self._share)
 
-    def ended(self, seen: Seen, now: float, route: str, status: int, reason: Reason) -> None:
+    def ended(
+        self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
+    ) -> None:
         """Have the spans of a request exported."""
         trace = seen.trace
         if trace is None or not trace.sampled:
@@ -106,7 +108,7 @@ def _exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
 
 
-def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Span]:
+def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> Iterator[Span]:
     """Tell the spans of a request that is over."""
     from proxy.http.trace import new_id
 
@@ -148,7 +150,7 @@ def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Spa
     yield "decode", new_id(64), last.span, ns(first), wall, {}
 
 
-def _name(leg: Leg, handed: bool) -> str:
+def _name(leg: WorkerSpan, handed: bool) -> str:
     if leg.role == PREFILL:
         return "prefill leg"
     return "decode leg" if handed else "serve"

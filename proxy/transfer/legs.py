@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import orjson
 
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from proxy.core.request.json_edit import members, spliced
-from proxy.transfer.types import NOTHING, Connector, Fields, Pair, Taken
+from proxy.transfer.types import NOTHING, Connector, Fields, Pair, PrefillResult
 
 ONE, FALSE = b"1", b"false"
 THINKING = "thinking"
@@ -31,7 +31,7 @@ PREFILL: Mapping[str, Fields] = {
 }
 
 
-def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> bytes:
+def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes) -> bytes:
     """Write the prefill leg's."""
     fields = {**PREFILL[ask.route], **_id(connector, pair, ask), **connector.prefill(pair)}
     if ask.least_output:
@@ -41,7 +41,7 @@ def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> byt
     return spliced(body, fields, ask.said)
 
 
-def _may_think_long(ask: Ask, body: bytes) -> bool:
+def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
     """Whether a message says for how many tokens it may be thought about: for more than one.
 
     vLLM refuses that beside a limit of one token. It is a matter of the answer alone; to think not
@@ -58,7 +58,9 @@ def _may_think_long(ask: Ask, body: bytes) -> bool:
     return isinstance(thinking, dict) and thinking.get("type") == "enabled"
 
 
-def decode_body(connector: Connector, pair: Pair, taken: Taken, ask: Ask, body: bytes) -> bytes:
+def decode_body(
+    connector: Connector, pair: Pair, taken: PrefillResult, ask: RequestInfo, body: bytes
+) -> bytes:
     """Write the decode leg's."""
     fields = connector.decode(pair, taken)
     if named := _id(connector, pair, ask):
@@ -66,7 +68,7 @@ def decode_body(connector: Connector, pair: Pair, taken: Taken, ask: Ask, body: 
     return spliced(body, fields, ask.said) if fields else body
 
 
-def _id(connector: Connector, pair: Pair, ask: Ask) -> Fields:
+def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:
     """Have both legs go by one id where that decides whose blocks go where."""
     if ask.route not in IDS or (number := connector.request_id(pair)) is None:
         return NOTHING

@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.transfer.types import PARAMS, Connector, Fields, Pair, Taken, cached_tokens_in, text
+from proxy.transfer.types import (
+    PARAMS,
+    Connector,
+    Fields,
+    Pair,
+    PrefillResult,
+    cached_tokens_in,
+    text,
+)
 
 PORT = 8998
 
@@ -32,7 +40,7 @@ class Mooncake(Connector):
         }
         return {PARAMS: text(params), "min_tokens": b"1"}
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:
+    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:
         """Say where they are."""
         side = pair.prefill
         host = f"[{side.host}]" if ":" in side.host else side.host
@@ -43,4 +51,4 @@ class Mooncake(Connector):
             "remote_engine_id": side.name,
             "transfer_id": pair.id,
         }
-        return Taken(text(params), cached_tokens_in(answer))
+        return PrefillResult(text(params), cached_tokens_in(answer))

@@ -23,7 +23,7 @@ from proxy.transfer.types import (
     Connector,
     Fields,
     Pair,
-    Taken,
+    PrefillResult,
     cached_tokens_in,
     params_of,
     text,
@@ -63,11 +63,11 @@ class Nixl(Connector):
         """Make the id up where it decides whose blocks go where."""
         return pair.id.encode() if self.config.mode == "push" else None
 
-    def release(self, taken: Taken) -> bytes | None:
+    def release(self, taken: PrefillResult) -> bytes | None:
         """Have pulled blocks freed."""
         return None if self.config.mode == "push" else super().release(taken)
 
-    def doubt(self, pair: Pair, taken: Taken) -> str:
+    def doubt(self, pair: Pair, taken: PrefillResult) -> str:
         """Doubt an address at which the decode worker would find itself: vLLM's default."""
         host = orjson.loads(taken.params or b"{}").get("remote_host")
         first, second = pair.prefill, pair.decode
@@ -83,13 +83,13 @@ class Nixl(Connector):
             f"with VLLM_NIXL_SIDE_CHANNEL_HOST={first.host}"
         )
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
+    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
         """Take all parameters as they are."""
         params = params_of(answer)
         if not _are_whole(params, pushed=self.config.mode == "push"):
-            return Taken(None, cached_tokens_in(answer))
+            return PrefillResult(None, cached_tokens_in(answer))
         knows = type(params.get(CACHED)) is int
-        return Taken(text(params), None if knows else cached_tokens_in(answer))
+        return PrefillResult(text(params), None if knows else cached_tokens_in(answer))
 
 
 def _are_whole(params: dict[str, Any], *, pushed: bool) -> bool:

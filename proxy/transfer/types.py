@@ -43,7 +43,7 @@ class Pair(NamedTuple):
     id: str
 
 
-class Taken(NamedTuple):
+class PrefillResult(NamedTuple):
     """What a prefill worker's answer leaves to the decode leg, for one use only."""
 
     params: bytes | None = None  # JSON text; None: there is nothing to be fetched
@@ -74,18 +74,18 @@ class Connector:
         """Name the members that a prefill leg carries beside one output token and no stream."""
         return NOTHING
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
+    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
         """Read what a prefill leg's answer leaves to the decode leg."""
-        return Taken(None, cached_tokens_in(answer))
+        return PrefillResult(None, cached_tokens_in(answer))
 
-    def taken(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:
+    def taken(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:
         """Take it, or nothing where it makes no sense: JSON is read deeper than it is written."""
         try:
             return self.take(pair, answer)
         except (TypeError, ValueError):
-            return Taken()
+            return PrefillResult()
 
-    def decode(self, pair: Pair, taken: Taken) -> Fields:  # noqa: ARG002
+    def decode(self, pair: Pair, taken: PrefillResult) -> Fields:  # noqa: ARG002
         """Name the members that a decode leg carries."""
         return NOTHING if taken.params is None else {PARAMS: taken.params}
 
@@ -93,7 +93,7 @@ class Connector:
         """Return the X-Request-Id that both legs must have; None: the client's, or any."""
         return None
 
-    def doubt(self, pair: Pair, taken: Taken) -> str:  # noqa: ARG002
+    def doubt(self, pair: Pair, taken: PrefillResult) -> str:  # noqa: ARG002
         """Say what in these can't be right between two workers, and what to do; empty if nothing.
 
         Asked once per pair: a decode worker that finds nobody may compute the prompt itself, and
@@ -101,7 +101,7 @@ class Connector:
         """
         return ""
 
-    def release(self, taken: Taken) -> bytes | None:
+    def release(self, taken: PrefillResult) -> bytes | None:
         """Write a request to /v1/completions of a decode worker that frees what nobody fetches."""
         if taken.params is None:
             return None

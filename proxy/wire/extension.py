@@ -62,7 +62,7 @@ class Client(Recipient, Protocol):
     writable: bool
 
 
-class Desk(Protocol):
+class Extension(Protocol):
     """Answers some paths itself."""
 
     def find(self, head: RequestHead) -> Route | Refusal | None:

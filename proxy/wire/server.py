@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.types import NONE, Reason, Refusal, Ticket
 from proxy.core.request.routes import find
-from proxy.http.body_budget import Collecting
+from proxy.http.body_budget import BodyBudget
 from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import extension
 from proxy.wire.client import endpoints
@@ -30,12 +30,12 @@ from proxy.wire.client.auth import identify
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.client.origin_check import page_refusal
 from proxy.wire.exchange.exchange import Exchange
-from proxy.wire.exchange.failover import Forsaken
-from proxy.wire.exchange.request_record import Record
-from proxy.wire.exchange.tokenize import TokenCount
+from proxy.wire.exchange.failover import Failover
+from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.settings import WireSettings
-from proxy.wire.worker.pool import Pools
-from proxy.wire.write_batch import Outbox
+from proxy.wire.worker.pool import ConnectionPools
+from proxy.wire.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from proxy.core.request.routes import Route
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from proxy.http.request import Request, RequestHead
     from proxy.metrics.registry import Metrics
     from proxy.transfer.types import Connector
-    from proxy.wire.extension import Conversation, Desk
-    from proxy.wire.handover.release import Orphan, Release
+    from proxy.wire.extension import Conversation, Extension
+    from proxy.wire.handover.release import AbandonedPrefill, BlockRelease
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ COMPLAIN_EVERY_S = 60.0
 CLOSE_S = 1.0  # at least, for written answers to be sent
 
 
-class Wire:
+class WireServer:
     """The data path: clients on one side, workers on the other, the router's core in between."""
 
     def __init__(
@@ -82,18 +82,18 @@ class Wire:
         self.unread: set[ClientConnection] = set()  # that are not read from for now
         self.exchanges: set[Exchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before it listens
-        self.desk: Desk | None = None  # set by whoever has one, before it listens
+        self.desk: Extension | None = None  # set by whoever has one, before it listens
         self.visits: set[Conversation] = set()  # to the desk, and for pages
         # Writes the metrics, in either format; where several processes serve, those of all.
         self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = metrics.page
         self.queued: dict[Ticket, Exchange] = {}
-        self.counting: set[TokenCount] = set()
-        self.releases: set[Release | Orphan] = set()
-        self.outbox = Outbox()
-        self.pools = Pools(settings, clock, self.outbox)
+        self.counting: set[TokenizeRequest] = set()
+        self.releases: set[BlockRelease | AbandonedPrefill] = set()
+        self.outbox = WriteBatch()
+        self.pools = ConnectionPools(settings, clock, self.outbox)
         most, largest = settings.max_collected_bytes, settings.max_body_bytes
-        self.collecting = Collecting(most, router.tenants, largest)
-        self._forsaken = Forsaken()
+        self.collecting = BodyBudget(most, router.tenants, largest)
+        self._forsaken = Failover()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # when it should ring, whatever the clock says
@@ -217,9 +217,9 @@ class Wire:
             return self.desk.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
-    def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenCount:
+    def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         """Prepare a question to a worker's /tokenize."""
-        question = TokenCount(now + self.settings.count_s, done)
+        question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
         self._hurry()
         return question
@@ -269,7 +269,7 @@ class Wire:
         metrics, now = self.metrics, self.clock()
         metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
         for tell in metrics.at_end:
-            record = Record()
+            record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
             tell(record, now, route, status, reason)
 
@@ -285,7 +285,7 @@ class Wire:
         if not self.visits:
             self._wake()
 
-    def release_over(self, release: Release | Orphan) -> None:
+    def release_over(self, release: BlockRelease | AbandonedPrefill) -> None:
         """Forget a request that blocks be freed."""
         self.releases.discard(release)
         if not self.releases:
@@ -303,7 +303,7 @@ class Wire:
         if not self.clients:
             self._wake()
 
-    def _under_way(self) -> Iterator[Record]:
+    def _under_way(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)
 
     def new_id(self) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 MOST = 128 << 10  # bytes
 
 
-class Outbox:
+class WriteBatch:
     """All connections' writes of one turn of the loop, in their order."""
 
     __slots__ = ("_loop", "_size", "_turn_began", "_waiting")

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from vllm_sched.bench.compare.compare import Comparison, Contender, Plan
-from vllm_sched.bench.compare.runner import Record, Round
+from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan, Contender
+from vllm_sched.bench.compare.runner import RequestTimes, Round
 from vllm_sched.bench.compare.workloads import long_blocks_short
 from vllm_sched.workers.launch import Side
 
@@ -33,8 +33,8 @@ def printed(what: RenderableType, width: int = 80) -> str:
     return out.getvalue()
 
 
-def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> Record:
-    return Record(klass, prompt, len(ticks), sent, ticks, len(ticks))
+def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> RequestTimes:
+    return RequestTimes(klass, prompt, len(ticks), sent, ticks, len(ticks))
 
 
 def canned_round(number: int, short_wait: float) -> Round:
@@ -54,8 +54,8 @@ def canned_round(number: int, short_wait: float) -> Round:
 def canned_comparison(
     baseline_waits: tuple[float, ...] = (2.0,), candidate_waits: tuple[float, ...] = (0.5,)
 ) -> Comparison:
-    plan = Plan("folder/model", long_blocks_short(longs=1, shorts=2, background=1))
-    plan = Plan(plan.model, plan.workload, len(baseline_waits))
+    plan = ComparisonPlan("folder/model", long_blocks_short(longs=1, shorts=2, background=1))
+    plan = ComparisonPlan(plan.model, plan.workload, len(baseline_waits))
     still: Any = StillWorker()
     sides = [
         Contender(

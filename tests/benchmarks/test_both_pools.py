@@ -12,7 +12,7 @@ from benchmarks import both_pools
 from benchmarks.both_pools import ALONE, BOTH, DIRECT, Rate, fleet, main, promises, rate, sides
 from proxy.config import parse
 from proxy.core.model.types import Role
-from vllm_sched.bench.client.player import Played
+from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 
@@ -25,9 +25,9 @@ def ended(*times: float, worker: str = "", error: str = "") -> list[Outcome]:
     ]
 
 
-def played(outcomes: Sequence[Outcome], busy: float = 0.25) -> Played:
+def played(outcomes: Sequence[Outcome], busy: float = 0.25) -> PlayedRun:
     """Make what a loop came to."""
-    return Played(tuple(outcomes), duration=20.0, busy=busy, stall=0.0)
+    return PlayedRun(tuple(outcomes), duration=20.0, busy=busy, stall=0.0)
 
 
 def of(requests_per_s: float) -> Rate:

@@ -20,7 +20,7 @@ from benchmarks.isolation.identical import Pass, Route
 from benchmarks.policies import promise
 from proxy.config import parse
 from tests.bench.canned import canned_comparison, record
-from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
@@ -246,7 +246,7 @@ async def test_a_router_is_asked_for_counts_and_decisions(
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
         before = await moved.connected(url)
-        plan = Plan("tiny", stage.workload(longs=LONGS), 1)
+        plan = ComparisonPlan("tiny", stage.workload(longs=LONGS), 1)
         found = await moved.told(url, url, before, plan, 2048)
     assert before == moved.Counts(connections=1, bytes=1000)
     assert found.after == moved.Counts(1, 8, 8, 96_000, 2e8 + 1000)

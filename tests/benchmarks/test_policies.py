@@ -11,7 +11,7 @@ from benchmarks.policies import trials
 from benchmarks.policies.__main__ import main
 from benchmarks.policies.promise import Promise, table
 from tests.bench.canned import StillWorker, record
-from vllm_sched.bench.compare.compare import Contender, Narrator, Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, ProgressReporter
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import Workload
 
@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Have rounds that are made by hand, after what they were asked for."""
     found: Asked = []
 
-    def contender(role: str, _side: object, _plan: Plan, *, sharing: int) -> Contender:
+    def contender(role: str, _side: object, _plan: ComparisonPlan, *, sharing: int) -> Contender:
         assert 1 <= sharing <= 8
         return Contender(role, role, StillWorker())  # type: ignore[arg-type]
 
@@ -33,12 +33,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         async def __aexit__(self, *_: object) -> None: ...
 
     async def play_round(
-        each: Contender, _plan: Plan, workload: Workload, number: int, _narrator: object
+        each: Contender, _plan: ComparisonPlan, workload: Workload, number: int, _narrator: object
     ) -> Round:
         found.append((each.role, workload))
         return Round(number, tuple(of(each.role, workload)))
 
-    async def measure(sides: Sequence[Contender], plan: Plan, narrator: Narrator) -> None:
+    async def measure(
+        sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+    ) -> None:
         for number in range(1, plan.rounds + 1):
             for each in sides:
                 each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
@@ -66,7 +68,7 @@ def of(role: str, workload: Workload) -> list[object]:
 
 
 async def run(name: str) -> dict[str, Promise]:
-    with Narrator(Console(quiet=True)) as narrator:
+    with ProgressReporter(Console(quiet=True)) as narrator:
         verdict = await trials.TRIALS[name]("tiny", 2, 0, narrator)
     assert not verdict.failed
     return {promise.what: promise for promise in verdict.promises}

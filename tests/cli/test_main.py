@@ -34,7 +34,9 @@ def test_a_command_imports_nothing_of_another() -> None:
         "print(*sorted(m for m in sys.modules if m.startswith('vllm_sched.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [f"vllm_sched.cli.{name}" for name in ("exits", "key", "main")]
+    assert done.stdout.split() == [
+        f"vllm_sched.cli.{name}" for name in ("exits", "fleet", "fleet.key", "main")
+    ]
 
 
 def test_with_stderr_closed_no_error_is_told_on_stdout() -> None:

@@ -56,7 +56,7 @@ def test_lines_come_now_and_then(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("vllm_sched.cli.progress_bar.time.monotonic", lambda: now)
-    lines = progress_bar.Lines("bench")
+    lines = progress_bar.ProgressLines("bench")
     lines.tell("too soon")
     lines.say("begins")
     for now in (109.0, 110.0, 119.9, 120.0):
@@ -73,11 +73,11 @@ def test_without_a_stderr_nothing_is_said(
 ) -> None:
     """Who closes it (`2>&-`) is not to find our lines in the result."""
     monkeypatch.setattr(sys, "stderr", None)
-    progress_bar.Lines("bench").say("anything")
+    progress_bar.ProgressLines("bench").say("anything")
     assert progress_bar.terminal(Console(file=io.StringIO())) is None
     assert capsys.readouterr().out == ""
 
 
 def test_a_reader_who_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
-    progress_bar.Lines("bench").say("anything")
+    progress_bar.ProgressLines("bench").say("anything")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from proxy.core.request.client_fields import HEADERS, WITH_PRIORITY, WITH_SALT
-from proxy.core.request.routes import ROUTES, Shape
+from proxy.core.request.routes import ROUTES, PromptFields
 from tests.upstream.source import agrees_with_table, installed_release
 
 SPEC = find_spec("vllm")
@@ -186,7 +186,7 @@ def test_so_were_those_of_sampling() -> None:
 
 
 def test_every_route_that_costs_tokens_is_looked_at() -> None:
-    costly = {route.name for route in ROUTES.values() if route.shape is not Shape.OPAQUE}
+    costly = {route.name for route in ROUTES.values() if route.shape is not PromptFields.OPAQUE}
     assert costly == BODIES.keys()
 
 

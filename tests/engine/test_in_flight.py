@@ -6,19 +6,19 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_sched.cost.pace import Chunk
-from vllm_sched.engine.in_flight import MOST, Begun, Done, InFlight
+from vllm_sched.engine.in_flight import MOST, InFlight, StepDone, StepStarted
 
 
-def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0) -> Begun:
+def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0) -> StepStarted:
     chunks = prompts or {}
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {name: chunk.tokens for name, chunk in chunks.items()}
     output.num_scheduled_tokens |= {f"decode {i}": 1 for i in range(decodes)}
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-    return Begun(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
+    return StepStarted(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
 
 
-def end(steps: InFlight, step: Begun, at: float) -> Done:
+def end(steps: InFlight, step: StepStarted, at: float) -> StepDone:
     done = steps.end(step.output, lambda: at)
     assert done is not None
     return done

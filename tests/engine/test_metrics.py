@@ -20,9 +20,9 @@ from vllm_sched.engine.metrics import (
     GAUGES,
     OTHER,
     STEP_BUCKETS,
-    Bounded,
+    BoundedLabels,
+    EngineState,
     Metrics,
-    Now,
 )
 from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.policies.registry import POLICIES
@@ -60,7 +60,7 @@ def values(registry: CollectorRegistry, sample: str) -> dict[tuple[str, ...], fl
 def test_every_name_has_its_kind_its_help_and_its_labels(
     told: Metrics, registry: CollectorRegistry
 ) -> None:
-    state = Now()
+    state = EngineState()
     for name, (_, labels) in GAUGES.items():
         state.gauges[name][tuple("x" * len(labels))] = 1.0
     told.stepped("mixed", 3, 2, 0.5)
@@ -89,7 +89,7 @@ def test_steps_and_tokens_by_kind(told: Metrics, registry: CollectorRegistry) ->
     told.stepped("mixed", 50, 4, 0.1)
     told.stepped("decode", 0, 4, 0.01)
     told.stepped("empty", 0, 0)
-    told.write(Now(), 0.0)
+    told.write(EngineState(), 0.0)
     assert values(registry, "steps_total") == {("mixed",): 2, ("decode",): 1, ("empty",): 1}
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 12}
     counts = values(registry, "step_seconds_count")
@@ -106,8 +106,8 @@ def test_times_are_in_the_buckets_that_they_would_be_observed_in(
         told.stepped("mixed", 1, 1, seconds)
         plain.observe(seconds)
         if number % 4 == 3:
-            told.write(Now(), 0.0)
-    told.write(Now(), 1.0)
+            told.write(EngineState(), 0.0)
+    told.write(EngineState(), 1.0)
     for part in ("bucket", "count", "sum"):
         ours = values(registry, f"step_seconds_{part}")
         theirs = values(registry, f"plain_{part}")
@@ -118,7 +118,7 @@ def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorR
     told.stepped("decode", 0, 1, 0.3)  # nothing was predicted
     told.predicted("decode", 0.2, 0.3)
     told.predicted("decode", 0.2, 0.1)
-    told.write(Now(), 0.0)
+    told.write(EngineState(), 0.0)
     found = {
         name: values(registry, f"{name}_total")["decode",]
         for name in ("steps_predicted", "step_predicted_seconds", "step_observed_seconds")
@@ -130,17 +130,17 @@ def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorR
 
 
 def test_what_is_told_no_more_is_nothing(told: Metrics, registry: CollectorRegistry) -> None:
-    state = Now()
+    state = EngineState()
     state.gauges["requests_held"]["long_prompt", "limit"] = 3.0
     told.write(state, 0.0)
     assert values(registry, "requests_held") == {("long_prompt", "limit"): 3}
-    told.write(Now(), 1.0)
+    told.write(EngineState(), 1.0)
     assert values(registry, "requests_held") == {("long_prompt", "limit"): 0}
 
 
 def test_policies_tell_numbers_of_their_own(told: Metrics, registry: CollectorRegistry) -> None:
     for gauge, counter in ((3.0, 1.0), (2.0, 1.0), (1.0, 4.0)):
-        state = Now(
+        state = EngineState(
             policy_gauges={("deferred_prefill", "k"): gauge},
             policy_counters={("lanes", "starvation_releases"): counter},
         )
@@ -154,11 +154,11 @@ def test_policies_tell_numbers_of_their_own(told: Metrics, registry: CollectorRe
 @pytest.mark.parametrize("name", ["K", "a b", "1st", ""])
 def test_a_name_that_prometheus_refuses_is_refused_here(told: Metrics, name: str) -> None:
     with pytest.raises(ValueError, match="is no name"):
-        told.write(Now(policy_gauges={("p", name): 1.0}), 0.0)
+        told.write(EngineState(policy_gauges={("p", name): 1.0}), 0.0)
 
 
 def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: CollectorRegistry) -> None:
-    state = Now()
+    state = EngineState()
     for i in range(100):
         state.gauges["requests_waiting"]["p", f"tenant {i}"] = 1.0
         told.admitted("p", f"tenant {i}")
@@ -173,20 +173,20 @@ def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: Collecto
 
 
 def test_those_who_came_first_keep_their_labels() -> None:
-    bounded = Bounded(most=1)
+    bounded = BoundedLabels(most=1)
     assert [bounded((name,)) for name in "aba"] == [("a",), (OTHER,), ("a",)]
 
 
 def test_it_is_written_at_most_so_often(told: Metrics) -> None:
     assert told.due(0.0)
-    told.write(Now(), 0.0)
+    told.write(EngineState(), 0.0)
     assert not told.due(metrics.WRITE_EVERY_S / 2)
     assert told.due(metrics.WRITE_EVERY_S)
 
 
 def test_two_engines_in_one_process_do_not_collide() -> None:
     for engine in ("0", "1"):
-        Metrics("m", engine).write(Now(), 0.0)
+        Metrics("m", engine).write(EngineState(), 0.0)
 
 
 def test_without_a_folder_nothing_is_counted_and_the_log_says_how(

@@ -14,9 +14,9 @@ from vllm_sched.engine.trace import (
     ENGINE,
     REQUESTS,
     VARIABLE,
-    Arrival,
+    EngineTrace,
+    QueuedRequest,
     StepNote,
-    Trace,
     TraceFile,
     chrome,
     from_environment,
@@ -42,7 +42,7 @@ def step(
     return StepNote(number, start, end, 64, tokens, contexts, len(tokens), 0, **more)
 
 
-def events(log: list[Arrival | StepNote], now: float) -> list[Event]:
+def events(log: list[QueuedRequest | StepNote], now: float) -> list[Event]:
     """Write a log, read it back as JSON, and check what any such file must keep."""
     file = json.loads("".join(chrome(log, now)))
     assert file["otherData"] == {"clock": "monotonic"}
@@ -85,7 +85,7 @@ def told(track: list[Event]) -> list[tuple[str, int, int, int | None]]:
 
 def test_a_request_waits_is_prefilled_chunk_by_chunk_and_decodes() -> None:
     log = [
-        Arrival(1.0, "r", 100),
+        QueuedRequest(1.0, "r", 100),
         step(1, 2.0, 3.0, {"r": (64, 0)}),
         step(2, 3.0, 3.5, {"r": (36, 64)}),
         step(3, 3.5, 3.6, decode={"r": 1}),
@@ -142,8 +142,8 @@ def test_one_that_is_skipped_for_a_step_leaves_a_gap() -> None:
 
 def test_who_waits_waits_until_now_or_until_giving_up() -> None:
     log = [
-        Arrival(0.5, "stays", 9),
-        Arrival(0.5, "leaves", 9),
+        QueuedRequest(0.5, "stays", 9),
+        QueuedRequest(0.5, "leaves", 9),
         step(1, 1.0, 2.0, decode={"a": 1}, gone={"leaves", "never seen"}),
     ]
     tracks = slices(events(log, 4.0), REQUESTS)
@@ -153,9 +153,9 @@ def test_who_waits_waits_until_now_or_until_giving_up() -> None:
 
 def test_a_name_used_again_is_another_track() -> None:
     log = [
-        Arrival(0.0, "r", 1),
+        QueuedRequest(0.0, "r", 1),
         step(1, 0.0, 1.0, {"r": (1, 0)}),
-        Arrival(1.5, "r", 2),
+        QueuedRequest(1.5, "r", 2),
         step(2, 2.0, 3.0, {"r": (2, 0)}, gone=()),
     ]
     found = events([log[0], log[1], step(9, 1.0, 1.0, gone={"r"}), *log[2:]], 3.0)
@@ -166,7 +166,7 @@ def test_a_name_used_again_is_another_track() -> None:
 
 def test_names_are_only_text() -> None:
     name = 'r"\n\\{0}'
-    log = [Arrival(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
+    log = [QueuedRequest(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
     assert set(slices(events(log, 1.0), REQUESTS)) == {f"{name} (1 tokens)"}
 
 
@@ -175,7 +175,7 @@ def test_an_empty_log_is_a_file_too() -> None:
 
 
 def test_the_oldest_is_dropped_and_memory_is_bounded() -> None:
-    trace = Trace(most_entries=50)
+    trace = EngineTrace(most_entries=50)
     trace.arrived(0.0, "a", 10)
     for i in range(100):
         trace.stepped(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
@@ -187,7 +187,7 @@ def test_the_oldest_is_dropped_and_memory_is_bounded() -> None:
 
 
 def test_a_step_that_alone_is_too_large_is_not_kept() -> None:
-    trace = Trace(most_entries=2)
+    trace = EngineTrace(most_entries=2)
     trace.stepped(step(1, 0.0, 1.0, decode={"a": 1, "b": 1}))
     assert (len(trace), trace.copy()) == (0, [])
 

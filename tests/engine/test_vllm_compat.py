@@ -19,7 +19,7 @@ from tests.engine.schedulers import make_request, make_scheduler, step
 from vllm_sched import SyncPolicyScheduler
 from vllm_sched.engine import vllm_compat
 from vllm_sched.engine.scheduler import PolicySteps
-from vllm_sched.engine.telemetry import Seen, Watched
+from vllm_sched.engine.telemetry import SchedulerStats, SchedulerTelemetry
 from vllm_sched.errors import UnsupportedVllmError
 
 SERVE = "import sys; from vllm_sched.cli.main import main; sys.exit(main(['serve', 'some']))"
@@ -153,7 +153,7 @@ def test_all_that_is_read_of_upstreams_scheduler_is_a_seam(module: str) -> None:
     theirs = {name for name in used if hasattr(Scheduler, name)} | {
         name for name in used if name in Scheduler.__init__.__code__.co_names
     }
-    ours = set().union(*map(vars, (PolicySteps, Watched, Seen)))
+    ours = set().union(*map(vars, (PolicySteps, SchedulerTelemetry, SchedulerStats)))
     for each in SCHEDULERS:
         ours |= {name for name, written in of_a_scheduler(each).items() if written}
     assert used.keys() - ours <= theirs

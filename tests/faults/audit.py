@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Ask, Ticket
+from proxy.core.model.types import RequestInfo, Ticket
 from proxy.http.request import Request
 from proxy.wire import extension
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.exchange.exchange import Exchange
-from proxy.wire.exchange.tokenize import TokenCount
-from proxy.wire.handover.release import Release
+from proxy.wire.exchange.tokenize import TokenizeRequest
+from proxy.wire.handover.release import BlockRelease
 from proxy.wire.worker.connection import WorkerConnection
 
 if TYPE_CHECKING:
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from proxy.setup.app import App
 
 # Made for each request or connection. Idle connections to workers stay, and each knows one head.
-PASSING = (Ask, Lease, Ticket, ClientConnection, TokenCount, Exchange, Release, Request)
+PASSING = (
+    RequestInfo,
+    Lease,
+    Ticket,
+    ClientConnection,
+    TokenizeRequest,
+    Exchange,
+    BlockRelease,
+    Request,
+)
 
 
 def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:

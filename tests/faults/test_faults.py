@@ -18,7 +18,7 @@ import pytest
 
 from proxy.batches import scheduler
 from proxy.config import load
-from proxy.discovery.dns import Dns
+from proxy.discovery.dns import DnsSource
 from proxy.setup.app import App
 from tests.faults import audit
 from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
@@ -31,7 +31,7 @@ from tests.proxy.wire.site import eventually, sockets
 CLIENTS, SECONDS, CALM_S = 24, 3.0, 60.0
 # Some tickets are known by their deadlines for a while, and their asks with them; a connection
 # that was reset just now may be in its last turn.
-KEPT = {"Ticket": 65, "Ask": 65}
+KEPT = {"Ticket": 65, "RequestInfo": 65}
 KEPT_OF_ANY = 2
 ENOUGH, FEW = 2 * max(KEPT.values()), 3  # requests; of each that became of them
 
@@ -47,14 +47,14 @@ async def test_each_request_has_one_end_and_nothing_is_left(
     authority = Authority(tmp_path / "certificates") if guarded else None
     tls = authority.client() if authority else None
     troupe = Troupe(seed, authority=authority)
-    look_up = Dns._look_up
+    look_up = DnsSource._look_up
 
-    async def at_times(self: Dns) -> set[str]:
+    async def at_times(self: DnsSource) -> set[str]:
         if not troupe.names_resolve:
             raise socket.gaierror(socket.EAI_AGAIN, "no answer from any server")
         return await look_up(self)
 
-    monkeypatch.setattr(Dns, "_look_up", at_times)
+    monkeypatch.setattr(DnsSource, "_look_up", at_times)
     monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.2)  # until it is tried again
     tasks, open_before = asyncio.all_tasks(), sockets()
     await troupe.start()

@@ -23,13 +23,13 @@ FACTOR = 2.0
 def test_what_it_saves_predicts_the_steps_of_that_worker(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = step_times.Meter.meet
+    meet = step_times.StepMeter.meet
 
-    async def meet_one_of_short_context(meter: step_times.Meter) -> None:
+    async def meet_one_of_short_context(meter: step_times.StepMeter) -> None:
         await meet(meter)
         meter.max_model_len = CONTEXT  # or it would take minutes
 
-    monkeypatch.setattr(step_times.Meter, "meet", meet_one_of_short_context)
+    monkeypatch.setattr(step_times.StepMeter, "meet", meet_one_of_short_context)
     monkeypatch.setattr(step_times, "LONE_REPEATS", 3)
     cost = tmp_path / "cost.json"
     arguments = ["--url", workers["default"].url, "--budget", str(BUDGET), "--max-batch", "2"]

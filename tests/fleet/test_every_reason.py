@@ -20,7 +20,7 @@ import aiohttp
 
 from proxy.config import FleetConfig
 from proxy.core.model.types import Reason
-from proxy.core.routing.handover_cost import Why
+from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.wire.handover.two_legs import REFUSED_PREFILL
 from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
@@ -54,8 +54,8 @@ PLACED = {
     Reason.LEAST_LOADED, Reason.ROUND_ROBIN, Reason.RETRY,
 }  # fmt: skip
 WHETHER = {
-    Why.HANDED_OVER, Why.CACHED, Why.NOT_WORTH_IT, Why.NO_PREFILL, Why.PREFILL_BUSY,
-    REFUSED_PREFILL, "samples",
+    HandoverVerdict.HANDED_OVER, HandoverVerdict.CACHED, HandoverVerdict.NOT_WORTH_IT,
+    HandoverVerdict.NO_PREFILL, HandoverVerdict.PREFILL_BUSY, REFUSED_PREFILL, "samples",
 }  # fmt: skip
 
 

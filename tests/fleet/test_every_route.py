@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.core.request.routes import ROUTES, Shape
+from proxy.core.request.routes import ROUTES, PromptFields
 from proxy.metrics.registry import ROUTES as NAMES
 from tests.fleet.conftest import ALONE
 from tests.fleet.test_router import PORTS, Router, port_of, routing
@@ -138,7 +138,7 @@ async def every_path(session: aiohttp.ClientSession, url: str) -> dict[str, tupl
     for path, written in DERENDERED.items():
         found[path] = await posted(session, url + path, json={"model": "tiny", **written(made)})
     for path, route in ROUTES.items():
-        if route.shape is Shape.FORM:
+        if route.shape is PromptFields.FORM:
             form = aiohttp.FormData({"model": "tiny"})
             form.add_field("file", b"RIFF", filename="a.wav")
             found[path] = await posted(session, url + path, data=form)

@@ -16,20 +16,23 @@ from proxy.core.model.types import Refusal, Role
 from proxy.core.request.routes import find
 from proxy.http.headers import REQUEST_HEADERS, RESPONSE_HEADERS, RefusedError
 from proxy.http.request import Request, RequestHead
-from proxy.http.request_parser import Reading, RequestReader
-from proxy.http.response_parser import AnswerError, AnswerReader
+from proxy.http.request_parser import HttpRequestParser, ParserState
+from proxy.http.response_parser import ResponseError, ResponseParser
 from proxy.wire.settings import WireSettings
-from proxy.wire.worker.pool import Pool
+from proxy.wire.worker.pool import ConnectionPool
 from proxy.wire.worker.request_bytes import to_worker
-from proxy.wire.write_batch import Outbox
+from proxy.wire.write_batch import WriteBatch
 from tests.fuzz import reference
 from tests.fuzz.reference import Message, RejectedError
 
 MAX_HEAD, MAX_BODY = 1 << 16, 1 << 20
 ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 TRAILING = re.compile(rb"[ \t]+\r\n")
-POOL = Pool(
-    WorkerSpec("w", "http://worker:1", Role.GENERAL, "tiny"), WireSettings(), lambda: 0.0, Outbox()
+POOL = ConnectionPool(
+    WorkerSpec("w", "http://worker:1", Role.GENERAL, "tiny"),
+    WireSettings(),
+    lambda: 0.0,
+    WriteBatch(),
 )
 
 
@@ -63,9 +66,9 @@ def judged(head: RequestHead) -> None:
         head.route = found
 
 
-def read(pieces: list[bytes]) -> tuple[list[Request], Reading, str | None]:
+def read(pieces: list[bytes]) -> tuple[list[Request], ParserState, str | None]:
     """Read pieces of a stream; say what came, in the middle of what it ends, why it was refused."""
-    reader = RequestReader(judged, max_head=MAX_HEAD, max_body=MAX_BODY)
+    reader = HttpRequestParser(judged, max_head=MAX_HEAD, max_body=MAX_BODY)
     why = None
     try:
         for piece in pieces:
@@ -113,7 +116,7 @@ def requests(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
     tally.taken += len(got)
     if why is not None:
         tally.refuses(why)
-    elif state is not Reading.NOTHING:
+    elif state is not ParserState.NOTHING:
         tally.waiting += 1
 
 
@@ -191,16 +194,16 @@ def _forwarded(request: Request) -> None:
     if other.body != request.body or other.start[0] != request.head.method.encode():
         raise DifferError(f"sent on as another: {sent!r}")
     _, state, why = read([sent])
-    if why is not None or state is not Reading.NOTHING:
+    if why is not None or state is not ParserState.NOTHING:
         raise DifferError(f"sent on, but we would not take it ourselves ({why}): {sent!r}")
 
 
-def _nothing_more(rest: bytes, state: Reading) -> None:
+def _nothing_more(rest: bytes, state: ParserState) -> None:
     """See that the reference waits where we wait."""
     try:
         other = reference.request(rest)
     except RejectedError:
-        if state is Reading.NOTHING and rest.strip(b"\r\n"):
+        if state is ParserState.NOTHING and rest.strip(b"\r\n"):
             raise DifferError(f"passed over: {rest!r}") from None
         return
     if other is not None and other.start[0] != b"PRI":  # HTTP/2's, of which llhttp wants more
@@ -209,13 +212,13 @@ def _nothing_more(rest: bytes, state: Reading) -> None:
 
 def answers(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
     """Compare what is read of a worker's answers, one after the other, with the reference."""
-    reader, fresh = AnswerReader(), AnswerReader()
+    reader, fresh = ResponseParser(), ResponseParser()
     tally.streams += 1
     tally.messages += len(made)
     for data in made:
         reader.expect()
         got, head, why = answered(reader, [data])
-        fresh = AnswerReader()
+        fresh = ResponseParser()
         again = answered(fresh, pieces if made == [data] else [data[:9], data[9:]])
         if (got, why is None) != (again[0], again[2] is None):
             raise DifferError(f"cut otherwise it is {again}, not {got} {why}")
@@ -231,12 +234,12 @@ def answers(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
             return
 
 
-def answered(reader: AnswerReader, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
+def answered(reader: ResponseParser, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
     """Read pieces of an answer; return what is known of it, its head, and why it was refused."""
     try:
         for piece in pieces:
             reader.feed(piece)
-    except AnswerError as error:
+    except ResponseError as error:
         return None, None, str(error)
     head = reader.head
     shown = None if head is None else (head.status, b"".join(head.lines), head.length)
@@ -244,7 +247,7 @@ def answered(reader: AnswerReader, pieces: list[bytes]) -> tuple[Any, Any, str |
     return (shown, body, reader.ended, reader.reusable), head, None
 
 
-def _compare_answer(reader: AnswerReader, data: bytes, tally: Tally) -> None:
+def _compare_answer(reader: ResponseParser, data: bytes, tally: Tally) -> None:
     head = reader.head
     ended = reader.ended or reader.finish()
     if not ended or head is None:

@@ -14,8 +14,8 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Refusal, Role
-from proxy.core.request.routes import ROUTES, Route, Shape
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Role
+from proxy.core.request.routes import ROUTES, PromptFields, Route
 from proxy.core.router import Router, RouterSettings
 from proxy.http.sse import EventStream, recounted, usage_in
 from proxy.transfer.legs import decode_body, prefill_body
@@ -48,7 +48,7 @@ def charges(workers: list[Worker]) -> list[tuple[int, ...]]:
     return [(w.requests, w.prefill_tokens, w.decode_tokens, w.kv_tokens) for w in workers]
 
 
-def passes(route: Route, body: bytes, kind: bytes, said: bytes = b"") -> Ask | Refusal:
+def passes(route: Route, body: bytes, kind: bytes, said: bytes = b"") -> RequestInfo | Refusal:
     """Take a body through the router's life of a request, with what a worker says of its usage."""
     made, workers = fleet()
     router = Router(RouterSettings(transfer=True, disaggregate_above=1), made)
@@ -210,7 +210,7 @@ def test_work_grows_with_the_size_alone(name: str) -> None:
     form = name in HARD_FORMS
     make = (HARD | HARD_FORMS)[name]
     route = ROUTES["/v1/audio/transcriptions" if form else "/v1/chat/completions"]
-    assert (route.shape is Shape.FORM) == form
+    assert (route.shape is PromptFields.FORM) == form
     router = Router(RouterSettings(transfer=True), fleet()[0])
 
     def cost(size: int, rounds: int) -> float:

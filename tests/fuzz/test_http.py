@@ -11,8 +11,8 @@ import tracemalloc
 import pytest
 
 from proxy.http.headers import RefusedError, seconds
-from proxy.http.request_parser import RequestReader
-from proxy.http.response_parser import AnswerError, AnswerReader
+from proxy.http.request_parser import HttpRequestParser
+from proxy.http.response_parser import ResponseError, ResponseParser
 from tests.fuzz import corpus, judge
 from tests.fuzz.judge import Tally
 from tests.fuzz.mutate import Mutator
@@ -80,8 +80,8 @@ def test_a_length_of_many_thousand_noughts_is_refused() -> None:
     _, _, why = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
     assert why is not None
     assert "digits" in why
-    with pytest.raises(AnswerError):
-        AnswerReader().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
+    with pytest.raises(ResponseError):
+        ResponseParser().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_a_target_that_is_no_url_is_refused() -> None:
     ],
 )
 def test_a_worker_that_frames_oddly_speaks_no_http(head: bytes) -> None:
-    with pytest.raises(AnswerError):
-        AnswerReader().feed(head + b"\r\n\r\n{}")
+    with pytest.raises(ResponseError):
+        ResponseParser().feed(head + b"\r\n\r\n{}")
 
 
 def test_every_connection_header_of_a_worker_counts() -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     reader.feed(
         b"HTTP/1.1 200 OK\r\nConnection: X-A\r\nX-A: 1\r\nConnection: X-B\r\nX-B: 1\r\n"
         b"Content-Length: 0\r\n\r\n"
@@ -159,7 +159,7 @@ def test_every_connection_header_of_a_worker_counts() -> None:
     ],
 )
 def test_what_has_no_end_is_refused_within_its_limit(begin: bytes, more: bytes) -> None:
-    reader = RequestReader(judge.judged, max_head=20_000, max_body=50_000)
+    reader = HttpRequestParser(judge.judged, max_head=20_000, max_body=50_000)
     # Chunks of a byte take six; all else is refused as soon as the limit is reached.
     most = 50_000 * 7
 
@@ -173,7 +173,7 @@ def test_what_has_no_end_is_refused_within_its_limit(begin: bytes, more: bytes) 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_answers_in_a_flood_of_interim_ones_cost_nothing(size: int) -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     flood = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 2000
     for at in range(0, len(flood), size):
         reader.feed(flood[at : at + size])
@@ -186,7 +186,7 @@ def test_answers_in_a_flood_of_interim_ones_cost_nothing(size: int) -> None:
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "segments"])
 def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) -> None:
     size = 1 << 18
-    reader = RequestReader(judge.judged, max_head=20_000, max_body=size)
+    reader = HttpRequestParser(judge.judged, max_head=20_000, max_body=size)
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
     reader.feed(HEAD + framing + b"\r\n\r\n")
     piece = b"2\r\n{}\r\n" if chunked else b"{}"

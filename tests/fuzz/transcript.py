@@ -20,7 +20,7 @@ from proxy.core.request import token_estimate
 from proxy.core.request.client_fields import ClientFields, forbidden_form
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.routes import ROUTES
-from proxy.http.response_parser import AnswerReader
+from proxy.http.response_parser import ResponseParser
 from proxy.http.sse import EventStream, recounted, usage_in, without_usage
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
@@ -88,7 +88,7 @@ def answers(count: int) -> Iterator[object]:
         made = mutator.answers()
         data = b"".join(made)
         for pieces in (made, mutator.cuts(data)):
-            reader, shown = AnswerReader(), []
+            reader, shown = ResponseParser(), []
             for piece in pieces:
                 if reader.ended:
                     reader.expect()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, LookedUp
+from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, PrefixLookups
 
 
 def test_it_stands_while_nothing_changes() -> None:
-    found = LookedUp()
+    found = PrefixLookups()
     assert not found.holds("a", 0.0)
     found.add("a", 0, 0.0)
     assert found.holds("a", 1e9)
@@ -14,7 +14,7 @@ def test_it_stands_while_nothing_changes() -> None:
 
 
 def test_with_nothing_cached_every_change_counts() -> None:
-    found = LookedUp()
+    found = PrefixLookups()
     found.add("a", 0, 5.0)
     found.changed(5.0)
     assert not found.holds("a", 5.0)
@@ -22,7 +22,7 @@ def test_with_nothing_cached_every_change_counts() -> None:
 
 
 def test_with_much_cached_a_change_counts_when_it_is_time_to_look_again() -> None:
-    found = LookedUp()
+    found = PrefixLookups()
     found.add("a", 1000, 5.0)
     due = 5.0 + 1000 * LOOK_AGAIN_S
     found.changed(5.0)  # the last there is
@@ -36,7 +36,7 @@ def test_with_much_cached_a_change_counts_when_it_is_time_to_look_again() -> Non
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    found = LookedUp()
+    found = PrefixLookups()
     for number in range(100):
         found.add(str(number), number, 0.0)
     found.changed(50 * LOOK_AGAIN_S)

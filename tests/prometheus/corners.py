@@ -20,7 +20,7 @@ import aiohttp
 from proxy.core.fleet.kv_links import STRIKES
 from proxy.core.model.types import Reason
 from proxy.core.request import routes
-from proxy.core.request.routes import Shape
+from proxy.core.request.routes import PromptFields
 from proxy.metrics.registry import ROUTES
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -93,7 +93,7 @@ def every_route(**fields: object) -> list[bytes]:
     return [
         *(
             form(path, model=b"tiny", file=b"RIFF")
-            if route.shape is Shape.FORM
+            if route.shape is PromptFields.FORM
             else request(body, path=path)
             for path, route in routes.ROUTES.items()
         ),

@@ -22,10 +22,10 @@ import pytest
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
 from proxy.core.fleet.roster import WAITED_S
-from proxy.core.routing.handover_cost import Why
+from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup import app as assembly
-from proxy.setup.secrets import Keys
+from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind as waiting
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -220,7 +220,7 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
 
 
 def test_keys_are_not_shown_where_what_was_read_is() -> None:
-    assert "secret" not in repr(Keys({}, "secret-admin", {"pool": "secret-pool"}))
+    assert "secret" not in repr(SecretKeys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
 async def test_the_key_of_a_worker_that_is_added_is_in_no_log(app: App) -> None:
@@ -265,7 +265,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
         text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
     source.write_text(text)
     app = App(load(source), source)
-    app.router.handovers["tiny", Why.NO_PREFILL] = 3
+    app.router.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
     await app.listen()
     try:
         await eventually(lambda: "3 requests were served whole" in caplog.text)

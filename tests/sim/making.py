@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from proxy.config import FleetConfig
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.fleet.models import of_profile, worker_models
 from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
@@ -18,7 +18,7 @@ from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
 EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
 
 
-class Listed(Source):
+class Listed(TrafficSource):
     """These requests at these times."""
 
     name, timed, rate = "listed", True, 1.0

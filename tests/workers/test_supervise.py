@@ -12,7 +12,7 @@ import pytest
 
 from tests.workers.servers import alive, assert_gone, family, members, script
 from vllm_sched.workers.launch import Worker, WorkerError, free_port
-from vllm_sched.workers.supervise import Keeper, News, State, Supervisor
+from vllm_sched.workers.supervise import KeeperNews, KeeperState, Supervisor, WorkerKeeper
 
 LOAD_S = 20.0
 
@@ -66,16 +66,16 @@ class Mortal:
         self.calls.append("stop")
 
 
-def kept(worker: Mortal) -> list[News]:
+def kept(worker: Mortal) -> list[KeeperNews]:
     """Keep a worker until its world ends, and return what was told."""
-    told: list[News] = []
+    told: list[KeeperNews] = []
     world = worker.world
-    Keeper(worker, told.append, wait=world.wait, clock=lambda: world.now).run()
+    WorkerKeeper(worker, told.append, wait=world.wait, clock=lambda: world.now).run()
     return told
 
 
-def deaths(told: list[News]) -> list[News]:
-    return [news for news in told if news.state is State.DIED]
+def deaths(told: list[KeeperNews]) -> list[KeeperNews]:
+    return [news for news in told if news.state is KeeperState.DIED]
 
 
 def test_a_worker_that_lives_is_started_once_and_stopped_at_the_end() -> None:
@@ -93,7 +93,7 @@ def test_one_that_dies_is_cleared_away_and_started_again() -> None:
     assert death.seconds == pytest.approx(100, abs=2)
     assert death.error.endswith("boom")
     assert (death.deaths, death.again_s) == (1, 1)
-    assert told[-2].state is State.READY
+    assert told[-2].state is KeeperState.READY
     assert worker.calls == ["start", "stop", "start", "stop"]
 
 
@@ -132,7 +132,7 @@ def test_it_stops_wherever_it_is(end: float) -> None:
     """In turn: before the start, while it loads, while it serves, in the pause after a death."""
     worker = Mortal(World(end), [105, None])
     told = kept(worker)
-    assert told[-1].state is State.STOPPED
+    assert told[-1].state is KeeperState.STOPPED
     assert worker.calls[-1] == "stop"
     assert worker.calls.count("start") <= 1
 
@@ -141,18 +141,18 @@ class Diary:
     """Keeps news from several threads and lets a test wait for some."""
 
     def __init__(self) -> None:
-        self.told: list[News] = []
+        self.told: list[KeeperNews] = []
         self._changed = threading.Condition()
 
-    def __call__(self, news: News) -> None:
+    def __call__(self, news: KeeperNews) -> None:
         with self._changed:
             self.told.append(news)
             self._changed.notify_all()
 
-    def states(self, worker: str) -> list[State]:
+    def states(self, worker: str) -> list[KeeperState]:
         return [news.state for news in self.told if news.worker == worker]
 
-    def until(self, state: State, worker: str, times: int = 1) -> None:
+    def until(self, state: KeeperState, worker: str, times: int = 1) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self.states(worker).count(state) >= times, 60)
 
@@ -171,10 +171,10 @@ def test_real_servers_come_up_and_nothing_is_left(pair: list[Worker], tmp_path: 
     diary = Diary()
     with Supervisor(pair, diary):
         for name in ("a", "b"):
-            diary.until(State.READY, name)
+            diary.until(KeeperState.READY, name)
         pids = [*members(tmp_path / "a"), *members(tmp_path / "b")]
         assert all(worker.healthy() for worker in pair)
-    assert diary.states("a")[-1] is diary.states("b")[-1] is State.STOPPED
+    assert diary.states("a")[-1] is diary.states("b")[-1] is KeeperState.STOPPED
     assert_gone(pids)
 
 
@@ -182,10 +182,10 @@ def test_a_killed_server_comes_back_and_the_other_stays(pair: list[Worker], tmp_
     diary = Diary()
     with Supervisor(pair, diary):
         for name in ("a", "b"):
-            diary.until(State.READY, name)
+            diary.until(KeeperState.READY, name)
         first, other = members(tmp_path / "a"), members(tmp_path / "b")
         os.kill(first[0], signal.SIGKILL)
-        diary.until(State.READY, "a", times=2)
+        diary.until(KeeperState.READY, "a", times=2)
         assert_gone(first)
         assert pair[0].healthy()
         assert all(alive(pid) for pid in other)
@@ -241,13 +241,13 @@ def test_two_on_one_device_load_one_after_the_other() -> None:
     workers = [Loading(name, loading) for name in ("a", "b", "c")]
     diary = Diary()
     with Supervisor(workers, diary, devices=["0", "0", "1"]):
-        diary.until(State.STARTING, "c")
+        diary.until(KeeperState.STARTING, "c")
         for name in ("a", "b"):
-            diary.until(State.QUEUED, name)
+            diary.until(KeeperState.QUEUED, name)
         first = "a" if "a" in loading else "b"
         second = "b" if first == "a" else "a"
-        diary.until(State.STARTING, first)
+        diary.until(KeeperState.STARTING, first)
         assert diary.states(second) == ["queued"]
         workers["ab".index(first)].go.set()
-        diary.until(State.STARTING, second)
-        assert diary.states(first)[-1] is State.READY
+        diary.until(KeeperState.STARTING, second)
+        assert diary.states(first)[-1] is KeeperState.READY

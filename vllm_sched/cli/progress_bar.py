@@ -24,7 +24,7 @@ def terminal(console: Console) -> Console | None:
     return None
 
 
-class Lines:
+class ProgressLines:
     """Tells in lines."""
 
     def __init__(self, command: str) -> None:

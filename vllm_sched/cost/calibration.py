@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_sched.cost.fit import PLACES, Kind, Sums, kind_of, row_of, solve
+from vllm_sched.cost.fit import PLACES, FitSums, Kind, kind_of, row_of, solve
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 
@@ -108,7 +108,7 @@ def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
     time: StepTime | None = None
     spread = 0.1
     for _ in range(ROUNDS):
-        sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
+        sums: dict[Kind, FitSums] = {kind: FitSums(len(PLACES[kind])) for kind in PLACES}
         for each in above:
             expected = each.seconds if time is None else time.seconds(each.shape)
             larger = max(expected, each.seconds)

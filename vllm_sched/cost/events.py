@@ -19,7 +19,7 @@ REQUESTS = 40_000
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class EventRun:
     """What was seen."""
 
     throughput: float  # requests per second
@@ -37,7 +37,7 @@ def play(
     requests: int = REQUESTS,
     seed: int = 0,
     alike: bool = False,
-) -> Played:
+) -> EventRun:
     """Play a backlog until so many have departed.
 
     From when the first are prefilled until the next would be: what is done in between is whole
@@ -95,7 +95,7 @@ def play(
         active += joining - len(gone)
         step += 1
     p50, p99, longest = _percentiles(gaps)
-    return Played(departed / now, finished / departed, served / departed, p50, p99, longest)
+    return EventRun(departed / now, finished / departed, served / departed, p50, p99, longest)
 
 
 def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:

@@ -76,7 +76,7 @@ def kind_of(shape: StepShape) -> Kind:
 
 
 @dataclass(slots=True)
-class Sums:
+class FitSums:
     """The upper triangle of features times features, and features times seconds."""
 
     features: int
@@ -113,7 +113,7 @@ class OnlineFit:
 
     def __init__(self, memory: float = MEMORY) -> None:
         self._memory = memory
-        self._sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
+        self._sums: dict[Kind, FitSums] = {kind: FitSums(len(PLACES[kind])) for kind in PLACES}
         self._early: list[tuple[Kind, StepShape, float]] = []  # not in the sums yet
         self._took: dict[Kind, deque[float]] = {kind: deque(maxlen=MOST_EARLY) for kind in PLACES}
         self._seen: Counter[Kind] = Counter()
@@ -199,7 +199,7 @@ class OnlineFit:
         )
 
 
-def solve(sums: Mapping[Kind, Sums], spread: float, most_steps: float = math.inf) -> StepTime:
+def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.inf) -> StepTime:
     """Find the non-negative coefficients that fit best, given the usual error of a step."""
     size = len(NAMES)
     matrix = [[0.0] * size for _ in range(size)]

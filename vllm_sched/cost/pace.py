@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_sched.cost.fit import Sums
+from vllm_sched.cost.fit import FitSums
 from vllm_sched.cost.least_squares import non_negative
 
 # Noise only ever adds to a time, so an estimate falls faster than it rises.
@@ -82,7 +82,7 @@ class StepPace:
         self.base = base
         self._solved = (per_token, per_pair, per_read)
         self._stale = False
-        self._sums = Sums(3)
+        self._sums = FitSums(3)
 
     @property
     def per_token(self) -> float | None:

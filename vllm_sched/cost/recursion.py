@@ -21,7 +21,7 @@ SETTLED, MOST_ROUNDS = 1e-12, 200
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class ThresholdResult:
     """What a threshold gives in the long run."""
 
     throughput: float  # requests per second
@@ -36,9 +36,9 @@ class Recursion:
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
         self._rows: dict[int, tuple[int, list[float]]] = {}
-        self._found: dict[int, Exact] = {}
+        self._found: dict[int, ThresholdResult] = {}
 
-    def at(self, threshold: int) -> Exact:
+    def at(self, threshold: int) -> ThresholdResult:
         """Return what this threshold gives."""
         if threshold not in self._found:
             self._found[threshold] = self._solve(threshold)
@@ -56,7 +56,7 @@ class Recursion:
                 high = right
         return max(range(low, high + 1), key=lambda k: self.at(k).throughput)
 
-    def _solve(self, threshold: int) -> Exact:
+    def _solve(self, threshold: int) -> ThresholdResult:
         regime = self.regime
         while_held, ends = self._descend({regime.slots: 1.0}, threshold)
         for _ in range(0 if regime.exclusive else MOST_ROUNDS):
@@ -79,7 +79,7 @@ class Recursion:
                 seconds += share * regime.decode(active)
                 worked += share * active
         work_steps = steps + (0.0 if regime.exclusive else 1.0)
-        return Exact(
+        return ThresholdResult(
             throughput=batch / seconds if seconds > 0 else math.inf,
             batch=batch,
             steps=steps,

@@ -25,7 +25,7 @@ LEAST_STEP_S: Final = 1e-6
 MOST_BETWEEN_S: Final = 1.0
 
 
-class Begun(NamedTuple):
+class StepStarted(NamedTuple):
     """A step that the engine was given."""
 
     output: SchedulerOutput
@@ -48,10 +48,10 @@ class Begun(NamedTuple):
         return StepShape.of(list(self.chunks.values()), self.decodes, self.context_tokens)
 
 
-class Done(NamedTuple):
+class StepDone(NamedTuple):
     """A step whose result is back."""
 
-    step: Begun
+    step: StepStarted
     start: float  # when the engine began it
     end: float
     result: StepResult
@@ -62,16 +62,16 @@ class InFlight:
 
     def __init__(self, dp_group: DpGroup | None = None) -> None:
         self._dp_group = dp_group
-        self._steps: deque[Begun] = deque(maxlen=MOST)
+        self._steps: deque[StepStarted] = deque(maxlen=MOST)
         self._last_end = 0.0
 
-    def begin(self, step: Begun) -> None:
+    def begin(self, step: StepStarted) -> None:
         """Note a step that was scheduled; an empty one takes no time and is not noted."""
         self._steps.append(step)
         if self._dp_group is not None:
             self._dp_group.begin(step.number, step.scheduled_at, step.shape)
 
-    def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> Done | None:
+    def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> StepDone | None:
         """Say what a step did and how long it took; None of one that was not noted."""
         # Results come back in the order of their steps; one whose result never came is forgotten.
         steps = self._steps
@@ -100,7 +100,7 @@ class InFlight:
         result = StepResult(
             seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number, others
         )
-        return Done(step, start, end, result)
+        return StepDone(step, start, end, result)
 
 
 def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:

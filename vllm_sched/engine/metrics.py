@@ -140,7 +140,7 @@ Gauges: TypeAlias = dict[str, dict[tuple[str, ...], float]]  # by name and label
 
 
 @dataclass(slots=True)
-class Now:
+class EngineState:
     """The state of things when gauges are written."""
 
     gauges: Gauges = field(default_factory=lambda: defaultdict(dict))
@@ -150,7 +150,7 @@ class Now:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """Steps of a kind, since they were written last."""
 
     steps: int = 0
@@ -172,7 +172,7 @@ class Tally:
         }
 
 
-class Tallied(Histogram):
+class BatchHistogram(Histogram):
     """A histogram that takes in at once what was counted elsewhere.
 
     To observe each step takes as long as all else that is done for it here.
@@ -186,7 +186,7 @@ class Tallied(Histogram):
         self._sum.inc(seconds)
 
 
-class Bounded:
+class BoundedLabels:
     """Lets so many different values of a label through, and calls the rest `other`."""
 
     def __init__(self, most: int = MOST_LABELS) -> None:
@@ -220,10 +220,10 @@ class Metrics:
         }
         self._step_seconds = self._histogram("step_seconds", *HISTOGRAMS["step_seconds"])
         self._hold_seconds = self._histogram("hold_seconds", *HISTOGRAMS["hold_seconds"])
-        self._bounds: dict[str, Bounded] = defaultdict(Bounded)
+        self._bounds: dict[str, BoundedLabels] = defaultdict(BoundedLabels)
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._tallies: dict[str, Tally] = defaultdict(Tally)
+        self._tallies: dict[str, StepTally] = defaultdict(StepTally)
         self._prefill_tokens = self._decode_tokens = 0
         self._sums: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         self._told: dict[tuple[str, str], float] = {}
@@ -274,7 +274,7 @@ class Metrics:
         """Tell whether it is time to write."""
         return now - self._written_at >= WRITE_EVERY_S
 
-    def write(self, state: Now, now: float) -> None:
+    def write(self, state: EngineState, now: float) -> None:
         """Show the state of things, and what was counted since."""
         self._written_at = now
         shown = dict.fromkeys(self._shown, 0.0)  # what is told no more is nothing now
@@ -342,8 +342,10 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(PREFIX + name, text, [*ENGINE_LABELS, *labels], registry=self._registry)
 
-    def _histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> Tallied:
-        return Tallied(
+    def _histogram(
+        self, name: str, text: str, label: str, buckets: tuple[float, ...]
+    ) -> BatchHistogram:
+        return BatchHistogram(
             PREFIX + name,
             text,
             [*ENGINE_LABELS, label],

@@ -24,9 +24,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup, vllm_compat
 from vllm_sched.engine.block_chunks import BlockChunks
-from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
+from vllm_sched.engine.in_flight import InFlight, StepDone, StepStarted, chunks_of
 from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
-from vllm_sched.engine.telemetry import Seen, Watched
+from vllm_sched.engine.telemetry import SchedulerStats, SchedulerTelemetry
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.engine.waiting.lora_slots import LoraSlots
 from vllm_sched.engine.waiting.queue import LaneQueue
@@ -64,7 +64,7 @@ class PolicySteps(Upstream):
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     _policies: Sequence[Policy] = ()
-    _seen: Seen | None = None
+    _seen: SchedulerStats | None = None
     _tell_result: Sequence[Callable[[StepResult], None]] = ()
     _lora_slots: LoraSlots | None = None
     _dp_group: DpGroup | None = None
@@ -692,10 +692,12 @@ class PolicySteps(Upstream):
         decodes = len(output.num_scheduled_tokens) - len(chunks)
         context = step.context_tokens * decodes // max(len(step.decoding), 1)
         running, waiting = len(self.running), len(self.waiting)
-        begun = Begun(output, step.index, step.now, step.budget, chunks, context, running, waiting)
+        begun = StepStarted(
+            output, step.index, step.now, step.budget, chunks, context, running, waiting
+        )
         self._in_flight.begin(begun)
 
-    def _learn(self, done: Done) -> None:
+    def _learn(self, done: StepDone) -> None:
         for tell in self._tell_result:
             tell(done.result)
 
@@ -706,11 +708,11 @@ def _compiles_grammar(request: Request) -> bool:
     return request.status is COMPILES and grammar is not None and not grammar.is_grammar_ready
 
 
-class PolicyScheduler(Watched, PolicySteps, AsyncScheduler):
+class PolicyScheduler(SchedulerTelemetry, PolicySteps, AsyncScheduler):
     """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncPolicyScheduler(Watched, PolicySteps, Scheduler):
+class SyncPolicyScheduler(SchedulerTelemetry, PolicySteps, Scheduler):
     """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 

@@ -45,7 +45,7 @@ from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine.policy_setup import CONFIG_KEY
 from vllm_sched.engine.scheduler import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL
-from vllm_sched.engine.trace import StepNote, Trace
+from vllm_sched.engine.trace import EngineTrace, StepNote
 
 TOKEN = 7
 # Longer than anybody's context: what a model could hold is not what a worker is told to.
@@ -195,7 +195,7 @@ class SimulatedEngine:
             block_size=size,
         )
         self.scheduler._seen = None  # whatever the environment asks for is for real ones
-        self.trace: Trace | None = None
+        self.trace: EngineTrace | None = None
         self.preemptions = 0
         self._last_result_at = 0.0
 

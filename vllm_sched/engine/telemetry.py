@@ -22,14 +22,14 @@ import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
-from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
+from vllm_sched.engine.in_flight import InFlight, StepDone, StepStarted, chunks_of
 from vllm_sched.engine.waiting.held import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, Step, StepResult
 
 if TYPE_CHECKING:
 
-    class Upstream(Scheduler):
+    class InstrumentedScheduler(Scheduler):
         """Either of vLLM's classes, with the policies around it, to the type checker."""
 
         _policies: Sequence[Policy]
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
         def _constrain(self, step: Step) -> None: ...
 
-        def _learn(self, done: Done) -> None: ...
+        def _learn(self, done: StepDone) -> None: ...
 else:
-    Upstream = object
+    InstrumentedScheduler = object
 
 # Of so many steps one teaches our own fit, where no policy has one and once it can predict, and of
 # so many one is held against its prediction: primes, to meet all kinds.
@@ -58,7 +58,7 @@ CLASSES_BY: Final = "long_prompt"
 ALL: Final = "all"
 
 
-class Result(NamedTuple):
+class StepReport(NamedTuple):
     """What a step that is done is told by, when it is."""
 
     step: StepResult
@@ -66,7 +66,7 @@ class Result(NamedTuple):
     model: StepTime | None  # as it was when the result came
 
 
-class Seen:
+class SchedulerStats:
     """What was seen of one scheduler."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Seen:
         self.policies = policies
         self.budget = 0  # that the step at hand is allowed
         self.now = 0.0  # when the step at hand began
-        self._untold: list[Result] = []
+        self._untold: list[StepReport] = []
         self._holds: dict[LaneKey, int] = {}  # the first that closed a gate, asked last
         self._full = False  # after the last step: then it is no policy that they wait for
         # By policy.
@@ -123,7 +123,7 @@ class Seen:
         if self.metrics is not None:
             self.metrics.stepped(trace.kind(0, 0), 0, 0)
         if output.finished_req_ids or output.preempted_req_ids:
-            empty = Begun(output, number, self.now, self.budget, {}, 0, running, len(queue))
+            empty = StepStarted(output, number, self.now, self.budget, {}, 0, running, len(queue))
             self._keep(empty, self.now, self.now)
 
     def begin(self, now: float, budget: int) -> None:
@@ -146,12 +146,12 @@ class Seen:
 
     # When its result is back
 
-    def done(self, done: Done) -> None:
+    def done(self, done: StepDone) -> None:
         """Note how long the engine was at a step."""
         if self.metrics is not None:
             # Counted when it is time to write, all in one go: here each would wait for memory.
             seconds = done.end - done.start
-            self._untold.append(Result(done.result, seconds, self._fit.model))
+            self._untold.append(StepReport(done.result, seconds, self._fit.model))
         if self.file is not None:
             self._keep(done.step, done.start, done.end)
 
@@ -170,7 +170,7 @@ class Seen:
                 self._fit.observe(shape, step.seconds)
         self._untold.clear()
 
-    def _keep(self, step: Begun, start: float, end: float) -> None:
+    def _keep(self, step: StepStarted, start: float, end: float) -> None:
         if self.file is None:
             return
         output = step.output
@@ -201,9 +201,9 @@ class Seen:
             told.write(self._state(running, queue, full=full), now)
         self._idle = idle
 
-    def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
+    def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.EngineState:
         """Take everything countable down; in plain numbers, for the length of this call."""
-        state = metrics.Now()
+        state = metrics.EngineState()
         gauges = state.gauges
         lane_of = self._lanes.get
         came_from = [lane_of(request.request_id, ()) for request in running]
@@ -277,10 +277,10 @@ class Seen:
             count[name,] = count.get((name,), 0) + 1
 
 
-class Watched(Upstream):
+class SchedulerTelemetry(InstrumentedScheduler):
     """Shows what the scheduler behind this class does."""
 
-    _seen: Seen | None = None
+    _seen: SchedulerStats | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -294,7 +294,7 @@ class Watched(Upstream):
             told.fact("info", 1, vllm_sched.__version__, type(self).__name__, policies)
             told.fact("start_time_seconds", time.time())
         if file is not None or told is not None:
-            self._seen = Seen(told, file, self._policies)
+            self._seen = SchedulerStats(told, file, self._policies)
         if file is not None:
             _on_signal(file, self.clock)
 
@@ -334,13 +334,17 @@ class Watched(Upstream):
                 self._look_no_more()
         return outputs
 
-    def _note(self, output: SchedulerOutput, prefills: Sequence[Request], seen: Seen) -> None:
+    def _note(
+        self, output: SchedulerOutput, prefills: Sequence[Request], seen: SchedulerStats
+    ) -> None:
         if not output.total_num_scheduled_tokens:
             return
         chunks = chunks_of(prefills, output.num_scheduled_tokens)
         running, waiting = len(self.running), len(self.waiting)
         self._in_flight.begin(
-            Begun(output, self.current_step, seen.now, seen.budget, chunks, 0, running, waiting)
+            StepStarted(
+                output, self.current_step, seen.now, seen.budget, chunks, 0, running, waiting
+            )
         )
 
     def _constrain(self, step: Step) -> None:
@@ -348,7 +352,7 @@ class Watched(Upstream):
         if self._seen is not None:
             self._seen.budget = self.max_num_scheduled_tokens
 
-    def _learn(self, done: Done) -> None:
+    def _learn(self, done: StepDone) -> None:
         if self._seen is not None:
             try:
                 self._seen.done(done)

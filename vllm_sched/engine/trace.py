@@ -39,7 +39,7 @@ ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
 MICRO = 1e6
 
 
-class Arrival(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request that began to wait."""
 
     at: float
@@ -79,13 +79,13 @@ def kind(prefills: int, decodes: int) -> str:
     return "decode" if decodes else "empty"
 
 
-class Trace:
+class EngineTrace:
     """The log; bounded, the oldest is dropped."""
 
     def __init__(self, most_entries: int = MOST_ENTRIES) -> None:
         self._most = most_entries
         self._entries = 0
-        self._log: deque[Arrival | StepNote] = deque()
+        self._log: deque[QueuedRequest | StepNote] = deque()
 
     def __len__(self) -> int:
         """Count what is kept: an arrival is one, a step one more than it has requests."""
@@ -93,20 +93,20 @@ class Trace:
 
     def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
         """Note that a request began to wait."""
-        self._keep(Arrival(at, request_id, prompt_tokens), 1)
+        self._keep(QueuedRequest(at, request_id, prompt_tokens), 1)
 
     def stepped(self, step: StepNote) -> None:
         """Note a step that is done; in the order in which they were scheduled."""
         self._keep(step, 1 + len(step.tokens))
 
-    def _keep(self, entry: Arrival | StepNote, entries: int) -> None:
+    def _keep(self, entry: QueuedRequest | StepNote, entries: int) -> None:
         self._log.append(entry)
         self._entries += entries
         while self._entries > self._most:
             dropped = self._log.popleft()
-            self._entries -= 1 if isinstance(dropped, Arrival) else 1 + len(dropped.tokens)
+            self._entries -= 1 if isinstance(dropped, QueuedRequest) else 1 + len(dropped.tokens)
 
-    def copy(self) -> list[Arrival | StepNote]:
+    def copy(self) -> list[QueuedRequest | StepNote]:
         """Take down what is known now."""
         return list(self._log)
 
@@ -128,12 +128,14 @@ class _Replay:
         self._tracks: dict[str, _Track] = {}
         self._numbers = itertools.count(1)
 
-    def events(self, log: Iterable[Arrival | StepNote], now: float, engine: str) -> Iterator[str]:
+    def events(
+        self, log: Iterable[QueuedRequest | StepNote], now: float, engine: str
+    ) -> Iterator[str]:
         yield _named("process_name", ENGINE, 0, f"engine {engine}")
         yield _named("process_name", REQUESTS, 0, f"requests on engine {engine}")
         yield _named("thread_name", ENGINE, 1, "steps")
         for entry in log:
-            if isinstance(entry, Arrival):
+            if isinstance(entry, QueuedRequest):
                 yield self._begin(entry.request_id, f"{entry.prompt_tokens:,} tokens", entry.at)
             else:
                 yield from self._step(entry)
@@ -184,7 +186,7 @@ def _out_until(track: _Track, now: float) -> Iterator[str]:
         track.out_since = None
 
 
-def chrome(log: Iterable[Arrival | StepNote], now: float, engine: str = "0") -> Iterator[str]:
+def chrome(log: Iterable[QueuedRequest | StepNote], now: float, engine: str = "0") -> Iterator[str]:
     """Write a log in Chrome's trace format, piece by piece."""
     yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
     before = ""
@@ -226,7 +228,7 @@ class TraceFile:
 
     def __init__(self, path: Path, engine: str = "0") -> None:
         self.path = path
-        self.trace = Trace()
+        self.trace = EngineTrace()
         self._engine = engine
         self._writing = threading.Lock()
 

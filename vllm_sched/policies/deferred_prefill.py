@@ -44,7 +44,7 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.prefix_lookups import LookedUp
+from vllm_sched.policies.prefix_lookups import PrefixLookups
 from vllm_sched.policies.types import (
     FIRST_CLASS,
     EngineFacts,
@@ -201,9 +201,9 @@ class DeferredPrefill(Policy):
         self._asked: set[str] = set()  # those in front in the step before
         # Found to have little cached; asked anew when the running prefills have changed, and now
         # and then.
-        self._deferrable = LookedUp()
+        self._deferrable = PrefixLookups()
         # Found to have much. Others may hold it, and then it would be looked up in each step.
-        self._direct = LookedUp()
+        self._direct = PrefixLookups()
 
         # Of the current step: how many entered, and each prefill with the seconds it takes.
         self._entered = 0

@@ -32,7 +32,7 @@ from pydantic import Field, model_validator
 
 from vllm_sched.cost.pace import StepPace, tiled
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, LookedUp
+from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, PrefixLookups
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -185,7 +185,7 @@ class LongPrompt(Policy):
         self._cuts = False  # whether prefills are cut to `_slot` and `_fit_s`
         # Found long beyond what is cached; asked anew when the running prefills have changed, but
         # not so soon again of whom much is cached.
-        self._seen_long = LookedUp()
+        self._seen_long = PrefixLookups()
         # Found short for what is cached: until when that stands, and what looks again. Others may
         # hold them; those whom this lets in are looked up first, for blocks can be evicted.
         self._seen_short: dict[str, tuple[float, Callable[[], int]]] = {}

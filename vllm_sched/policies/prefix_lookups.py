@@ -16,18 +16,18 @@ from typing import Final, NamedTuple
 LOOK_AGAIN_S: Final = 5e-6
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """A look at what is cached of one who waits."""
 
     changes: int  # of the cache until then
     again_at: float  # the earliest time to look again
 
 
-class LookedUp:
+class PrefixLookups:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, Lookup] = {}
         self._changes = 0
 
     def changed(self, now: float) -> None:
@@ -43,7 +43,7 @@ class LookedUp:
 
     def add(self, name: str, cached: int, now: float) -> None:
         """Note that so many tokens of it are cached, and that this is little."""
-        self._found[name] = Found(self._changes, now + LOOK_AGAIN_S * cached)
+        self._found[name] = Lookup(self._changes, now + LOOK_AGAIN_S * cached)
 
     def discard(self, name: str) -> None:
         """Forget one."""

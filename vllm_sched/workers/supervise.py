@@ -1,7 +1,7 @@
 """Keep workers alive: start them, tell how they fare, start again those that die.
 
-Every worker has a thread of its own, and only that thread touches it: there is nothing to lock,
-and `Keeper.run` reads like what it does. What happens is told as `News` from those threads.
+Every worker has a thread of its own, and only that thread uses it, so no locks are needed. The
+threads report each change as a `KeeperNews`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WATCH_S = 1.0
 ASK_S, HUNG_S = 10.0, 60.0
 
 
-class State(StrEnum):
+class KeeperState(StrEnum):
     """How a worker fares."""
 
     QUEUED = "queued"  # another one loads on its device
@@ -40,11 +40,11 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class KeeperNews:
     """A worker's new state."""
 
     worker: str
-    state: State
+    state: KeeperState
     seconds: float = 0.0  # READY: that the start took; DIED: that it had lived
     error: str = ""  # DIED: of what, and the last lines of its log
     deaths: int = 0  # DIED: in a row
@@ -76,7 +76,7 @@ class _StopRequested(Exception):  # noqa: N818 - not an error
     """Leaves whatever the keeper is waiting for."""
 
 
-class Keeper:
+class WorkerKeeper:
     """One worker, kept alive until told to stop.
 
     `wait` sleeps for some seconds and returns whether to stop, as `threading.Event.wait` does.
@@ -86,7 +86,7 @@ class Keeper:
     def __init__(
         self,
         worker: Keepable,
-        tell: Callable[[News], None],
+        tell: Callable[[KeeperNews], None],
         *,
         wait: Callable[[float], bool],
         turn: AbstractContextManager[object] | None = None,
@@ -108,17 +108,17 @@ class Keeper:
                     self._live()
         finally:
             self._worker.stop()
-            self._tell(News(self._worker.name, State.STOPPED))
+            self._tell(KeeperNews(self._worker.name, KeeperState.STOPPED))
 
     def _live(self) -> None:
         """One life, from its start to the pause after its death."""
         name = self._worker.name
         ready_at: float | None = None
-        self._tell(News(name, State.QUEUED))
+        self._tell(KeeperNews(name, KeeperState.QUEUED))
         with self._turn:
             self._pause(0)  # it may have been a long wait
             born = self._clock()
-            self._tell(News(name, State.STARTING))
+            self._tell(KeeperNews(name, KeeperState.STARTING))
             try:
                 self._worker.start()
                 self._worker.wait_ready(self._pause)
@@ -127,7 +127,7 @@ class Keeper:
             else:
                 ready_at = self._clock()
         if ready_at is not None:
-            self._tell(News(name, State.READY, ready_at - born))
+            self._tell(KeeperNews(name, KeeperState.READY, ready_at - born))
             death = self._watch()
         now = self._clock()
         if ready_at is not None and now - ready_at >= SETTLED_S:
@@ -135,7 +135,7 @@ class Keeper:
         self._deaths += 1
         pause, self._next_pause_s = self._next_pause_s, min(self._next_pause_s * 2, LONGEST_PAUSE_S)
         self._worker.stop()  # its children may still live
-        self._tell(News(name, State.DIED, now - born, str(death), self._deaths, pause))
+        self._tell(KeeperNews(name, KeeperState.DIED, now - born, str(death), self._deaths, pause))
         self._pause(pause)
 
     def _watch(self) -> WorkerError:
@@ -171,7 +171,7 @@ class Supervisor:
     def __init__(
         self,
         workers: Sequence[Keepable],
-        tell: Callable[[News], None],
+        tell: Callable[[KeeperNews], None],
         *,
         devices: Sequence[str | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -181,7 +181,7 @@ class Supervisor:
         self._threads = []
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
             turn = None if device is None else turns[device]
-            keeper = Keeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
+            keeper = WorkerKeeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
             # A daemon: a second Ctrl-C ends us at once, and the workers' guards do the rest.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)

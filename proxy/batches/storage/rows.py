@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-from proxy.batches.types import Batch, Complaint, File, Job, Result, Status
+from proxy.batches.types import Batch, File, InputProblem, LineJob, LineResult, Status
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListPage:
     """Which part of a list is wanted."""
 
     limit: int = 20
@@ -27,14 +27,14 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex}"
 
 
-def replaced(job: Job, code: str, message: str) -> Result:
+def replaced(job: LineJob, code: str, message: str) -> LineResult:
     """Say why a line has no answer."""
-    return Result(
+    return LineResult(
         job.batch, job.number, job.custom_id, new_id("batch_req_"), code=code, message=message
     )
 
 
-def written(result: Result) -> bytes:
+def written(result: LineResult) -> bytes:
     """Write a result as its line of a file; the worker's answer stays as it was."""
     response = error = None
     if result.status:
@@ -85,7 +85,7 @@ def batch_of(row: sqlite3.Row) -> Batch:
         | {
             "status": Status(values["status"]),
             "metadata": metadata and orjson.loads(metadata),
-            "complaints": [Complaint(**each) for each in orjson.loads(values["complaints"])],
+            "complaints": [InputProblem(**each) for each in orjson.loads(values["complaints"])],
             "at": orjson.loads(values["at"]),
         }
     )

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.batches.storage.disk import DiskRoom, disk_errors, place_of
 from proxy.batches.storage.rows import (
-    Page,
+    ListPage,
     batch_of,
     file_of,
     marks,
@@ -31,15 +31,15 @@ from proxy.batches.types import (
     ACTIVE,
     OUTPUT,
     Batch,
-    Complaint,
     File,
+    InputLine,
+    InputProblem,
     InUseError,
-    Job,
-    Line,
-    Result,
+    LineJob,
+    LineResult,
     Status,
     StoreFullError,
-    TooMuchError,
+    TenantLimitError,
 )
 
 PIECE_BYTES = 1 << 20  # of a file, read at a time
@@ -60,7 +60,7 @@ ENDS = {
 }
 
 
-class Bounds(NamedTuple):
+class StoreLimits(NamedTuple):
     """How much is kept at most."""
 
     bytes: int = sys.maxsize
@@ -94,7 +94,7 @@ def frees_room(
 class Store:
     """One folder's files and batches."""
 
-    def __init__(self, path: Path, keep_s: float, bounds: Bounds = Bounds()) -> None:  # noqa: B008
+    def __init__(self, path: Path, keep_s: float, bounds: StoreLimits = StoreLimits()) -> None:  # noqa: B008
         self.keep_s = keep_s
         self.bounds = bounds
         self.connection = connect(path)
@@ -134,7 +134,7 @@ class Store:
         most_all, most, _ = self.bounds
         used = self._used()
         if (own := used.get(tenant, 0)) + more > most:
-            raise TooMuchError(
+            raise TenantLimitError(
                 f"Your files and results have {own} bytes, and may have {most}. "
                 "Delete some that you don't need any more.",
                 later=False,
@@ -171,7 +171,7 @@ class Store:
         ).fetchone()
         return file_of(row) if row else None
 
-    def files(self, tenant: str, page: Page, purpose: str | None = None) -> list[File]:
+    def files(self, tenant: str, page: ListPage, purpose: str | None = None) -> list[File]:
         """List a tenant's files: one more than asked for, if there are more."""
         where, values = "tenant = ?", [tenant]
         if purpose is not None:
@@ -180,7 +180,7 @@ class Store:
         return [file_of(row) for row in rows]
 
     def _page(
-        self, table: str, columns: str, where: str, values: list[str], page: Page
+        self, table: str, columns: str, where: str, values: list[str], page: ListPage
     ) -> list[sqlite3.Row]:
         if page.after:
             sign = ">" if page.oldest_first else "<"
@@ -293,7 +293,7 @@ class Store:
                 (batch.tenant, *ACTIVE),
             ).fetchone()
             if active >= self.bounds.active_each:
-                raise TooMuchError(
+                raise TenantLimitError(
                     f"You have {active} batches that are not over, and may have as many. Come "
                     "again when one is, or cancel one.",
                     later=True,
@@ -308,7 +308,7 @@ class Store:
         found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
         return found[0] if found else None
 
-    def batches(self, tenant: str, page: Page) -> list[Batch]:
+    def batches(self, tenant: str, page: ListPage) -> list[Batch]:
         """List a tenant's batches: one more than asked for, if there are more."""
         return [batch_of(row) for row in self._page("batches", "*", "tenant = ?", [tenant], page)]
 
@@ -361,7 +361,7 @@ class Store:
         )
         return gone.rowcount >= MOST_LINES
 
-    def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
+    def add_lines(self, batch: Batch, lines: Iterable[InputLine]) -> None:
         """Keep where lines are."""
         with self._writing():
             self.connection.executemany(
@@ -374,7 +374,7 @@ class Store:
         """Have a batch's lines run; False if it was cancelled meanwhile."""
         return self._settle(batch, Status.IN_PROGRESS, now, total=total)
 
-    def refuse(self, batch: Batch, complaints: list[Complaint], now: float) -> bool:
+    def refuse(self, batch: Batch, complaints: list[InputProblem], now: float) -> bool:
         """End a batch whose input can't be run; False if it was cancelled meanwhile."""
         return self._settle(batch, Status.FAILED, now, complaints=complaints)
 
@@ -390,7 +390,7 @@ class Store:
                 self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         return True
 
-    def jobs(self, batch: Batch, after: int, most: int) -> list[Job]:
+    def jobs(self, batch: Batch, after: int, most: int) -> list[LineJob]:
         """Read the next lines that have no result, behind the line of that number."""
         rows = self.connection.execute(
             "SELECT number, custom_id, model, start, size FROM lines AS l "
@@ -409,15 +409,15 @@ class Store:
             lines.append((number, custom_id, model))
             places.append((start, size))
         bodies = self._contents(batch.input, places)
-        return [Job(batch.id, *line, body) for line, body in zip(lines, bodies, strict=True)]
+        return [LineJob(batch.id, *line, body) for line, body in zip(lines, bodies, strict=True)]
 
-    def save(self, results: Sequence[Result]) -> None:
+    def save(self, results: Sequence[LineResult]) -> None:
         """Keep results; of a line that has one, the first stays."""
         with self._writing():
             for result in results:
                 self._save(result)
 
-    def _save(self, result: Result) -> None:
+    def _save(self, result: LineResult) -> None:
         ok = result.ok
         kept = self.connection.execute(
             "INSERT OR IGNORE INTO results (batch, number, ok, content) VALUES (?, ?, ?, ?)",
@@ -459,7 +459,7 @@ class Store:
             self._move(batch, status, now)
             self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _left(self, batch: Batch, after: int = 0, most: int = -1) -> list[Job]:
+    def _left(self, batch: Batch, after: int = 0, most: int = -1) -> list[LineJob]:
         rows = self.connection.execute(
             "SELECT number, custom_id, model FROM lines AS l "
             "WHERE batch = ? AND number > ? AND NOT EXISTS "
@@ -467,7 +467,9 @@ class Store:
             "ORDER BY number LIMIT ?",
             (batch.id, after, most),
         )
-        return [Job(batch.id, number, custom_id, model, b"") for number, custom_id, model in rows]
+        return [
+            LineJob(batch.id, number, custom_id, model, b"") for number, custom_id, model in rows
+        ]
 
     def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
         """Make a file of a batch's results; none of nothing."""

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from proxy.batches.storage.disk import disk_errors, gone
-from proxy.batches.storage.store import Bounds, Store
+from proxy.batches.storage.store import Store, StoreLimits
 from proxy.errors import ProxyError
 
 Given = ParamSpec("Given")
 Got = TypeVar("Got")
 
 
-class Keeper:
+class StoreThread:
     """Does what it is told to a store, one thing after the other."""
 
-    def __init__(self, path: Path, keep_s: float, bounds: Bounds) -> None:
+    def __init__(self, path: Path, keep_s: float, bounds: StoreLimits) -> None:
         self._path = path
         self._keep_s = keep_s
         self._bounds = bounds
@@ -59,7 +59,7 @@ class Keeper:
             raise gone(self._path)
         return store
 
-    def keep_for(self, keep_s: float, bounds: Bounds) -> None:
+    def keep_for(self, keep_s: float, bounds: StoreLimits) -> None:
         """Keep things for so long, and so many, from now on."""
         self._keep_s, self._bounds = keep_s, bounds
         if (store := self._store) is not None:

@@ -24,7 +24,7 @@ LONG_AGO = -math.inf  # when a trial was sent that told nothing: it keeps no oth
 Told = tuple[bool, bool, float, int, int, float, str]
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Whether requests pass."""
 
     CLOSED = "closed"
@@ -53,11 +53,11 @@ class Breaker:
         """Whether nothing has failed since the last success."""
         return self.closed and not self._failures
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> BreakerState:
         """Name the state."""
         if self.closed:
-            return State.CLOSED
-        return State.HALF_OPEN if now >= self.until else State.OPEN
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if now >= self.until else BreakerState.OPEN
 
     def lets_pass(self, now: float) -> bool:
         """Whether a request may be sent."""

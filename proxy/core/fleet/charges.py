@@ -11,10 +11,10 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import Decision, Handover, Lease
+from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.roster import Roster, still
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Ask, Role
+from proxy.core.model.types import RequestInfo, Role
 
 # A request without a stream shows no first token; it is taken to come at so many times the
 # predicted moment.
@@ -35,7 +35,7 @@ class Fleet(Roster):
         super().__init__(down_after=down_after, up_after=up_after, clock=clock)
         self._silent: list[tuple[float, int, Lease]] = []
 
-    def charge(self, ask: Ask, decision: Decision, now: float) -> Lease:
+    def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
         """Charge a request to a worker, or to two."""
         if decision.handover is not None:
             return self._charge_both(ask, decision, decision.handover, now)
@@ -80,7 +80,9 @@ class Fleet(Roster):
 
     # Hand-overs
 
-    def _charge_both(self, ask: Ask, decision: Decision, handover: Handover, now: float) -> Lease:
+    def _charge_both(
+        self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
+    ) -> Lease:
         """Charge the prompt to one, and room in the cache and the output to the other, at once."""
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
@@ -153,7 +155,7 @@ class Fleet(Roster):
         self.moved(before)
         self.moved(worker)
 
-    def _learn_prefill(self, first: Lease, handover: Handover | None, now: float) -> None:
+    def _learn_prefill(self, first: Lease, handover: HandoverDecision | None, now: float) -> None:
         cached = handover.cached_tokens if handover is not None else 0
         tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
         pace = first.worker.pace
@@ -281,7 +283,7 @@ class Fleet(Roster):
         return True
 
 
-def _more(ask: Ask, seen: int) -> int:
+def _more(ask: RequestInfo, seen: int) -> int:
     """Reckon what may come of an answer that is as long as was foreseen, and has not ended.
 
     As much again, as far as its limit allows: or else the longer it is, the sooner it would seem to

@@ -29,7 +29,7 @@ PREFILL = Role.PREFILL
 Key = tuple[str, bool]  # a model, and whether its workers prefill only
 
 
-class Witness(Protocol):
+class BreakerListener(Protocol):
     """What is told of workers that are left alone for a while."""
 
     def rests(self, worker: Worker, now: float) -> None:
@@ -83,7 +83,7 @@ class Ejections:
         self.resting: set[Worker] = set()  # with a breaker that is not closed
         self.panics: set[Key] = set()
         self.started: dict[Key, int] = {}  # how often each pool began to panic
-        self.witness: Witness | None = None
+        self.witness: BreakerListener | None = None
         self._workers = workers
         self._moved = moved
         self._clock = clock

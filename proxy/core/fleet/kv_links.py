@@ -27,7 +27,7 @@ Link = tuple[Worker, Worker | None]  # None: whichever decode worker
 
 
 @dataclass(slots=True)
-class Strikes:
+class LinkFailures:
     """What went wrong between two, in a row."""
 
     lives: Lives
@@ -35,7 +35,7 @@ class Strikes:
     until: float = 0.0
 
 
-class Links:
+class KvLinks:
     """The connections between workers."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Links:
         self.version = 0  # changes with every connection made
         self._warm: dict[Link, Lives] = {}
         self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # tried, and nothing came of it
-        self._strikes: dict[Link, Strikes] = {}
+        self._strikes: dict[Link, LinkFailures] = {}
 
     def are_cold(self, prefill: Worker, decode: Worker) -> bool:
         """Whether two are to be left alone until their connection is made."""
@@ -88,7 +88,7 @@ class Links:
         lives = _lives(prefill, decode)
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or strikes.lives != lives:
-            strikes = self._strikes[prefill, decode] = Strikes(lives)
+            strikes = self._strikes[prefill, decode] = LinkFailures(lives)
         strikes.count += 1
         if strikes.count < STRIKES or now < strikes.until:
             return False

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.specs import Gauges
-    from proxy.core.model.types import Ask
+    from proxy.core.model.types import RequestInfo
 
 KV_FULL = 0.95  # of a KV cache: beyond it a request would wait for room
 HASTE = 0.5  # of what a page says of how much is shared, so much is believed from then on
@@ -88,7 +88,7 @@ def more(worker: Worker, now: float) -> int:
     return worker.kv_more if gauges is not None and now - gauges.at <= HEEDED_S else 0
 
 
-def shares(worker: Worker, ask: Ask) -> int:
+def shares(worker: Worker, ask: RequestInfo) -> int:
     """Reckon how many tokens of a prompt a worker's cache holds for others, and need not twice."""
     prefix = ask.prefix
     if len(prefix) < FEW:

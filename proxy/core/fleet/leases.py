@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.learned.prefix_tree import Stem
+from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Ask, Reason
+from proxy.core.model.types import Reason, RequestInfo
 
 
 @dataclass(slots=True)
-class Handover:
+class HandoverDecision:
     """The half of a decision that only a hand-over has."""
 
     prefill: Worker  # who prefills; the decision's worker decodes
@@ -31,7 +31,7 @@ class Decision:
     predicted_ttft_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
     cached_tokens: int = 0  # of the prompt, that the worker should have in its cache
-    handover: Handover | None = None
+    handover: HandoverDecision | None = None
     whether: str = ""  # it is handed over, or why not: `handover.Why`; "" where nobody could
 
     @property
@@ -49,7 +49,7 @@ class Lease:
     Of a hand-over it is the decode worker's, and holds the prefill worker's.
     """
 
-    ask: Ask
+    ask: RequestInfo
     decision: Decision
     worker: Worker  # whom it was charged to: the decision's
     charged_at: float
@@ -66,7 +66,7 @@ class Lease:
     released: bool = False
     decoding: int = 0  # samples that count as decoding there
     kv_coming: int = 0  # tokens that its cache was charged with, until the first one is written
-    holds: Stem | None = None  # where its prompt ends, if charged with what others begin with
+    holds: PrefixNode | None = None  # where its prompt ends, if charged with what others begin with
     prefill: Lease | None = None  # of a hand-over, the prefill worker's
     sent: bool = True  # False on a decode worker until the prefill is done
     pins: bool = False  # whether the prefill worker still holds what it computed

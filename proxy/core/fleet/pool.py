@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
 from proxy.core.fleet.worker import NO_LIMIT, Worker
-from proxy.core.model.types import Ask, Role
+from proxy.core.model.types import RequestInfo, Role
 
 SMALL = 32  # groups up to this size are looked at whole
 FIRST = 8  # of larger ones, so many
@@ -101,7 +101,7 @@ class Pool:
         # Whether size decides where a request goes.
         self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
-    def holding(self, ask: Ask) -> list[Group]:
+    def holding(self, ask: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
 
         Where an estimate leaves it open for all, the longest should try.
@@ -113,7 +113,7 @@ class Pool:
         return [group for group in self.groups if group.limit == self.most]
 
     def open_to(
-        self, ask: Ask, now: float, resting: Collection[Worker], holders: Collection[Worker]
+        self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
         """Return the workers to look at for a request, each of which may be given it."""
         if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # nearly always

@@ -1,9 +1,9 @@
 """What is charged to a worker for others: by other processes of this router, or before its time.
 
-Idea: a worker's charges are everybody's, so that rules, limits and what is subtracted from its own
-page need not know how many processes there are. What of them is others' is kept beside, is replaced
-whenever somebody looks (`Others.look`), and goes into the charges as a difference: more to prefill
-as a charge would, less of it as a first token would.
+Idea: a worker's charges include those of all processes, so that rules, limits and the comparison
+with the worker's own page do not depend on how many processes there are. The part of other
+processes is kept separately. Each `RemoteLoad.look` replaces it, and the charges change by the difference: more tokens to prefill act
+as a charge does, fewer as a first token does.
 
 A breaker is a register that whoever wrote last owns: its state travels whole.
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
 
-class Load(NamedTuple):
+class WorkerLoad(NamedTuple):
     """Charges on one worker; the names are the worker's."""
 
     requests: int = 0
@@ -34,10 +34,10 @@ class Load(NamedTuple):
     written: int = 0  # since ever, so it only grows
 
 
-NO_LOAD = Load()
+NO_LOAD = WorkerLoad()
 
 
-class Others(Protocol):
+class RemoteLoad(Protocol):
     """The other processes, as the fleet needs them."""
 
     def look(self, now: float) -> None:
@@ -51,7 +51,7 @@ class Others(Protocol):
 
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
-    """Return what this process has charged to a worker, in the order of a `Load`."""
+    """Return what this process has charged to a worker, in the order of a `WorkerLoad`."""
     theirs = worker.elsewhere
     return (
         worker.requests - theirs[0],
@@ -67,12 +67,12 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
     )
 
 
-def own(worker: Worker) -> Load:
+def own(worker: Worker) -> WorkerLoad:
     """Return what this process has charged to a worker."""
-    return Load._make(own_numbers(worker))
+    return WorkerLoad._make(own_numbers(worker))
 
 
-def replace(worker: Worker, load: Load, now: float) -> None:
+def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
     """Have a worker charged by others with so much, in place of what it was."""
     before, worker.elsewhere = worker.elsewhere, load
     if grown := _shift(worker, before, load):
@@ -93,7 +93,7 @@ def inherit(heir: Worker, before: Worker) -> None:
         heir.free_at = max(heir.free_at + token_s * min(grown, 0), after)
 
 
-def _shift(worker: Worker, before: Load, load: Load) -> int:
+def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
     """Charge one load in place of another; return how much more that is to prefill."""
     worker.requests += load[0] - before[0]
     worker.sequences += load[1] - before[1]

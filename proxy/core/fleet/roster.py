@@ -12,9 +12,9 @@ from math import inf
 
 from proxy.core.fleet import kv_usage, slots
 from proxy.core.fleet.breaker import Told
-from proxy.core.fleet.ejection import Ejections, Witness
+from proxy.core.fleet.ejection import BreakerListener, Ejections
 from proxy.core.fleet.pool import NO_POOL, Pool
-from proxy.core.fleet.remote_load import NO_LOAD, Load, Others, inherit, replace
+from proxy.core.fleet.remote_load import NO_LOAD, RemoteLoad, WorkerLoad, inherit, replace
 from proxy.core.fleet.worker import Origin, Worker
 from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.model.specs import Gauges, WorkerSpec
@@ -46,7 +46,7 @@ class Roster:
         self.up_after = up_after
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
-        self.others: Others | None = None  # processes that charge the same workers
+        self.others: RemoteLoad | None = None  # processes that charge the same workers
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
@@ -71,12 +71,12 @@ class Roster:
         return self.ejections.resting
 
     @property
-    def witness(self) -> Witness | None:
+    def witness(self) -> BreakerListener | None:
         """What is told of workers that are left alone for a while."""
         return self.ejections.witness
 
     @witness.setter
-    def witness(self, witness: Witness | None) -> None:
+    def witness(self, witness: BreakerListener | None) -> None:
         self.ejections.witness = witness
 
     def __len__(self) -> int:
@@ -497,7 +497,9 @@ class Roster:
 
     # What other processes say
 
-    def charged_elsewhere(self, worker: Worker, load: Load, due_at: float, now: float) -> None:
+    def charged_elsewhere(
+        self, worker: Worker, load: WorkerLoad, due_at: float, now: float
+    ) -> None:
         """Take what others have charged to a worker, and when they expect to hear of it."""
         if self._workers.get(worker.name) is not worker:
             return  # gone: nobody would tell of what they give back

@@ -7,11 +7,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet.breaker import Breaker
-from proxy.core.fleet.remote_load import NO_LOAD, Load
-from proxy.core.learned.latency import Pace
-from proxy.core.learned.prefix_tree import Stems
+from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad
+from proxy.core.learned.latency import LatencyModel
+from proxy.core.learned.prefix_tree import PrefixTree
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Ask, Role
+from proxy.core.model.types import RequestInfo, Role
 from proxy.errors import a_few
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Worker:
         self.good_probes = self.failed_probes = 0  # in a row
         self.breaker = Breaker()
         self.in_panic = False  # whether its breaker is ignored: see `ejection`
-        self.pace = Pace()
+        self.pace = LatencyModel()
         self.gauges: Gauges | None = None
         self.kv_capacity = 0  # tokens; 0 = not known
         self.strangers = self.strangers_before = 0  # requests on it that are not the router's
@@ -138,7 +138,7 @@ class Worker:
         self.kv_coming = 0  # of those, of requests without a first token
         self.kv_spare = 0  # of them all, that it does not hold, by its own page; < 0: it holds more
         self.kv_more = 0  # that its page shows beyond what is charged
-        self.stems = Stems()  # that prompts on it begin with, and so share
+        self.stems = PrefixTree()  # that prompts on it begin with, and so share
         self.kv_apart = 0.0  # of what they should share, the part that is each one's own, learnt
         self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
         self.decoding = 0  # sequences past their first token
@@ -146,8 +146,8 @@ class Worker:
         self.worked_at = -inf  # when its own page showed last that it had computed something
         self.free_at = 0.0  # when its prefills should be done
         self.due_at = 0.0  # when one of them should have shown, since anything was heard
-        self.elsewhere: Load = NO_LOAD  # of all this, what other processes have charged
-        self.inherited: Load = NO_LOAD  # and what is for who had its address before it
+        self.elsewhere: WorkerLoad = NO_LOAD  # of all this, what other processes have charged
+        self.inherited: WorkerLoad = NO_LOAD  # and what is for who had its address before it
         self.heir: Worker | None = None  # who came to its address once it was taken out
 
         self.reprice()
@@ -254,11 +254,11 @@ class Worker:
         """Whether it has room and its breaker lets a request pass."""
         return not self.shut or (not self.full and self.lets_pass(now))
 
-    def may_hold(self, ask: Ask) -> bool:
+    def may_hold(self, ask: RequestInfo) -> bool:
         """Whether it can hold a request if the estimate is too high by as much as it may be."""
         return ask.needs - ask.prompt_error <= self.limit
 
-    def surely_holds(self, ask: Ask) -> bool:
+    def surely_holds(self, ask: RequestInfo) -> bool:
         """Whether it can hold a request even if the estimate is as low as it may be."""
         return ask.needs + ask.prompt_error <= self.limit
 
@@ -281,7 +281,7 @@ class Worker:
         self.output_price = pace.each_s * others
         self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
-    def ttft_s(self, ask: Ask, now: float, cached: int) -> float:
+    def ttft_s(self, ask: RequestInfo, now: float, cached: int) -> float:
         """Predict a request's time to first token, with so many of its tokens cached."""
         wait = self.wait_s(now, for_long=ask.long)
         return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)

@@ -45,7 +45,7 @@ USUAL_OUTPUT = 256  # until answers tell
 
 
 @dataclass(slots=True)
-class Learnt:
+class LearnedSizes:
     """What has been learnt of one model on one route, of one tenant where there are tenants."""
 
     fixed: float = 0.0  # tokens of each prompt

@@ -39,7 +39,7 @@ SLOWLY = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
-class Pace:
+class LatencyModel:
     """One worker's."""
 
     __slots__ = (
@@ -145,7 +145,7 @@ class Pace:
         """Note how long the prompts are by which it is known."""
         self.length += (tokens - self.length) * (SLOWLY if self.length else 1.0)
 
-    def adopt(self, other: Pace, share: float = 1.0) -> None:
+    def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
         """Move towards another's: all the way for a worker of which nothing is known."""
         for part in PARTS:
             mine, theirs = getattr(self, part), getattr(other, part)

@@ -26,7 +26,7 @@ LEAST_BAND, SPREADS = 0.5, 2.0  # an estimate's error: a share of it, or mean di
 
 
 @dataclass(slots=True, frozen=True)
-class Media:
+class RequestMedia:
     """The media of one request, and what its `usage` says of them."""
 
     counts: Numbers
@@ -66,7 +66,7 @@ class MediaSizes:
             )
         )
 
-    def see(self, media: Media, prompt_tokens: int) -> None:
+    def see(self, media: RequestMedia, prompt_tokens: int) -> None:
         """Learn from a request of known size."""
         counts, means = media.counts, self.means
         expected = sum(counts[kind] * means[kind] for kind in KINDS)

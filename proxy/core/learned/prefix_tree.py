@@ -14,24 +14,24 @@ from __future__ import annotations
 from proxy.core.learned.prefix_index import COVERED
 
 
-class Stem:
+class PrefixNode:
     """Blocks that the same requests go through."""
 
     __slots__ = ("above", "begin", "below", "blocks", "end", "holders", "tokens")
 
     def __init__(
-        self, above: Stem | None, blocks: tuple[int, ...], begin: int, end: int, tokens: int
+        self, above: PrefixNode | None, blocks: tuple[int, ...], begin: int, end: int, tokens: int
     ) -> None:
         self.above = above  # None: this is the root
         self.blocks, self.begin, self.end = blocks, begin, end  # of a whole prompt, these
         self.tokens = tokens
         self.holders = 1  # requests
-        self.below: dict[int, Stem] = {}  # by their first block
+        self.below: dict[int, PrefixNode] = {}  # by their first block
 
-    def split(self, above: Stem, at: int) -> Stem:
+    def split(self, above: PrefixNode, at: int) -> PrefixNode:
         """Cut off what is in front of a block; return that."""
         begin, tokens = self.begin, self.share(at)
-        front = Stem(above, self.blocks, begin, at, tokens)
+        front = PrefixNode(above, self.blocks, begin, at, tokens)
         front.holders = self.holders
         front.below[self.blocks[at]] = self
         above.below[self.blocks[begin]] = front
@@ -45,24 +45,24 @@ class Stem:
         return self.tokens * (COVERED[at] - begin) // (COVERED[self.end] - begin)
 
 
-class Stems:
+class PrefixTree:
     """The beginnings of one worker's requests."""
 
     __slots__ = ("_root", "saved", "tokens")
 
     def __init__(self) -> None:
-        self._root = Stem(None, (), 0, 0, 0)
+        self._root = PrefixNode(None, (), 0, 0, 0)
         self.tokens = 0  # of all of them, each counted once
         self.saved = 0  # that they would take besides, if each request had its own
 
-    def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[Stem, int]:
+    def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
         """Count one more that begins so; return where it ends, and how many tokens others hold."""
         stem, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last:
             below = stem.below.get(blocks[depth])
             if below is None:
                 tokens = int(COVERED[last] * per_byte) - int(COVERED[depth] * per_byte)
-                below = stem.below[blocks[depth]] = Stem(stem, blocks, depth, last, tokens)
+                below = stem.below[blocks[depth]] = PrefixNode(stem, blocks, depth, last, tokens)
                 self.tokens += tokens
                 self.saved += found
                 return below, found
@@ -87,7 +87,7 @@ class Stems:
             stem, depth = below, end
         return found
 
-    def let_go(self, stem: Stem) -> None:
+    def let_go(self, stem: PrefixNode) -> None:
         """Count one less that ends there."""
         while (above := stem.above) is not None:
             stem.holders -= 1

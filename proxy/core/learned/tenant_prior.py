@@ -12,26 +12,26 @@ are estimated as badly as on a new fleet.
 
 from __future__ import annotations
 
-from proxy.core.learned.bytes_per_token import Learnt
+from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.media_tokens import KINDS
 
 MOST_VOTERS = 15  # tenants whose rates are kept: the last to learn
 MOST_VOTES_OLD = 64  # votes after which the median is made anew
 
 
-class Prior:
+class TenantPrior:
     """Of one model on one route."""
 
     __slots__ = ("_common", "_due", "_voters", "_votes", "base")
 
     def __init__(self) -> None:
-        self.base = Learnt()  # what is assumed, or was learnt while there were no tenants
-        self._voters: dict[str, Learnt] = {}
+        self.base = LearnedSizes()  # what is assumed, or was learnt while there were no tenants
+        self._voters: dict[str, LearnedSizes] = {}
         self._votes = 0
         self._due = 1
         self._common = self.base
 
-    def vote(self, tenant: str, own: Learnt) -> None:
+    def vote(self, tenant: str, own: LearnedSizes) -> None:
         """Count a tenant's rates, which may go on changing."""
         voters = self._voters
         voters.pop(tenant, None)
@@ -40,14 +40,14 @@ class Prior:
             del voters[next(iter(voters))]
         self._votes += 1
 
-    def common(self) -> Learnt:
+    def common(self) -> LearnedSizes:
         """Return the rates that tenants have in common. Not to be changed."""
         if self._votes >= self._due:
             self._due = self._votes + min(self._votes // 8 + 1, MOST_VOTES_OLD)
             self._common = self._median()
         return self._common
 
-    def first(self) -> Learnt:
+    def first(self) -> LearnedSizes:
         """Return rates for a tenant to begin with, which it may change."""
         return _copy(self.common())
 
@@ -58,7 +58,7 @@ class Prior:
             return self.common().bytes_per_token
         return None
 
-    def _median(self) -> Learnt:
+    def _median(self) -> LearnedSizes:
         base = self.base
         prompts = [each for each in self._voters.values() if each.seen]
         outputs = [each for each in self._voters.values() if each.outputs]
@@ -74,9 +74,9 @@ class Prior:
         return found
 
 
-def _copy(learnt: Learnt) -> Learnt:
+def _copy(learnt: LearnedSizes) -> LearnedSizes:
     """Return the same rates, as uncertain as at first."""
-    found = Learnt(learnt.fixed, learnt.per_byte, learnt.per_tool)
+    found = LearnedSizes(learnt.fixed, learnt.per_byte, learnt.per_tool)
     found.output = learnt.output
     found.media = learnt.media.copy()
     return found

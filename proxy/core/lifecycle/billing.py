@@ -7,9 +7,9 @@ from math import inf
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
-from proxy.core.model.types import Ask, Outcome, Refusal, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, give_back
-from proxy.core.tenants.limits import Breach
+from proxy.core.tenants.limits import LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # looked up once: see reading.py
@@ -18,7 +18,7 @@ PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"
 UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
 
 
-def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
+def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
     """Let a request in, or say which limit keeps it out; `again`: another worker is to try it.
 
     `uncounted`: a worker is to count its prompt first, and then it is asked about once more. To
@@ -28,7 +28,7 @@ def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refu
     if tenant is None:
         return None
     ledger = tenant.ledger
-    breach: Breach | None = None
+    breach: LimitExceeded | None = None
     tokens = ask.prompt_tokens + ask.expected_output * ask.samples
     if ask.entered >= 0:  # it was let in to be counted
         breach = ledger.too_long(_sure(ask))
@@ -46,7 +46,7 @@ def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refu
     return None
 
 
-def _sure(ask: Ask) -> int:
+def _sure(ask: RequestInfo) -> int:
     """Say how many tokens its largest prompt has at least.
 
     To be cut off where a context ends makes it no shorter for its tenant.
@@ -86,12 +86,12 @@ def left(tenant: Tenant, now: float) -> None:
     tenant.change()
 
 
-def _count(tenant: Tenant, breach: Breach) -> None:
+def _count(tenant: Tenant, breach: LimitExceeded) -> None:
     limited, which = tenant.totals.limited, breach.limit.value
     limited[which] = limited.get(which, 0) + 1
 
 
-def leave(ask: Ask, now: float, used: int = 0) -> None:
+def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
     """Let a request out, with the tokens it used."""
     if ask.tenant is not None and ask.entered >= 0:
         ask.tenant.ledger.leave(now, ask.entered, used)

@@ -6,7 +6,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import shown_since
-from proxy.core.model.types import Ask, Outcome, Usage
+from proxy.core.model.types import Outcome, RequestInfo, Usage
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
@@ -40,7 +40,7 @@ def judge(
         fleet.succeeded(worker)
 
 
-def blame(fleet: Fleet, ask: Ask, now: float) -> None:
+def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
     """Hold a 500 against a worker, now that another one could do what it could not.
 
     Until then it may be the request that no worker survives: whoever sends such requests must not

@@ -16,7 +16,7 @@ from proxy.core.routing.placer import Placer
 DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
 
 
-class Leases(Placer):
+class LeaseBook(Placer):
     """The floor between placing and turns."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:

@@ -79,7 +79,7 @@ class RetryBudget:
         return max(self.share * lately, AT_REST)
 
 
-class Fall:
+class WorkerFailureEvent:
     """A worker that has begun to fail."""
 
     __slots__ = ("at", "beside", "is_large")
@@ -90,11 +90,11 @@ class Fall:
         self.is_large = False  # whether more than one of its requests has failed
 
 
-class Falls:
+class WorkerFailureEvents:
     """The workers that fell lately."""
 
     def __init__(self) -> None:
-        self._of: dict[Worker, Fall] = {}
+        self._of: dict[Worker, WorkerFailureEvent] = {}
 
     def spare(self, worker: Worker, since: float, now: float, beside: int) -> bool:
         """Note that a request failed which a worker had since then; whether that costs nothing.
@@ -104,7 +104,7 @@ class Falls:
         if self._last(worker, now) is None:
             lately = ((who, each) for who, each in self._of.items() if now - each.at <= WINDOW_S)
             self._of = dict(lately)
-            self._of[worker] = Fall(now, beside)
+            self._of[worker] = WorkerFailureEvent(now, beside)
             return False
         if not self.would_spare(worker, since, now):
             return False
@@ -121,7 +121,7 @@ class Falls:
         others = sum(each.is_large and now - each.at <= WINDOW_S for each in self._of.values())
         return others + 1 <= max(fall.beside // 2, 1)
 
-    def _last(self, worker: Worker, now: float) -> Fall | None:
+    def _last(self, worker: Worker, now: float) -> WorkerFailureEvent | None:
         fall = self._of.get(worker)
         if fall is None or now - fall.at > (WINDOW_S if fall.is_large else AT_ONCE_S):
             return None

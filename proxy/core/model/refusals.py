@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from proxy.core.model.types import Ask, Reason, Refusal
-from proxy.core.tenants.limits import Breach, Limit
+from proxy.core.model.types import Reason, Refusal, RequestInfo
+from proxy.core.tenants.limits import Limit, LimitExceeded
 from proxy.errors import a_few, short
 
 OF_LIMITS = {
@@ -62,7 +62,7 @@ def _listed(models: Iterable[str]) -> str:
     return a_few(sorted(models)) or "none"
 
 
-def too_long(ask: Ask, limit: int) -> Refusal:
+def too_long(ask: RequestInfo, limit: int) -> Refusal:
     """400: no worker can hold it."""
     about = "" if ask.counted else "about "
     output = ask.output_tokens or 0
@@ -200,7 +200,7 @@ def not_isolated(route: str) -> Refusal:
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
-def limited(ask: Ask, breach: Breach) -> Refusal:
+def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
     """429: a tenant's limit, and when to come back; 400 where that is never."""
     if breach.retry_after_s is None:
         about = "" if ask.counted else "about "
@@ -213,7 +213,7 @@ def limited(ask: Ask, breach: Breach) -> Refusal:
     return limited_for_now(breach, breach.retry_after_s)
 
 
-def limited_for_now(breach: Breach, retry_after_s: float) -> Refusal:
+def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
     """429: a tenant's limit, and when to come back."""
     wait = f"{retry_after_s:.3g}s"
     message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "

@@ -1,7 +1,8 @@
 """What the core takes in and gives out. All of it is plain data: no sockets, no clock.
 
-A request becomes an `Ask` (what is known of it before it ran). The router answers an `Ask` with a
-`Lease` (a worker, charged), a `Ticket` (wait in the queue) or a `Refusal` (an answer right away).
+A request becomes a `RequestInfo`, which holds what is known before it runs. The router answers it
+with a `Lease` (a worker, charged), a `Ticket` (a place in the queue) or a `Refusal` (an immediate
+response).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
 
-from proxy.core.learned.media_tokens import Media
+from proxy.core.learned.media_tokens import RequestMedia
 from proxy.core.model.specs import Score
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
-    from proxy.core.request.json_edit import Member
+    from proxy.core.request.json_edit import JsonMember
 
 STANDARD = Rank.STANDARD
 NONE = "none"  # the label for the worker, the pool or the size of a request that has none
@@ -78,7 +79,7 @@ class Reason(StrEnum):
 
 
 @dataclass(slots=True)
-class Ask:
+class RequestInfo:
     """What is known of a request before it ran."""
 
     id: str
@@ -104,7 +105,7 @@ class Ask:
     tool_bytes: int = 0  # of those, what describes tools
     prompts: int = 1
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
-    media: Media | None = None  # images and their like, where `usage` can tell their sizes
+    media: RequestMedia | None = None  # images and their like, where `usage` can tell their sizes
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
     drops: int = 0  # workers that closed its connection before any of the answer was passed on
@@ -116,7 +117,7 @@ class Ask:
     rank: Rank = STANDARD
     salt: str = ""  # of its cached prefix: with another, the same text is another prefix
     fields: dict[str, bytes | None] | None = None  # of its body, that are set or taken out
-    found: list[Member] | None = None  # of those, the ones that are there, where that is known
+    found: list[JsonMember] | None = None  # of those, the ones that are there, where that is known
     entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
     free: bool = False  # nobody waited for what it was given
     paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
@@ -175,7 +176,7 @@ class Usage:
 class Ticket:
     """A place in the router's queue."""
 
-    ask: Ask
+    ask: RequestInfo
     since: float
     deadline: float
     tried: frozenset[Worker] = frozenset()

@@ -8,10 +8,10 @@ from itertools import count, islice
 from sys import maxsize
 from typing import NamedTuple, Protocol
 
-from proxy.core.model.types import Ask, Ticket
+from proxy.core.model.types import RequestInfo, Ticket
 from proxy.core.queue.eviction import APART, Amounts
-from proxy.core.queue.sorted_buckets import Entry, Order
-from proxy.core.tenants.tenants import Rank, Tenant, Watch
+from proxy.core.queue.sorted_buckets import Entry, SortedBuckets
+from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
 LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
@@ -23,7 +23,7 @@ Late = tuple[bool, bool]
 IN_ORDER: Late = (True, False)
 
 
-class Last(NamedTuple):
+class LastDispatch(NamedTuple):
     """The last turn of a model."""
 
     at: float = 0.0
@@ -31,7 +31,7 @@ class Last(NamedTuple):
     passer: int = -1  # the class that did so last
 
 
-class Line:
+class RequestFifo:
     """Those of one tenant, class, model and size, who came first in front."""
 
     __slots__ = ("entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
@@ -51,13 +51,13 @@ class Line:
         return self.rank, standing, self.tickets[0].since
 
 
-class Crowd:
+class Bucket:
     """All of one class that wait at one place."""
 
     __slots__ = ("longer", "order", "tickets")
 
     def __init__(self) -> None:
-        self.order = Order()
+        self.order = SortedBuckets()
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # as they came
         self.longer: list[int] = []  # how many of its lines have more than none, than one, ...
 
@@ -73,7 +73,7 @@ class Crowd:
         self.longer[length] += 1
 
 
-class Lines:
+class Buckets:
     """All lines, and in which order they go.
 
     A tenant's standing changes at any time. Those that did are noted, and find their places anew
@@ -81,13 +81,13 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[Key, Line] = {}
-        self._crowds: dict[tuple[Place, Rank], Crowd] = {}
-        self._of: dict[Tenant, list[Line]] = {}
-        self._watch = Watch()
+        self.by_key: dict[Key, RequestFifo] = {}
+        self._crowds: dict[tuple[Place, Rank], Bucket] = {}
+        self._of: dict[Tenant, list[RequestFifo]] = {}
+        self._watch = ChangedTenants()
         self._numbers = count()
 
-    def crowds(self) -> Mapping[tuple[Place, Rank], Crowd]:
+    def crowds(self) -> Mapping[tuple[Place, Rank], Bucket]:
         """Return all crowds, in order."""
         for tenant in self._watch.take():
             for line in self._of.get(tenant, ()):
@@ -124,13 +124,13 @@ class Lines:
         key = key_of(ticket)
         line = self.by_key.get(key)
         if line is None:
-            line = self.by_key[key] = Line(key, next(self._numbers))
+            line = self.by_key[key] = RequestFifo(key, next(self._numbers))
             if line.tenant is not None:
                 self._of.setdefault(line.tenant, []).append(line)
                 line.tenant.watches.add(self._watch)
         crowd = self._crowds.get(key[:2])
         if crowd is None:
-            crowd = self._crowds[key[:2]] = Crowd()
+            crowd = self._crowds[key[:2]] = Bucket()
         crowd.grew(len(line.tickets))
         line.tickets.append(ticket)
         crowd.tickets[ticket] = None
@@ -157,7 +157,7 @@ class Lines:
                 del self._of[tenant]
                 tenant.watches.discard(self._watch)
 
-    def _sort(self, line: Line) -> None:
+    def _sort(self, line: RequestFifo) -> None:
         """Have a line stand where it belongs now."""
         order, before = self._crowds[line.place, line.rank].order, line.entry
         entry: Entry | None = None
@@ -174,7 +174,7 @@ class Lines:
         line.entry = entry
 
 
-class Elsewhere(Protocol):
+class RemoteQueues(Protocol):
     """The queues of other processes, as far as they have told."""
 
     processes: int  # how many others there are
@@ -194,7 +194,7 @@ class Elsewhere(Protocol):
     def oldest(self, model: str) -> Mapping[Rank, float]:
         """Since when the oldest of each class waits there."""
 
-    def last(self, model: str) -> Last:
+    def last(self, model: str) -> LastDispatch:
         """Return the last turn there."""
 
     def goes_first(
@@ -206,7 +206,7 @@ class Elsewhere(Protocol):
         """
 
 
-def place_of(ask: Ask) -> Place:
+def place_of(ask: RequestInfo) -> Place:
     """Name where one waits who comes now."""
     return ask.model, LONG if ask.long else SHORT
 

@@ -10,14 +10,23 @@ from sys import maxsize
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal, Ticket
-from proxy.core.queue.buckets import IN_ORDER, LOOK, Elsewhere, Last, Late, Line, Lines, Place
+from proxy.core.queue.buckets import (
+    IN_ORDER,
+    LOOK,
+    Buckets,
+    LastDispatch,
+    Late,
+    Place,
+    RemoteQueues,
+    RequestFifo,
+)
 from proxy.core.queue.eviction import APART
 from proxy.core.queue.sorted_buckets import Entry
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
 End = Lease | Refusal
-NO_TURN = Last()
+NO_TURN = LastDispatch()
 
 
 class Overtaking:
@@ -26,9 +35,9 @@ class Overtaking:
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: dict[str, Last] = {}  # of each model, in any process
+        self.last: dict[str, LastDispatch] = {}  # of each model, in any process
 
-    def known(self, model: str, others: Elsewhere | None) -> Last:
+    def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
         """Return the last turn of a model, here or elsewhere."""
         here = self.last.get(model, NO_TURN)
         if others is not None and (there := others.last(model)).at > here.at:
@@ -38,10 +47,10 @@ class Overtaking:
     def had(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Note a turn; `passed`: it went before a class above."""
         before = self.last.get(model, NO_TURN)
-        self.last[model] = Last(now, passed, rank if passed else before.passer)
+        self.last[model] = LastDispatch(now, passed, rank if passed else before.passer)
 
 
-class Round:
+class DispatchRound:
     """It lives until nobody more can go.
 
     `end` places a request or refuses it, if it can.
@@ -61,12 +70,12 @@ class Round:
 
     def __init__(
         self,
-        lines: Lines,
+        lines: Buckets,
         end: Callable[[Ticket], End | None],
         now: float,
         ages: Mapping[Rank, float],
         overtaking: Overtaking,
-        elsewhere: Elsewhere | None,
+        elsewhere: RemoteQueues | None,
     ) -> None:
         self._lines = lines
         self._end = end
@@ -108,7 +117,7 @@ class Round:
         return None
 
     def _turn_of(
-        self, line: Line, order: Late, aged: Mapping[Rank, Late]
+        self, line: RequestFifo, order: Late, aged: Mapping[Rank, Late]
     ) -> tuple[Ticket, End] | None:
         """Have one of a line go, if it is the turn of none elsewhere."""
         (place, rank), others, now = (line.place, line.rank), self._elsewhere, self._now
@@ -140,7 +149,7 @@ class Round:
             if self._now - since >= self._ages[rank]
         }
 
-    def _first_of(self, line: Line, *, aged: bool) -> tuple[Ticket, End] | None:
+    def _first_of(self, line: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
         """Find who may go: the head, or else one that could do with less than all before it."""
         place, least, misses = line.place, self._least, self._misses
         for ticket in islice(line.tickets, LOOK):

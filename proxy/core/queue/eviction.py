@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from proxy.core.model.types import Ask, Ticket
+from proxy.core.model.types import RequestInfo, Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
-    from proxy.core.queue.buckets import Line
+    from proxy.core.queue.buckets import RequestFifo
 
 BATCH = Rank.BATCH
 APART = "apart"
@@ -28,22 +28,22 @@ Amounts = tuple[float, float, float]  # requests, bytes, tokens
 NOTHING: Amounts = (0, 0, 0)
 
 
-def amounts(ask: Ask) -> Amounts:
+def amounts(ask: RequestInfo) -> Amounts:
     """Say what one request takes."""
     return 1, ask.body_bytes, ask.prompt_tokens
 
 
-class Room:
+class QueueCapacity:
     """What there is, and who has how much of it."""
 
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
-    def take(self, ask: Ask) -> None:
+    def take(self, ask: RequestInfo) -> None:
         """Count one in."""
         self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
-    def give(self, ask: Ask) -> None:
+    def give(self, ask: RequestInfo) -> None:
         """Count one out."""
         left = _plus(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
@@ -52,7 +52,7 @@ class Room:
             del self._used[ask.tenant]
 
     def yielding(
-        self, ask: Ask, lines: Iterable[Line], over: Amounts, most: Amounts
+        self, ask: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
         """Name those who give way to a newcomer; none if that would not make room enough.
 
@@ -65,7 +65,7 @@ class Room:
             return []
         return _last_of(may, used, over, most, lambda line: _is_more(line, ask, used, own, most))
 
-    def surplus(self, lines: Iterable[Line], over: Amounts, most: Amounts) -> list[Ticket]:
+    def surplus(self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts) -> list[Ticket]:
         """Name those who give way because there are too many, as far as that makes it better.
 
         One that is more than all may be was let in when nobody waited, and stays.
@@ -79,11 +79,11 @@ class Room:
 
 
 def _last_of(
-    may: list[Line],
+    may: list[RequestFifo],
     used: dict[Tenant | None, Amounts],
     over: Amounts,
     most: Amounts,
-    yields: Callable[[Line], bool],
+    yields: Callable[[RequestFifo], bool],
     *,
     partly: bool = False,
 ) -> list[Ticket]:
@@ -103,14 +103,18 @@ def _last_of(
     return gone if partly or max(over) <= 0 else []
 
 
-def _may_yield(line: Line, ask: Ask) -> bool:
+def _may_yield(line: RequestFifo, ask: RequestInfo) -> bool:
     if line.rank is BATCH:
         return ask.rank is not BATCH or line.tenant is not ask.tenant
     return ask.rank is not BATCH and line.tenant is not ask.tenant
 
 
 def _is_more(
-    line: Line, ask: Ask, used: dict[Tenant | None, Amounts], own: float, most: Amounts
+    line: RequestFifo,
+    ask: RequestInfo,
+    used: dict[Tenant | None, Amounts],
+    own: float,
+    most: Amounts,
 ) -> bool:
     """Whether a line's tenant has more than a newcomer's would."""
     if line.rank is BATCH and ask.rank is not BATCH:
@@ -119,7 +123,7 @@ def _is_more(
 
 
 def _order(
-    line: Line, used: dict[Tenant | None, Amounts], most: Amounts, left: int
+    line: RequestFifo, used: dict[Tenant | None, Amounts], most: Amounts, left: int
 ) -> tuple[bool, float, int]:
     return line.rank is BATCH, _share(used[line.tenant], most, line.tenant), left
 

@@ -32,8 +32,8 @@ from itertools import count
 from math import inf
 from types import MappingProxyType
 
-from proxy.core.model.types import Ask
-from proxy.core.tenants.tenants import Rank, Tenant, Watch
+from proxy.core.model.types import RequestInfo
+from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 INTERACTIVE, STANDARD, BATCH = Rank
 SPARE = 64  # old entries of a heap, before it is swept
@@ -58,7 +58,7 @@ class FairnessSettings:
         object.__setattr__(self, "ages", MappingProxyType(ages))
 
 
-def charge(settings: FairnessSettings, tenant: Tenant, ask: Ask, cached: int) -> None:
+def charge(settings: FairnessSettings, tenant: Tenant, ask: RequestInfo, cached: int) -> None:
     """Charge a request that is placed."""
     output = ask.expected_output * ask.samples
     ask.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
@@ -69,26 +69,26 @@ def charge(settings: FairnessSettings, tenant: Tenant, ask: Ask, cached: int) ->
         ask.unsettled = tenant.estimate(tokens, ask.rank)
 
 
-def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
+def charge_output(settings: FairnessSettings, ask: RequestInfo, tokens: float) -> None:
     """Charge output tokens beyond those that were, or give back where it is less than nothing."""
     if (tenant := ask.tenant) is not None:
         tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.free)
 
 
-def charge_prompt(tenant: Tenant, ask: Ask, tokens: float) -> None:
+def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
     """Charge what a prompt turned out to have beyond its estimate, or give that back."""
     tokens = max(tokens, -ask.paid)
     tenant.charge(tokens, ask.rank, free=ask.free)
     ask.paid += tokens
 
 
-def give_back(tenant: Tenant, ask: Ask) -> None:
+def give_back(tenant: Tenant, ask: RequestInfo) -> None:
     """Give back what a prompt cost that came to nothing."""
     tenant.charge(-ask.paid, ask.rank, free=ask.free)
     ask.paid = 0.0
 
 
-class Lows:
+class ShareFloor:
     """The lowest settled standing of a class; an old entry leaves the heap at its top."""
 
     def __init__(self) -> None:
@@ -128,15 +128,15 @@ class Lows:
         return default
 
 
-class Turns:
+class ShareCounters:
     """Whose counter starts where, among those who wait."""
 
     def __init__(self) -> None:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
         # Who has something in the queues of other processes: a bit for each class.
         self._elsewhere: dict[Tenant, int] = {}
-        self._lows = {rank: Lows() for rank in Rank}  # of all who wait, here or there
-        self._watch = Watch()
+        self._lows = {rank: ShareFloor() for rank in Rank}  # of all who wait, here or there
+        self._watch = ChangedTenants()
         # Settled standings of the tenants that waited last, here or there.
         self.floors = dict.fromkeys(Rank, 0.0)
 

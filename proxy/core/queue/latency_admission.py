@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
-from proxy.core.model.types import Ask, Refusal
+from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.queue import Queue
 from proxy.core.tenants.tenants import Rank
 
@@ -33,7 +33,7 @@ class AdmissionSettings:
 
 
 def placed_too_late(
-    settings: AdmissionSettings, ask: Ask, decision: Decision, now: float
+    settings: AdmissionSettings, ask: RequestInfo, decision: Decision, now: float
 ) -> Refusal | None:
     """Refuse a request that its worker would begin too late."""
     target_s = settings.ttft_s.get(ask.rank)
@@ -52,7 +52,7 @@ def placed_too_late(
 
 
 def queued_too_late(
-    settings: AdmissionSettings, ask: Ask, queue: Queue, likely: Worker | None, now: float
+    settings: AdmissionSettings, ask: RequestInfo, queue: Queue, likely: Worker | None, now: float
 ) -> Refusal | None:
     """Refuse a request whose turn in the queue would come too late."""
     target_s = settings.ttft_s.get(ask.rank)

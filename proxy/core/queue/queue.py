@@ -25,11 +25,11 @@ from itertools import count
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from proxy.core.model.types import Ask, Ticket
-from proxy.core.queue.buckets import LONG, SHORT, Elsewhere, Lines, Place, Turn, place_of
-from proxy.core.queue.dispatch import End, Overtaking, Round
-from proxy.core.queue.eviction import NOTHING, Amounts, Room, amounts
-from proxy.core.queue.fairness import FairnessSettings, Turns
+from proxy.core.model.types import RequestInfo, Ticket
+from proxy.core.queue.buckets import LONG, SHORT, Buckets, Place, RemoteQueues, Turn, place_of
+from proxy.core.queue.dispatch import DispatchRound, End, Overtaking
+from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
+from proxy.core.queue.fairness import FairnessSettings, ShareCounters
 from proxy.core.tenants.tenants import Rank
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class Queue:
         self.bytes = 0
         self.tokens = 0
         self.length = 0  # how many wait
-        self.elsewhere: Elsewhere | None = None  # the queues of other processes
-        self.turns = Turns()
-        self._room = Room()
-        self._lines = Lines()
+        self.elsewhere: RemoteQueues | None = None  # the queues of other processes
+        self.turns = ShareCounters()
+        self._room = QueueCapacity()
+        self._lines = Buckets()
         self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
@@ -79,11 +79,11 @@ class Queue:
         """How many wait."""
         return self.length
 
-    def room_for(self, ask: Ask) -> bool:
+    def room_for(self, ask: RequestInfo) -> bool:
         """Whether one more may wait."""
         return max(self._over(ask)) <= 0
 
-    def _over(self, ask: Ask) -> Amounts:
+    def _over(self, ask: RequestInfo) -> Amounts:
         """By how much one more would be too much; by nothing within this process's own part."""
         (length, size, tokens), most = self._all(), self._most()
         one, own = amounts(ask), (self.length, self.bytes, self.tokens)
@@ -108,7 +108,7 @@ class Queue:
     def _most(self) -> Amounts:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
-    def make_room(self, ask: Ask) -> list[Ticket]:
+    def make_room(self, ask: RequestInfo) -> list[Ticket]:
         """Name those who should give way to a newcomer; none if it must go itself."""
         return self._room.yielding(
             ask, self._lines.by_key.values(), self._over(ask), self._shares()
@@ -150,7 +150,7 @@ class Queue:
         sizes = SHORT, LONG
         return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
 
-    def stands_before(self, ask: Ask) -> bool:
+    def stands_before(self, ask: RequestInfo) -> bool:
         """Whether anybody waits who goes before a request that comes now."""
         if not self.length and self.elsewhere is None:
             return False
@@ -167,14 +167,19 @@ class Queue:
         crowds = self._lines.crowds()
         return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
 
-    def ahead_of(self, ask: Ask) -> int:
+    def ahead_of(self, ask: RequestInfo) -> int:
         """Reckon how many that wait will go before a request that comes now."""
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
         return above + lines.ahead(place, ask.rank, ask.tenant)
 
     def push(
-        self, ask: Ask, now: float, tried: frozenset[Worker] = frozenset(), *, explain: bool = False
+        self,
+        ask: RequestInfo,
+        now: float,
+        tried: frozenset[Worker] = frozenset(),
+        *,
+        explain: bool = False,
     ) -> Ticket:
         """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
@@ -233,7 +238,7 @@ class Queue:
     ) -> Iterator[tuple[Ticket, End]]:
         """Let those go for whom there is an end, in their turns."""
         ages, elsewhere = self.fairness.ages, self.elsewhere
-        turn = Round(self._lines, end, now, ages, self.aged, elsewhere)
+        turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
         while (found := turn.next()) is not None:
             self.remove(found[0])
             yield found

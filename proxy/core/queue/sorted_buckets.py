@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.core.queue.buckets import Line
+    from proxy.core.queue.buckets import RequestFifo
 
 LONGEST, SHORTEST = 64, 8  # stretches
 # Where a tenant stands, since when it waits, a number that no other line has, and what it needs.
-Entry = tuple[float, float, int, int, "Line"]
+Entry = tuple[float, float, int, int, "RequestFifo"]
 
 
-class Stretch:
+class Segment:
     """Some that stand beside each other."""
 
     __slots__ = ("entries", "least")
@@ -29,15 +29,15 @@ class Stretch:
         self.least = min(entry[3] for entry in entries)
 
 
-class Order:
+class SortedBuckets:
     """All of them."""
 
     __slots__ = ("_stretches",)
 
     def __init__(self) -> None:
-        self._stretches: list[Stretch] = []
+        self._stretches: list[Segment] = []
 
-    def first(self) -> Line:
+    def first(self) -> RequestFifo:
         """Return whose turn it is."""
         return self._stretches[0].entries[0][4]
 
@@ -59,7 +59,7 @@ class Order:
         """Let one in, where it belongs."""
         stretches = self._stretches
         if not stretches:
-            stretches.append(Stretch([entry]))
+            stretches.append(Segment([entry]))
             return
         at = min(self._find(entry), len(stretches) - 1)
         stretch = stretches[at]
@@ -68,7 +68,7 @@ class Order:
         if len(stretch.entries) > LONGEST:
             half = len(stretch.entries) // 2
             entries = stretch.entries
-            stretches[at : at + 1] = Stretch(entries[:half]), Stretch(entries[half:])
+            stretches[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
 
     def take(self, entry: Entry) -> None:
         """Let one out."""
@@ -88,5 +88,5 @@ class Order:
         return bisect_left(self._stretches, entry, key=_last)
 
 
-def _last(stretch: Stretch) -> Entry:
+def _last(stretch: Segment) -> Entry:
     return stretch.entries[-1]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import orjson
 
-from proxy.core.request.json_limits import Mask, masked, up_to
+from proxy.core.request.json_limits import JsonMask, masked, up_to
 
 QUOTE, OPENING, CLOSING, BACKSLASH = 0x22, b"[{", b"]}", 0x5C
 SPACE = b" \t\n\r"
@@ -45,14 +45,14 @@ SHORTEST, QUOTES = 5, 2 * MOST_MEMBERS  # bytes of one, as in `"":1,`; quotes of
 START = attrgetter("start")
 
 
-class CrowdedError(ValueError):
+class TooManyMembersError(ValueError):
     """An object has more members than are walked through."""
 
     def __init__(self) -> None:
         super().__init__(f"An object of the body has more than {MOST_MEMBERS:,} members.")
 
 
-class Member(NamedTuple):
+class JsonMember(NamedTuple):
     """Where one member of an object is: its key's quote, its value, the byte after it."""
 
     name: bytes  # as it reads, escapes undone
@@ -61,13 +61,16 @@ class Member(NamedTuple):
     end: int
 
 
-def members(body: bytes, mask: Mask | None = None) -> list[Member]:
-    """List the members of an object, duplicates among them, in order; or raise `CrowdedError`."""
+def members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember]:
+    """Return the members of an object in order, duplicates included.
+
+    Raise `TooManyMembersError` where it has too many.
+    """
     return _walk(body, body.index(b"{") + 1, masked(body) if mask is None else mask.get()) or []
 
 
-def check(body: bytes, mask: Mask | None = None) -> list[Member] | None:
-    """Raise `CrowdedError` where `members` would, now or with what is set in it on its way.
+def check(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
+    """Raise `TooManyMembersError` where `members` would, now or with what is set in it on its way.
 
     Return what they are, where that had to be found out, or costs little by now.
     """
@@ -76,13 +79,13 @@ def check(body: bytes, mask: Mask | None = None) -> list[Member] | None:
         return None
     found = members(body, mask)
     if len(found) > MOST_MEMBERS:
-        raise CrowdedError
+        raise TooManyMembersError
     return found
 
 
-def _walk(body: bytes, start: int, plain: bytes) -> list[Member] | None:
+def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
     """List the members from one on; None if they are not the outermost object's."""
-    found: list[Member] = []
+    found: list[JsonMember] = []
     at = start
     while (key := KEY.match(plain, at)) is not None:
         begin, close = key.span(1)
@@ -92,9 +95,9 @@ def _walk(body: bytes, start: int, plain: bytes) -> list[Member] | None:
         if b"\\" in name:
             with suppress(orjson.JSONDecodeError):  # half a character: no name that anybody knows
                 name = orjson.loads(b'"%b"' % name).encode()
-        found.append(Member(name, begin - 1, value, end))
+        found.append(JsonMember(name, begin - 1, value, end))
         if len(found) > MOST_MEMBERS + OURS:
-            raise CrowdedError
+            raise TooManyMembersError
         comma = COMMA.match(plain, end)
         if comma is None:
             return found if END.match(plain, end) else None
@@ -133,14 +136,14 @@ def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
-def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member] | None:
+def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMember] | None:
     """List the members of names that are there, each known by the one place where its name stands.
 
     None where that does not tell: a name stands in several places, or may be spelt otherwise.
     """
     if b"\\u00" in body and (len(body) > SMALL or ESCAPED.search(body)):
         return None
-    found: list[Member] = []
+    found: list[JsonMember] = []
     for name, (_, quoted) in names.items():
         at = _place(body, quoted, 0)
         if at < 0 or _place(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
@@ -149,7 +152,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member
         end = _end_of_short(body, value)
         if end < 0:
             return None
-        found.append(Member(name, at, value, end))
+        found.append(JsonMember(name, at, value, end))
     found.sort(key=START)
     return found
 
@@ -177,7 +180,7 @@ def _end_of_short(body: bytes, start: int) -> int:
 
 def _named(
     body: bytes, names: Mapping[bytes, tuple[str, bytes]], said: Set[str] | None
-) -> list[Member]:
+) -> list[JsonMember]:
     """List the members of these names."""
     if said is not None:
         names = {key: each for key, each in names.items() if each[0] in said}
@@ -207,7 +210,7 @@ def spliced(
     body: bytes,
     fields: Mapping[str, bytes | None],
     said: Set[str] | None = None,
-    found: list[Member] | None = None,
+    found: list[JsonMember] | None = None,
 ) -> bytes:
     """Set members, or take out those that are None; each is JSON text and goes in as it is.
 

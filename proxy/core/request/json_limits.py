@@ -21,7 +21,7 @@ MOST_NODES = 200_000
 PIECE = 65_536  # is copied within a processor's cache
 
 
-class Mask:
+class JsonMask:
     """A JSON text in which each quote that is left begins or ends a string.
 
     Made where somebody needs it, and then once: of a text that is full of escapes that takes longer
@@ -54,11 +54,11 @@ def masked(text: bytes) -> bytes:
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
-def too_many(body: bytes, mask: Mask | None = None) -> str:
+def too_many(body: bytes, mask: JsonMask | None = None) -> str:
     """Say which bound a JSON text is beyond; nothing if none."""
     if len(body) <= LARGE or not _excess(up_to(body, b'"', 2 * MOST_NODES), body):
         return ""
-    plain = (mask or Mask(body)).get()
+    plain = (mask or JsonMask(body)).get()
     quotes = up_to(plain, b'"', 2 * MOST_NODES)
     if quotes > 2 * MOST_NODES:
         return _excess(quotes, b"")

@@ -12,7 +12,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
-from proxy.core.model.types import Ask, Refusal
+from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.request.client_fields import (
     ID,
     INTERVAL,
@@ -33,10 +33,10 @@ from proxy.core.request.client_fields import (
     tells_usage,
 )
 from proxy.core.request.json_edit import check
-from proxy.core.request.json_limits import LARGE, Mask, too_many
+from proxy.core.request.json_limits import LARGE, JsonMask, too_many
 from proxy.core.request.multipart import form_fields, plain_model
-from proxy.core.request.response_owners import Stored
-from proxy.core.request.routes import Route, Shape
+from proxy.core.request.response_owners import ResponseOwners
+from proxy.core.request.routes import PromptFields, Route
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant
@@ -44,14 +44,19 @@ from proxy.core.tenants.tenants import Rank, Tenant
 # The key where each kind of body begins its prompt. A quote inside a JSON string is escaped, so
 # that these bytes are found nowhere but at a key (or a string of that very text, which is as good).
 PROMPT_KEYS = {
-    Shape.CHAT: b'"messages"',
-    Shape.PROMPT: b'"prompt"',
-    Shape.RESPONSE: b'"input"',
-    Shape.TOKENS: b'"token_ids"',
+    PromptFields.CHAT: b'"messages"',
+    PromptFields.PROMPT: b'"prompt"',
+    PromptFields.RESPONSE: b'"input"',
+    PromptFields.TOKENS: b'"token_ids"',
 }
 # By these names they cost a tenth: Python 3.11 looks a member of an enum up in Python.
-EMPTY, FORM, RESPONSE, PROMPT = Shape.EMPTY, Shape.FORM, Shape.RESPONSE, Shape.PROMPT
-OPAQUE = Shape.OPAQUE
+EMPTY, FORM, RESPONSE, PROMPT = (
+    PromptFields.EMPTY,
+    PromptFields.FORM,
+    PromptFields.RESPONSE,
+    PromptFields.PROMPT,
+)
+OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
@@ -96,7 +101,7 @@ def _lenient(body: bytes) -> Any:
     return found
 
 
-class Reader:
+class RequestParser:
     """Reads requests for one fleet."""
 
     def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
@@ -107,7 +112,7 @@ class Reader:
         self.cuts_output = False  # whether the largest worker may cut what nobody has room for
         self._fleet = fleet
         self._sizer = sizer
-        self.stored = Stored()
+        self.stored = ResponseOwners()
 
     def read(
         self,
@@ -119,14 +124,14 @@ class Reader:
         hashed: bool,
         tenant: Tenant | None = None,
         batch: bool = False,
-    ) -> Ask | Refusal:
+    ) -> RequestInfo | Refusal:
         """Read a body: which model, and how large; or say what is wrong with it.
 
         `batch`: it is served in the gaps, whatever the tenant's class.
         """
         shape = route.shape
         tenants = tenant is not None
-        mask: Mask | None = None
+        mask: JsonMask | None = None
         if shape is EMPTY:
             return self._by_id(route, request_id, tenant)
         if shape is FORM:
@@ -139,7 +144,7 @@ class Reader:
                     return refusals.bad_request(UNCLEAR, "model")
         else:
             if len(body) > LARGE:
-                mask = Mask(body)
+                mask = JsonMask(body)
             if what := too_many(body, mask):
                 return refusals.bad_request(f"The body has more than {what}.")
             try:
@@ -190,7 +195,7 @@ class Reader:
         return ask
 
     def _own(
-        self, ask: Ask, tenant: Tenant, fields: dict[str, Any], shape: Shape
+        self, ask: RequestInfo, tenant: Tenant, fields: dict[str, Any], shape: PromptFields
     ) -> Refusal | None:
         """Note whose it is, and what of its body is for the router to say."""
         ask.tenant = tenant
@@ -236,7 +241,7 @@ class Reader:
             return refusals.nobody_serves(named, known, all_told=self._fleet.all_told(named))
         return refusals.bad_request("`model` must be a string.", "model")
 
-    def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> Ask | Refusal:
+    def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
         """Ask the worker that stores a response; any other says in its own words that none is.
 
         What is not known to be a tenant's may be another's: nobody is asked then.
@@ -264,7 +269,7 @@ class Reader:
         """Note which worker stores a response, and whose."""
         self.stored.remember(response_id, worker, tenant)
 
-    def _hash(self, ask: Ask, shape: Shape, body: bytes) -> None:
+    def _hash(self, ask: RequestInfo, shape: PromptFields, body: bytes) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
             whose = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
@@ -273,7 +278,7 @@ class Reader:
 
     # Counting
 
-    def counter_for(self, ask: Ask, *, by_size: bool) -> Worker | None:
+    def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
         if not ask.countable or ask.counted:
             return None
@@ -284,7 +289,7 @@ class Reader:
         well = (worker for worker in pool.members if not worker.barred)
         return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
 
-    def _is_near(self, ask: Ask, pool: Pool, *, by_size: bool) -> bool:
+    def _is_near(self, ask: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
         """Whether the count may decide who serves it."""
         error = ask.prompt_error
         if by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error:
@@ -295,13 +300,13 @@ class Reader:
                 return True
         return False
 
-    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
         """Take a worker's count."""
         self._sizer.counted(ask, prompt_tokens)
         self._fit(ask)
         ask.long = ask.budget > self.short_limit
 
-    def _fit(self, ask: Ask) -> None:
+    def _fit(self, ask: RequestInfo) -> None:
         pinned = self._fleet.get(ask.pinned) if ask.pinned else None
         most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
         if ask.needs > most:
@@ -316,7 +321,7 @@ def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> fr
     return frozenset((fields.keys() - changed.keys()) | added)
 
 
-def _would_be_refused(ask: Ask, tenant: Tenant) -> bool:
+def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
     """Whether a mere estimate says that a prompt is longer than its tenant may have.
 
     No worker has the last word on that, as it has on its context.
@@ -327,7 +332,7 @@ def _would_be_refused(ask: Ask, tenant: Tenant) -> bool:
     return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
 
 
-def prompt_start(shape: Shape, body: bytes) -> int:
+def prompt_start(shape: PromptFields, body: bytes) -> int:
     """Find where a body's prompt begins; -1 where prefixes are of no use."""
     key = PROMPT_KEYS.get(shape)
     if key is None:

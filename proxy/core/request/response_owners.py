@@ -15,7 +15,7 @@ from proxy.core.tenants.tenants import Tenant
 MOST_RESPONSES = 10_000
 
 
-class Stored:
+class ResponseOwners:
     """The responses that are remembered."""
 
     __slots__ = ("_count", "_of")

@@ -15,7 +15,7 @@ from proxy.core.model.refusals import wrong_method
 from proxy.core.model.types import Reason, Refusal
 
 
-class Shape(IntEnum):
+class PromptFields(IntEnum):
     """Where a body keeps its prompt."""
 
     CHAT = auto()  # `messages`, with `system` and `tools` beside them
@@ -36,7 +36,7 @@ class Route:
     """One path."""
 
     name: str  # bounded, for metrics
-    shape: Shape
+    shape: PromptFields
     method: str = "POST"
     generates: bool = False  # whether it decodes
     truncates: bool = False  # whether it cuts long prompts off unasked
@@ -47,25 +47,29 @@ def _named(path: str) -> str:
     return path.removeprefix("/v1/").removeprefix("/")
 
 
-def _post(shape: Shape, *paths: str, generates: bool = False) -> dict[str, Route]:
+def _post(shape: PromptFields, *paths: str, generates: bool = False) -> dict[str, Route]:
     return {path: Route(_named(path), shape, generates=generates) for path in paths}
 
 
 ROUTES: dict[str, Route] = {
-    **_post(Shape.CHAT, "/v1/chat/completions", "/v1/messages", "/cohere/v2/chat", generates=True),
-    **_post(Shape.CHATS, "/v1/chat/completions/batch", generates=True),
-    **_post(Shape.PROMPT, "/v1/completions", generates=True),
-    **_post(Shape.RESPONSE, "/v1/responses", generates=True),
-    **_post(Shape.TOKENS, "/inference/v1/generate", generates=True),
-    **_post(Shape.STATE, "/v1/systemone"),
-    **_post(Shape.INPUT, "/v1/embeddings", "/pooling", "/classify"),
-    "/v2/embed": Route("v2/embed", Shape.INPUT, truncates=True),
-    **_post(Shape.PAIRS, "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-    **_post(Shape.PAIRS, "/generative_scoring"),
-    **_post(Shape.FORM, "/v1/audio/transcriptions", "/v1/audio/translations", generates=True),
-    **_post(Shape.OPAQUE, "/tokenize", "/detokenize", "/v1/messages/count_tokens"),
     **_post(
-        Shape.OPAQUE,
+        PromptFields.CHAT, "/v1/chat/completions", "/v1/messages", "/cohere/v2/chat", generates=True
+    ),
+    **_post(PromptFields.CHATS, "/v1/chat/completions/batch", generates=True),
+    **_post(PromptFields.PROMPT, "/v1/completions", generates=True),
+    **_post(PromptFields.RESPONSE, "/v1/responses", generates=True),
+    **_post(PromptFields.TOKENS, "/inference/v1/generate", generates=True),
+    **_post(PromptFields.STATE, "/v1/systemone"),
+    **_post(PromptFields.INPUT, "/v1/embeddings", "/pooling", "/classify"),
+    "/v2/embed": Route("v2/embed", PromptFields.INPUT, truncates=True),
+    **_post(PromptFields.PAIRS, "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    **_post(PromptFields.PAIRS, "/generative_scoring"),
+    **_post(
+        PromptFields.FORM, "/v1/audio/transcriptions", "/v1/audio/translations", generates=True
+    ),
+    **_post(PromptFields.OPAQUE, "/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    **_post(
+        PromptFields.OPAQUE,
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/completions/render",
@@ -79,8 +83,8 @@ RESPONSES = "/v1/responses/"
 # No dot in front and no escapes: the path goes on to a worker as it is, and `..` would lead
 # elsewhere. Within, those of hand-overs by P2P NCCL have addresses.
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
-GET_RESPONSE = Route("responses/id", Shape.EMPTY, method="GET")
-CANCEL_RESPONSE = Route("responses/cancel", Shape.EMPTY)
+GET_RESPONSE = Route("responses/id", PromptFields.EMPTY, method="GET")
+CANCEL_RESPONSE = Route("responses/cancel", PromptFields.EMPTY)
 
 
 def find(method: str, path: str) -> Route | Refusal:

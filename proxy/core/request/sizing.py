@@ -16,17 +16,17 @@ from __future__ import annotations
 from sys import maxsize
 from typing import Any
 
-from proxy.core.learned.bytes_per_token import MOST_PER_TOKEN, Learnt
-from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, Media
-from proxy.core.learned.tenant_prior import Prior
-from proxy.core.model.types import Ask, Usage
+from proxy.core.learned.bytes_per_token import MOST_PER_TOKEN, LearnedSizes
+from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, RequestMedia
+from proxy.core.learned.tenant_prior import TenantPrior
+from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.client_fields import is_true
-from proxy.core.request.routes import Route, Shape
-from proxy.core.request.token_estimate import Extent, count, measure
+from proxy.core.request.routes import PromptFields, Route
+from proxy.core.request.token_estimate import PromptExtent, count, measure
 from proxy.core.tenants.tenants import Tenant
 
-TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
-CHAT, CHATS, RESPONSE = Shape.CHAT, Shape.CHATS, Shape.RESPONSE
+TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # looked up once: see reading.py
+CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
 LONGER = 2.0  # a model that has seen long words may have longer ones by as much
 COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -52,17 +52,17 @@ class Sizer:
     """Estimates sizes, and learns from what workers say."""
 
     def __init__(self) -> None:
-        self._priors: dict[tuple[str, str], Prior] = {}
+        self._priors: dict[tuple[str, str], TenantPrior] = {}
 
-    def prior(self, model: str, route: str) -> Prior:
+    def prior(self, model: str, route: str) -> TenantPrior:
         """Return what tenants have in common; the models are the fleet's, so there are few."""
         key = (model, route)
         found = self._priors.get(key)
         if found is None:
-            found = self._priors[key] = Prior()
+            found = self._priors[key] = TenantPrior()
         return found
 
-    def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> Learnt:
+    def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
         """Return what is known of a model on a route: of a tenant, or where there are none."""
         if tenant is not None:
             found = tenant.learnt.get((model, route))
@@ -70,7 +70,7 @@ class Sizer:
         prior = self._priors.get((model, route))
         return prior.base if prior is not None else self.prior(model, route).base
 
-    def _own(self, ask: Ask) -> Learnt:
+    def _own(self, ask: RequestInfo) -> LearnedSizes:
         """Return what a request is to teach."""
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
         if tenant is None:
@@ -93,7 +93,7 @@ class Sizer:
         body_bytes: int,
         request_id: str,
         tenant: Tenant | None = None,
-    ) -> Ask:
+    ) -> RequestInfo:
         """Size a parsed body."""
         learnt = self.learnt(model, route.name, tenant)
         extent = measure(route.shape, body, learnt.media.tokens)
@@ -108,7 +108,7 @@ class Sizer:
         error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
         # Positional, and the rest set after: this is done for every request.
-        ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
+        ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
         longest = max(MOST_PER_TOKEN, LONGER * learnt.bytes_per_token)
@@ -136,39 +136,39 @@ class Sizer:
             _cut(ask, None, extent.prompts)
         return ask
 
-    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
         """Take a worker's own count of the one prompt of an ask, and learn from it."""
         self._see_prompt(ask, self._own(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
 
-    def outgrew(self, ask: Ask, limit: int) -> None:
+    def outgrew(self, ask: RequestInfo, limit: int) -> None:
         """Take a worker's word that an ask does not fit into so many tokens."""
         if (more := limit + 1 - ask.needs) > 0:
             ask.prompt_tokens += more
             ask.largest_prompt += more
         ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
 
-    def learn(self, ask: Ask, usage: Usage) -> None:
+    def learn(self, ask: RequestInfo, usage: Usage) -> None:
         """Learn from an answer's usage."""
         own = self._own(ask)
         if not ask.counted:
             self._see_prompt(ask, own, usage.prompt_tokens)
         _see_output(ask, own, usage.completion_tokens)
 
-    def wrote(self, ask: Ask, tokens: int) -> None:
+    def wrote(self, ask: RequestInfo, tokens: int) -> None:
         """Learn how much was written, all samples together."""
         _see_output(ask, self._own(ask), tokens)
 
-    def knows_little(self, ask: Ask) -> bool:
+    def knows_little(self, ask: RequestInfo) -> bool:
         """Whether a tenant has taught so little that each of its answers is worth learning from."""
         if ask.tenant is None:
             return False
         own = ask.tenant.learnt.get((ask.model, ask.route))
         return own is None or max(own.seen, own.outputs) < FEW
 
-    def _see_prompt(self, ask: Ask, own: Learnt, prompt_tokens: int) -> None:
+    def _see_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
         if prompt_tokens <= 0 or ask.pinned:  # to what came before
             return
         if ask.media is not None:
@@ -179,12 +179,12 @@ class Sizer:
             own.see_prompt(text, tokens, tools, ask.prompts)
 
 
-def _see_output(ask: Ask, own: Learnt, tokens: int) -> None:
+def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
     if ask.generates and tokens > 0:
         own.see_output(tokens / max(ask.samples, 1))
 
 
-def _vague_error(extent: Extent, learnt: Learnt) -> int:
+def _vague_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
     """Return by how much the guessed part of a prompt may be off."""
     if extent.media is None:
         return extent.vague // 2
@@ -192,31 +192,31 @@ def _vague_error(extent: Extent, learnt: Learnt) -> int:
     return learnt.media.error(extent.media) + max(extent.vague - media, 0) // 2
 
 
-def _media_tokens(extent: Extent) -> int:
+def _media_tokens(extent: PromptExtent) -> int:
     counts, sizes = extent.media or NONE, extent.sizes
     return (
         counts[IMAGE] * sizes[IMAGE] + counts[AUDIO] * sizes[AUDIO] + counts[VIDEO] * sizes[VIDEO]
     )
 
 
-def _teaching(extent: Extent, learnt: Learnt) -> Media | None:
+def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
     """Return a request's media, if nothing else of it is guessed."""
     counts, tokens = extent.media, _media_tokens(extent)
     if counts is None or extent.vague != tokens:
         return None
     text = extent.text - extent.tools
     beside = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
-    return Media(counts, int(beside), learnt.error(text, extent.tools))
+    return RequestMedia(counts, int(beside), learnt.error(text, extent.tools))
 
 
-def _total(learnt: Learnt, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
+def _total(learnt: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
     """Add what is estimated to what needs no estimate."""
     if text or tools:
         return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
     return tokens
 
 
-def fit(ask: Ask, most: int, *, cuts_output: bool) -> None:
+def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
     """Leave it to the worker with the largest context whether an ask fits that needs more.
 
     An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
@@ -267,7 +267,7 @@ def _samples(said: object) -> int:
     return found or 1
 
 
-def _cut(ask: Ask, most: int | None, prompts: int) -> None:
+def _cut(ask: RequestInfo, most: int | None, prompts: int) -> None:
     """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
     sure = ask.largest_prompt - ask.prompt_error
     ask.sure_prompt = sure if most is None else min(sure, most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from proxy.core.request.token_estimate import count
 
 # Those whose workers take transfer parameters and tell them in an answer of one JSON object; not
@@ -18,7 +18,7 @@ SAMPLES = ("n", "best_of")
 CHAT, RESPONSES = "chat/completions", "responses"
 
 
-def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
+def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
     """Say why a request can't be split, in a word that may be a label; empty if it can."""
     if ask.route not in ROUTES:
         return "route"

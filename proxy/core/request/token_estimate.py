@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from proxy.core.learned.media_tokens import AUDIO, FIRST_SIZES, IMAGE, NONE, VIDEO, Numbers
-from proxy.core.request.routes import Shape
+from proxy.core.request.routes import PromptFields
 
 # What a chat template adds around each message, and once per conversation.
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
@@ -45,7 +45,7 @@ JSON = Any
 
 
 @dataclass(slots=True)
-class Extent:
+class PromptExtent:
     """What was found."""
 
     text: int = 0  # bytes, all prompts together
@@ -62,9 +62,11 @@ class Extent:
     sizes: Numbers = FIRST_SIZES  # tokens of one of each kind of media
 
 
-def measure(shape: Shape, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES) -> Extent:
+def measure(
+    shape: PromptFields, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES
+) -> PromptExtent:
     """Read what matters of a body. `sizes`: what one of each kind of media comes to."""
-    extent = Extent(sizes=sizes)
+    extent = PromptExtent(sizes=sizes)
     reader = READERS.get(shape)
     if reader is not None:
         reader(extent, body)
@@ -123,7 +125,7 @@ def _longest(prompts: list[JSON]) -> int:
     return max(sizes, default=0)
 
 
-def _some(extent: Extent, values: list[JSON]) -> list[JSON]:
+def _some(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
     """Take what may be looked at of a list, from its start; the rest is guessed."""
     left = extent.looks
     if len(values) <= left:
@@ -134,13 +136,13 @@ def _some(extent: Extent, values: list[JSON]) -> list[JSON]:
     return values[:left]
 
 
-def _guess(extent: Extent, unseen: JSON) -> None:
+def _guess(extent: PromptExtent, unseen: JSON) -> None:
     tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
     extent.tokens += tokens
     extent.vague += tokens
 
 
-def _conversation(extent: Extent, messages: JSON) -> None:
+def _conversation(extent: PromptExtent, messages: JSON) -> None:
     if type(messages) is not list:
         return
     extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE * len(messages)
@@ -175,7 +177,7 @@ def _loose(value: JSON) -> int:
     return json_bytes(value) if type(value) in (list, dict) else 0
 
 
-def _parts(extent: Extent, parts: list[JSON], *, nested: bool = False) -> None:
+def _parts(extent: PromptExtent, parts: list[JSON], *, nested: bool = False) -> None:
     for part in _some(extent, parts):
         if type(part) is str:
             extent.text += text_bytes(part)
@@ -183,7 +185,7 @@ def _parts(extent: Extent, parts: list[JSON], *, nested: bool = False) -> None:
             _part(extent, part, nested=nested)
 
 
-def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
+def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
     text = part.get("text")
     if type(text) is str:
         extent.text += text_bytes(text)
@@ -207,7 +209,7 @@ def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
         extent.text += _loose(inner if inner is not None else part)
 
 
-def _media(extent: Extent, kind: int, number: int) -> None:
+def _media(extent: PromptExtent, kind: int, number: int) -> None:
     """Count media of a kind."""
     tokens = number * extent.sizes[kind]
     extent.tokens += tokens
@@ -222,7 +224,7 @@ def _media(extent: Extent, kind: int, number: int) -> None:
     extent.media = images, audios, videos
 
 
-def _add_media(extent: Extent, one: Extent, times: int = 1) -> None:
+def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
     """Count the media of a part `times` over; their tokens are counted elsewhere."""
     if one.media is not None:
         images, audios, videos = extent.media or NONE
@@ -234,7 +236,7 @@ def _add_media(extent: Extent, one: Extent, times: int = 1) -> None:
         )
 
 
-def _chat(extent: Extent, body: dict[str, JSON]) -> None:
+def _chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
     _conversation(extent, body.get("messages"))
     system = body.get("system")
     if system is not None:
@@ -243,7 +245,7 @@ def _chat(extent: Extent, body: dict[str, JSON]) -> None:
     extent.plain = not (extent.vague or body.get("documents"))  # of which /tokenize knows nothing
 
 
-def _beside(extent: Extent, body: dict[str, JSON]) -> None:
+def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
     """Count what a template may print or leave out: learnt apart from text."""
     documents = body.get("documents")
     if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
@@ -254,18 +256,20 @@ def _beside(extent: Extent, body: dict[str, JSON]) -> None:
     extent.text += extent.tools
 
 
-def _chats(extent: Extent, body: dict[str, JSON]) -> None:
+def _chats(extent: PromptExtent, body: dict[str, JSON]) -> None:
     conversations = body.get("messages")
     if type(conversations) is list:
         _many(extent, conversations, _conversation)
 
 
-def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], None]) -> None:
+def _many(
+    extent: PromptExtent, prompts: list[JSON], read: Callable[[PromptExtent, JSON], None]
+) -> None:
     extent.prompts = max(len(prompts), 1)
-    largest, largest_size = Extent(), -1
+    largest, largest_size = PromptExtent(), -1
     seen = _some(extent, prompts)
     for prompt in seen:
-        one = Extent(looks=extent.looks, sizes=extent.sizes)
+        one = PromptExtent(looks=extent.looks, sizes=extent.sizes)
         read(one, prompt)
         extent.looks = one.looks
         extent.text += one.text
@@ -276,11 +280,11 @@ def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], No
         if size > largest_size:
             largest, largest_size = one, size
     if len(seen) < len(prompts) and (longest := _longest(prompts[len(seen) :])) > largest_size:
-        largest = Extent(text=longest)
+        largest = PromptExtent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
 
-def _one(extent: Extent, prompt: JSON) -> None:
+def _one(extent: PromptExtent, prompt: JSON) -> None:
     """Text, token ids, or content in parts."""
     if type(prompt) is str:
         extent.text += text_bytes(prompt)
@@ -293,7 +297,7 @@ def _one(extent: Extent, prompt: JSON) -> None:
         _parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
 
 
-def _prompt(extent: Extent, prompt: JSON) -> None:
+def _prompt(extent: PromptExtent, prompt: JSON) -> None:
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         if type(prompt[0]) is dict and "role" in prompt[0]:
             _conversation(extent, prompt)
@@ -303,7 +307,7 @@ def _prompt(extent: Extent, prompt: JSON) -> None:
         _one(extent, prompt)
 
 
-def _completion(extent: Extent, body: dict[str, JSON]) -> None:
+def _completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
     prompt, embedded = body.get("prompt"), body.get(EMBEDDED)
     if not embedded:
         _prompt(extent, prompt)
@@ -323,7 +327,7 @@ def _completion(extent: Extent, body: dict[str, JSON]) -> None:
     extent.prompts += unseen
 
 
-def _input(extent: Extent, body: dict[str, JSON]) -> None:
+def _input(extent: PromptExtent, body: dict[str, JSON]) -> None:
     for key in ("input", "messages", "texts", "inputs", "images"):
         value = body.get(key)
         if value is None:
@@ -338,7 +342,7 @@ def _input(extent: Extent, body: dict[str, JSON]) -> None:
         return
 
 
-def _response(extent: Extent, body: dict[str, JSON]) -> None:
+def _response(extent: PromptExtent, body: dict[str, JSON]) -> None:
     items = body.get("input")
     if type(items) is list:
         _conversation(extent, items)
@@ -349,7 +353,7 @@ def _response(extent: Extent, body: dict[str, JSON]) -> None:
     _beside(extent, body)
 
 
-def _tokens(extent: Extent, body: dict[str, JSON]) -> None:
+def _tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
     ids = body.get("token_ids")
     if type(ids) is list:
         extent.tokens = len(ids)
@@ -360,7 +364,7 @@ PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # each text is cut to 
 BYTES_KEPT = 4  # per token, of what is cut
 
 
-def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
+def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
     sizes = extent.sizes
     left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS, sizes)
@@ -379,12 +383,12 @@ def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
 
 def _side(
     body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
-) -> Extent:
+) -> PromptExtent:
     """Measure one side's prompts together, with the longest text and the most tokens of one."""
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
-    side = Extent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
+    side = PromptExtent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
     seen = _some(side, prompts)
     for prompt in seen:
         text, tokens = side.text, side.tokens
@@ -400,24 +404,24 @@ def _side(
     return side
 
 
-def _state(extent: Extent, body: dict[str, JSON]) -> None:
+def _state(extent: PromptExtent, body: dict[str, JSON]) -> None:
     for key in ("state", "questions", "instructions"):
         extent.text += _loose(body.get(key))
 
 
-def _form(extent: Extent, body: dict[str, JSON]) -> None:
+def _form(extent: PromptExtent, body: dict[str, JSON]) -> None:
     _media(extent, AUDIO, 1)
     extent.text = _loose(body.get("prompt"))
 
 
-READERS: dict[Shape, Callable[[Extent, dict[str, JSON]], None]] = {
-    Shape.CHAT: _chat,
-    Shape.CHATS: _chats,
-    Shape.PROMPT: _completion,
-    Shape.INPUT: _input,
-    Shape.RESPONSE: _response,
-    Shape.TOKENS: _tokens,
-    Shape.PAIRS: _pairs,
-    Shape.STATE: _state,
-    Shape.FORM: _form,
+READERS: dict[PromptFields, Callable[[PromptExtent, dict[str, JSON]], None]] = {
+    PromptFields.CHAT: _chat,
+    PromptFields.CHATS: _chats,
+    PromptFields.PROMPT: _completion,
+    PromptFields.INPUT: _input,
+    PromptFields.RESPONSE: _response,
+    PromptFields.TOKENS: _tokens,
+    PromptFields.PAIRS: _pairs,
+    PromptFields.STATE: _state,
+    PromptFields.FORM: _form,
 }

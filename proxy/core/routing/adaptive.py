@@ -35,8 +35,8 @@ from proxy.core.fleet.kv_usage import KV_FULL, shares
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Ask, Reason
-from proxy.core.routing.handover_cost import Handing
+from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.routing.handover_cost import HandoverOffer
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, own_pool_is_left, reason_for
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
@@ -84,7 +84,7 @@ class Adaptive(Rule):
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
 
-    def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision:
+    def _hand_over(self, worker: Worker, handing: HandoverOffer, view: View) -> Decision:
         decision = handing.decision(worker, view)
         if view.explain:
             decision.scores = tuple(score(w, view) for w in view.candidates)
@@ -188,7 +188,7 @@ def misfit_s(worker: Worker, view: View) -> float:
     return share * ask.expected_output * worker.pace.step_s(worker.decoding)
 
 
-def kv_wait_s(worker: Worker, ask: Ask, need: int) -> float:
+def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     """Reckon how long until enough of the KV cache is free, as far as its size is known.
 
     What others there begin with takes no more room: or else, when caches are full, those who share

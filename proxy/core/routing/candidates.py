@@ -12,7 +12,7 @@ from proxy.core.learned.prefix_index import COVERED, deepest
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Ask, Refusal, Role
+from proxy.core.model.types import Refusal, RequestInfo, Role
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.routing.view import View
 
@@ -22,7 +22,7 @@ IN_PANIC = "failed lately, and is asked even so: too few of its pool are well (p
 
 def look(
     fleet: Fleet,
-    ask: Ask,
+    ask: RequestInfo,
     now: float,
     traffic: Traffic,
     tried: frozenset[Worker],
@@ -87,7 +87,7 @@ def stops_decodes(worker: Worker, tokens: int, settings: FairnessSettings) -> bo
     return busy and worker.pace.token_s * tokens >= settings.batch_gap_s
 
 
-def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings) -> bool:
+def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: FairnessSettings) -> bool:
     """Whether one of batch would leave a worker room for others who come; an idle one has it."""
     if not worker.requests:
         return True
@@ -100,7 +100,9 @@ def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[Worker]) -> list[Worker]:
+def _those_that_may_do(
+    pool: Pool, ask: RequestInfo, now: float, tried: frozenset[Worker]
+) -> list[Worker]:
     """Where those that surely hold it have failed: the others that may, if the estimate is high."""
     left = [w for w in pool.all if w.may_hold(ask) and w not in tried]
     if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
@@ -108,12 +110,14 @@ def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[Worker
     return [w for w in left if w.takes(now)]
 
 
-def _is_ready(worker: Worker, ask: Ask, now: float) -> bool:
+def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
     """Whether the one worker that can answer may be asked; it may even be draining."""
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
-def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[Worker]) -> Refusal | None:
+def hopeless(
+    fleet: Fleet, ask: RequestInfo, now: float, tried: frozenset[Worker]
+) -> Refusal | None:
     """Say why waiting would not help; None if it would."""
     if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
         return None
@@ -135,13 +139,13 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[Worker]) -> Re
     return refusals.no_worker(ask.model, soonest)
 
 
-def _will_do(worker: Worker, ask: Ask, tried: frozenset[Worker]) -> bool:
+def _will_do(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
     """Whether a live worker is at most busy."""
     well = not worker.barred or worker.breaker.busy
     return well and worker not in tried and worker.may_hold(ask)
 
 
-def note(worker: Worker, ask: Ask, now: float) -> str:
+def note(worker: Worker, ask: RequestInfo, now: float) -> str:
     """Say why a worker was no candidate."""
     breaker = worker.breaker
     reasons = (

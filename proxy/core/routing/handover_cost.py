@@ -26,12 +26,12 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from proxy.core.fleet import slots
-from proxy.core.fleet.kv_links import Links
+from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.kv_usage import KV_FULL, more
-from proxy.core.fleet.leases import Decision, Handover, Lease
+from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import STALL, Held, Worker
 from proxy.core.learned.transfer_time import TransferTimes
-from proxy.core.model.types import Ask, Reason, Role
+from proxy.core.model.types import Reason, RequestInfo, Role
 
 if TYPE_CHECKING:
     from proxy.core.routing.view import View
@@ -41,7 +41,7 @@ PATIENCE = 0.5  # of the time that one may wait at all, for room to be handed ov
 GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
 
 
-class Why:
+class HandoverVerdict:
     """What became of the question whether to hand a request over; a label in metrics.
 
     No enum: its members hash in Python, and one is counted with every request.
@@ -59,7 +59,7 @@ class Why:
 
 
 @dataclass(slots=True)
-class Handing:
+class HandoverOffer:
     """What a hand-over would be for one request, now."""
 
     prefill: Worker  # who would prefill
@@ -67,7 +67,7 @@ class Handing:
     cached_tokens: int  # there
     transfers: TransferTimes
     above: int | None  # tokens to prefill; None = where it costs less
-    links: Links
+    links: KvLinks
     within_s: float = inf  # that a transfer may take, with the wait for it
     shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
     stands: bool = False  # whether it may wait in the decode worker's engine for a seat
@@ -155,7 +155,9 @@ class Handing:
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
         tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
-        handover = Handover(self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s)
+        handover = HandoverDecision(
+            self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s
+        )
         ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
         ttft_s += worker.pace.step_s(worker.decoding)
         cached = worker.cached(view.held)
@@ -171,7 +173,7 @@ def whole_s(worker: Worker, view: View) -> float:
     return cost - worker.cached_price * worker.cached(held) if held else cost
 
 
-def fits(worker: Worker, ask: Ask, now: float) -> bool:
+def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
     """Whether a decode worker's cache has room for a request right now, as far as is known."""
     capacity = worker.kv_capacity
     if not capacity or not worker.requests or not (held := worker.kv_held):
@@ -180,18 +182,18 @@ def fits(worker: Worker, ask: Ask, now: float) -> bool:
     return held + more(worker, now) + need <= KV_FULL * capacity
 
 
-def may_queue(worker: Worker, ask: Ask) -> bool:
+def may_queue(worker: Worker, ask: RequestInfo) -> bool:
     """Whether a request may wait in a worker's engine: one of its size at a time."""
     return worker.role is not DECODE or worker.prefill_tokens < ask.prompt_tokens
 
 
 def choose_prefill(
     workers: Iterable[Worker],
-    ask: Ask,
+    ask: RequestInfo,
     now: float,
     held: Held,
     tried: frozenset[Worker],
-    links: Links,
+    links: KvLinks,
     decodes: Iterable[Worker],
 ) -> tuple[Worker, float, int] | None:
     """Name the prefill worker that would be done soonest, when, and what it has cached.
@@ -229,7 +231,7 @@ def is_well(lease: Lease) -> bool:
 
 
 def instead(
-    workers: Iterable[Worker], lease: Lease, now: float, links: Links, within_s: float
+    workers: Iterable[Worker], lease: Lease, now: float, links: KvLinks, within_s: float
 ) -> Worker | None:
     """Name another decode worker for the rest of a hand-over: the one with the least ahead."""
     ask, first, halves = lease.ask, lease.prefill, lease.decision.handover
@@ -250,7 +252,7 @@ def instead(
     return min(found)[-1] if found else None
 
 
-def _may_prefill(worker: Worker, ask: Ask) -> bool:
+def _may_prefill(worker: Worker, ask: RequestInfo) -> bool:
     return ask.largest_prompt - ask.prompt_error < worker.limit
 
 
@@ -273,18 +275,22 @@ def why(decision: Decision, view: View) -> str:
     """Say what became of the question."""
     ask, worker = view.ask, decision.worker
     if decision.handover is not None:
-        return Why.HANDED_OVER
+        return HandoverVerdict.HANDED_OVER
     if ask.whole:
         return ask.whole
     if not view.pool.prefills:
-        return Why.NO_PREFILL
+        return HandoverVerdict.NO_PREFILL
     if view.handing is None:
-        return Why.PREFILL_BUSY
+        return HandoverVerdict.PREFILL_BUSY
     if worker.role is not DECODE:
-        return Why.ELSEWHERE
+        return HandoverVerdict.ELSEWHERE
     handing, links = view.handing, view.handing.links
     if links.is_shut(handing.prefill, worker, view.now):
         transfer_s = handing.transfer_s(worker, view)
         if handing.worth(worker, view, whole_s(worker, view), transfer_s) is not None:
-            return Why.PREFILL_BUSY
-    return Why.CACHED if 2 * worker.cached(view.held) > ask.prompt_tokens else Why.NOT_WORTH_IT
+            return HandoverVerdict.PREFILL_BUSY
+    return (
+        HandoverVerdict.CACHED
+        if 2 * worker.cached(view.held) > ask.prompt_tokens
+        else HandoverVerdict.NOT_WORTH_IT
+    )

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_links import Links
+from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.remote_load import Others
+from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Ask, Reason, Refusal
+from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
 from proxy.core.queue.latency_admission import AdmissionSettings, placed_too_late
 from proxy.core.queue.queue import Queue
@@ -30,7 +30,7 @@ BATCH = Rank.BATCH
 NOBODY: frozenset[Worker] = frozenset()
 
 
-def _is_late(decision: Decision, others: Others, now: float) -> bool:
+def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
     """Whether other processes have left no room where a request was to go."""
     handover = decision.handover
     if handover is not None and others.have_filled(handover.prefill, now):
@@ -56,13 +56,13 @@ class Placer:
         self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.traffic: dict[str, Traffic] = {}
-        self.links = Links()
+        self.links = KvLinks()
         self._rule = rule(settings.policy)
         fleet.rank_by(self._rule.rank)
 
     def _place(
         self,
-        ask: Ask,
+        ask: RequestInfo,
         now: float,
         tried: frozenset[Worker],
         *,
@@ -103,7 +103,7 @@ class Placer:
 
     def _decide(
         self,
-        ask: Ask,
+        ask: RequestInfo,
         now: float,
         tried: frozenset[Worker],
         *,
@@ -142,7 +142,7 @@ class Placer:
         return None
 
     def _choose_late(
-        self, view: View, handing: handover_cost.Handing, candidates: list[Worker]
+        self, view: View, handing: handover_cost.HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
         """Choose for one that has waited for long for a decode worker to have room."""
         ask, view.candidates = view.ask, candidates
@@ -155,10 +155,12 @@ class Placer:
         view.candidates = [w for w in candidates if handover_cost.may_queue(w, ask)]
         decision = self._choose(view)
         if decision is not None:
-            ask.whole = handover_cost.Why.NO_ROOM
+            ask.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _look(self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool) -> View:
+    def _look(
+        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
+    ) -> View:
         queue = self.queue
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
@@ -178,7 +180,9 @@ class Placer:
             if best is not None:
                 time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
                 shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
-                view.handing = handover_cost.Handing(*best, time, above, links, within_s, shorts)
+                view.handing = handover_cost.HandoverOffer(
+                    *best, time, above, links, within_s, shorts
+                )
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:
@@ -188,7 +192,7 @@ class Placer:
             found = self.transfers[model] = TransferTimes()
         return found
 
-    def _saw(self, ask: Ask, now: float) -> None:
+    def _saw(self, ask: RequestInfo, now: float) -> None:
         if not ask.computes:
             return
         traffic = self.traffic_of(ask.model)
@@ -209,7 +213,7 @@ class Placer:
 
     # Telling
 
-    def explain(self, ask: Ask, now: float) -> Decision | Refusal:
+    def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Say where a request would go now, with the score of every worker."""
         self.fleet.settle(now)
         view = self._look(ask, now, NOBODY, explain=True)

@@ -10,8 +10,8 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import Held, Worker
 from proxy.core.learned.traffic import Traffic
-from proxy.core.model.types import Ask, Reason, Role
-from proxy.core.routing.handover_cost import Handing
+from proxy.core.model.types import Reason, RequestInfo, Role
+from proxy.core.routing.handover_cost import HandoverOffer
 
 WRONG = 2  # the misfit of the other size's pool
 
@@ -25,7 +25,7 @@ DECODE = Role.DECODE
 class View:
     """The moment of one decision."""
 
-    ask: Ask
+    ask: RequestInfo
     now: float
     candidates: list[Worker]  # each may be given it now; never empty
     pool: Pool  # all that is live of the model
@@ -34,7 +34,7 @@ class View:
     longs_waiting: bool  # in the router's queue, for this model
     tried: frozenset[Worker]
     explain: bool  # whether somebody wants to see the scores
-    handing: Handing | None = None  # what a hand-over would be, where there may be one
+    handing: HandoverOffer | None = None  # what a hand-over would be, where there may be one
 
 
 class Rule:

@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
+class LimitExceeded:
     """A limit that a request does not keep."""
 
     limit: Limit
@@ -60,7 +60,7 @@ class Breach:
     tokens: State | None = None
 
 
-class Bucket:
+class TokenBucket:
     """So much per minute."""
 
     __slots__ = ("_at", "_cells", "_each_s", "per_minute")
@@ -103,7 +103,7 @@ class Bucket:
         return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
 
 
-class Others(Protocol):
+class RemoteUsage(Protocol):
     """Other processes, which count for the same limit."""
 
     def running(self) -> int:
@@ -113,7 +113,7 @@ class Others(Protocol):
         """Hear how many this one has."""
 
 
-class Ledger:
+class TenantUsage:
     """What one tenant has taken, and has in flight."""
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Ledger:
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
         self.running = 0  # in flight and waiting, in this process
         self.elsewhere = 0  # the same in others, as far as they have told
-        self.others: Others | None = None
+        self.others: RemoteUsage | None = None
         self._held = 0  # places of those that leave, and enter again at once
         self._cells = array("d", [0.0] * CELLS) if cells is None else cells
         self.limit(limits)
@@ -139,8 +139,8 @@ class Ledger:
         """Take other limits; of what was taken, as many seconds stay to be waited for."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._requests = None if requests is None else Bucket(requests, self._cells, REQUESTS)
-        self._tokens = None if tokens is None else Bucket(tokens, self._cells, TOKENS)
+        self._requests = None if requests is None else TokenBucket(requests, self._cells, REQUESTS)
+        self._tokens = None if tokens is None else TokenBucket(tokens, self._cells, TOKENS)
 
     def share(self, cells: MutableSequence[float]) -> None:
         """Go on with numbers that lie elsewhere."""
@@ -149,7 +149,7 @@ class Ledger:
         self._cells = cells
         self.limit(self._limits)
 
-    def enter(self, now: float, tokens: int, prompt: int) -> Breach | None:
+    def enter(self, now: float, tokens: int, prompt: int) -> LimitExceeded | None:
         """Let a request in, or say which limit keeps it out; then nothing was taken.
 
         But for a prompt that is too long: it takes a request, for it was read. `prompt` is the
@@ -175,7 +175,7 @@ class Ledger:
             others.told(self.running)
         return breach
 
-    def spent(self, now: float) -> Breach | None:
+    def spent(self, now: float) -> LimitExceeded | None:
         """Say which limit would keep out whatever came now; nothing is taken."""
         most, others, requests, bucket = (
             self._limits.concurrency, self.others, self._requests, self._tokens,
@@ -195,7 +195,7 @@ class Ledger:
         if self._requests is not None:
             self._requests.charge(now, 1)
 
-    def _take(self, now: float, tokens: int) -> Breach | None:
+    def _take(self, now: float, tokens: int) -> LimitExceeded | None:
         """Take what a request will have a minute, or say what keeps it out."""
         requests, bucket = self._requests, self._tokens
         # Both are asked before either is taken from.
@@ -212,14 +212,14 @@ class Ledger:
         if self.others is not None and self._limits.concurrency is not None:
             self.others.told(self.running + self._held)
 
-    def too_long(self, prompt: int) -> Breach | None:
+    def too_long(self, prompt: int) -> LimitExceeded | None:
         """Say whether a prompt that has at least so many tokens may have as many."""
         most = self._limits.max_prompt_tokens
-        return Breach(Limit.PROMPT, most) if most is not None and prompt > most else None
+        return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
 
-    def _breach(self, now: float, limit: Limit, most: int, wait: float) -> Breach:
+    def _breach(self, now: float, limit: Limit, most: int, wait: float) -> LimitExceeded:
         requests, tokens = self.left(now)
-        return Breach(limit, most, wait, requests, tokens)
+        return LimitExceeded(limit, most, wait, requests, tokens)
 
     def left(self, now: float) -> tuple[State | None, State | None]:
         """Tell how requests and tokens stand."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
 
-from proxy.core.learned.bytes_per_token import Learnt
-from proxy.core.tenants.limits import Ledger, Limits
+from proxy.core.learned.bytes_per_token import LearnedSizes
+from proxy.core.tenants.limits import Limits, TenantUsage
 
 SALTED = b"vllm-sched cache\0"
 
@@ -44,7 +44,7 @@ class TenantSpec:
 
 
 @dataclass(slots=True)
-class Totals:
+class TenantTotals:
     """What was counted of a tenant since the router began; stays when the tenant goes."""
 
     prompt_tokens: int = 0  # of requests that are over
@@ -52,7 +52,7 @@ class Totals:
     limited: dict[str, int] = field(default_factory=dict)  # requests that met a limit, by which
 
 
-class Watch:
+class ChangedTenants:
     """Who has changed since somebody looked: so nobody need look at all there are."""
 
     __slots__ = ("changed",)
@@ -86,10 +86,10 @@ class Tenant:
         "watches",
     )
 
-    def __init__(self, spec: TenantSpec, totals: Totals | None = None) -> None:
+    def __init__(self, spec: TenantSpec, totals: TenantTotals | None = None) -> None:
         self.spec = spec
-        self.totals = totals or Totals()
-        self.ledger = Ledger(spec.limits)
+        self.totals = totals or TenantTotals()
+        self.ledger = TenantUsage(spec.limits)
         self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
         # By class, of these what others waited for, and what it was away for: whose is the least
         # goes next. They are the sum of the two below, and of what other processes charged.
@@ -100,11 +100,11 @@ class Tenant:
         self.own_unsettled = [0.0] * len(Rank)
         self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
         # By model and route, the last used at the end: see `sizing`.
-        self.learnt: dict[tuple[str, str], Learnt] = {}
+        self.learnt: dict[tuple[str, str], LearnedSizes] = {}
         self.beside_salted = False  # whether one of all is salted: no other may name its salt
         self.waiting = 0  # in the queue
         self.waits = 0  # a bit for each class in which it waits here
-        self.watches: set[Watch] = set()  # that are told of each change
+        self.watches: set[ChangedTenants] = set()  # that are told of each change
 
     def __repr__(self) -> str:
         """Name it."""
@@ -183,7 +183,7 @@ class Tenants:
     """All of them, and their keys. With none at all nobody is asked for a key."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, Totals] = {}  # of those that are gone too
+        self.totals: dict[str, TenantTotals] = {}  # of those that are gone too
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[bytes, tuple[bytes, Tenant]] = {}
         self.open = True  # no keys
@@ -210,7 +210,7 @@ class Tenants:
         for spec in specs:
             tenant = before.get(spec.name)
             if tenant is None:
-                tenant = Tenant(spec, self.totals.setdefault(spec.name, Totals()))
+                tenant = Tenant(spec, self.totals.setdefault(spec.name, TenantTotals()))
             else:
                 tenant.spec = spec
                 tenant.ledger.limit(spec.limits)

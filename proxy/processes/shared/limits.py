@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.core.tenants.tenants import Rank, Watch
+from proxy.core.tenants.tenants import ChangedTenants, Rank
 from proxy.processes.shared.shared_memory import (
     LIFE,
     MOST_TENANTS,
     TENANT_CHANGES,
-    Sheet,
-    Table,
-    Taken,
+    ProcessSheet,
+    SharedTable,
+    TenantRow,
 )
 
 if TYPE_CHECKING:
-    from proxy.core.queue.fairness import Turns
+    from proxy.core.queue.fairness import ShareCounters
     from proxy.core.tenants.tenants import Tenant, Tenants
-    from proxy.processes.shared.load import Sharing
+    from proxy.processes.shared.load import SharedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ Sums = tuple[float, ...]
 NONE: Sums = (0.0,) * 2 * len(Rank)
 
 
-class Peer:
+class LimitsPeer:
     """Another process's say."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self.life = self.changes = 0
 
@@ -61,10 +61,10 @@ class Peer:
         return rows
 
 
-class Flights:
+class SharedUsage:
     """What a tenant has in flight, told and read at once: see `Others` of limits."""
 
-    def __init__(self, row: int, own: Sheet, theirs: Sequence[Sheet]) -> None:
+    def __init__(self, row: int, own: ProcessSheet, theirs: Sequence[ProcessSheet]) -> None:
         self._row = row
         self._own = own
         self._theirs = theirs
@@ -78,22 +78,24 @@ class Flights:
         self._own.write_running(self._row, running)
 
 
-class Tenancy:
+class SharedLimits:
     """Shares all tenants."""
 
-    def __init__(self, tenants: Tenants, turns: Turns, table: Table, sharing: Sharing) -> None:
+    def __init__(
+        self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
+    ) -> None:
         self._tenants = tenants
         self._turns = turns
         self._table = table
         self._sheet = sharing.sheet
-        self._peers = [Peer(peer.sheet) for peer in sharing.peers]
+        self._peers = [LimitsPeer(peer.sheet) for peer in sharing.peers]
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
-        self._told: dict[Tenant, Taken] = {}
+        self._told: dict[Tenant, TenantRow] = {}
         self._theirs: dict[Tenant, Sums] = {}  # `_sums` of all others, as it was read last
         self._floors: tuple[float, ...] = ()
         self._tenant_of: dict[int, Tenant] = {}  # by row
-        self._watch = Watch()
+        self._watch = ChangedTenants()
         self._next = self._next_sure = 0.0
 
     def tell(self) -> None:
@@ -110,7 +112,7 @@ class Tenancy:
             self._sheet.write_floors(floors)
             self._sheet.tell(AT_FLOORS, TENANT_CHANGES)
 
-    def _say(self, tenant: Tenant, row: int, taken: Taken) -> None:
+    def _say(self, tenant: Tenant, row: int, taken: TenantRow) -> None:
         self._told[tenant] = taken
         self._sheet.write_taken(row, taken)
         self._sheet.tell(row, TENANT_CHANGES)
@@ -189,7 +191,7 @@ class Tenancy:
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
         theirs = [peer.sheet for peer in self._peers]
-        tenant.ledger.others = Flights(row, self._sheet, theirs)
+        tenant.ledger.others = SharedUsage(row, self._sheet, theirs)
         before = self._sheet.read_taken(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
@@ -201,13 +203,13 @@ class Tenancy:
         self._take(tenant, row)
 
 
-def _sums(taken: Taken) -> Sums:
+def _sums(taken: TenantRow) -> Sums:
     return taken.settled + taken.unsettled
 
 
-def _taken(tenant: Tenant) -> Taken:
+def _taken(tenant: Tenant) -> TenantRow:
     a, b, c = tenant.charged
     d, e, f = tenant.lifts
     g, h, i = tenant.own_unsettled
     settled = a - g, b - h, c - i
-    return Taken(tenant.ledger.running, tenant.waits, settled, (d, e, f), (g, h, i))
+    return TenantRow(tenant.ledger.running, tenant.waits, settled, (d, e, f), (g, h, i))

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.core.fleet.remote_load import NO_LOAD, Load, own_numbers
+from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad, own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
-from proxy.processes.shared.shared_memory import BREAKS, MOST_WORKERS, Sheet, Table
+from proxy.processes.shared.shared_memory import BREAKS, MOST_WORKERS, ProcessSheet, SharedTable
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import Told
@@ -32,15 +32,15 @@ REST_S = 60.0
 NEW: Told = (True, False, 0.0, 0, 0, 0.0, "")
 
 
-class Peer:
+class LoadPeer:
     """Another process, as far as it was read."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self.read = self.breaks = 0
 
 
-class Part(Protocol):
+class SharedPart(Protocol):
     """Something else that is shared."""
 
     def tell(self) -> None:
@@ -50,12 +50,12 @@ class Part(Protocol):
         """Read what the others have written; called at each look."""
 
 
-class Sharing:
+class SharedLoad:
     """The `Others` of a fleet."""
 
     def __init__(
         self,
-        table: Table,
+        table: SharedTable,
         process: int,
         fleet: Fleet,
         clock: Callable[[], float],
@@ -63,9 +63,9 @@ class Sharing:
     ) -> None:
         self.process = process
         self.sheet = table.sheet(process)
-        self.parts: list[Part] = []
+        self.parts: list[SharedPart] = []
         self.changes = 0  # that were taken in: whoever waits may have better luck after one
-        self.peers = [Peer(table.sheet(i)) for i in range(table.processes) if i != process]
+        self.peers = [LoadPeer(table.sheet(i)) for i in range(table.processes) if i != process]
         self._fleet = fleet
         self._clock = clock
         self._soon = soon
@@ -226,7 +226,7 @@ class Sharing:
                 due_at = other_due_at
         if load != worker.elsewhere:
             self.changes += 1
-            self._fleet.charged_elsewhere(worker, Load._make(load), due_at, now)
+            self._fleet.charged_elsewhere(worker, WorkerLoad._make(load), due_at, now)
         elif due_at > worker.due_at:
             worker.due_at = due_at
 
@@ -243,11 +243,11 @@ class Sharing:
                 self._fleet.judged_elsewhere(worker, told)
 
 
-class Rows:
+class WorkerRows:
     """Gives every worker a row; whoever leads has one of these."""
 
     def __init__(
-        self, sharing: Sharing, clock: Callable[[], float], most: int = MOST_WORKERS
+        self, sharing: SharedLoad, clock: Callable[[], float], most: int = MOST_WORKERS
     ) -> None:
         self._sharing = sharing
         self._clock = clock

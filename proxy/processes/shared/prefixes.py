@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.processes.shared.shared_memory import LIFE, Sheet
+from proxy.processes.shared.shared_memory import LIFE, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
-    from proxy.processes.shared.load import Sharing
+    from proxy.processes.shared.load import SharedLoad
 
 
-class Peer:
+class PrefixPeer:
     """Another process's log."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self._life = self._read = 0
 
@@ -26,13 +26,13 @@ class Peer:
         return found
 
 
-class Prefixes:
+class SharedPrefixes:
     """Shares an index of prefixes."""
 
-    def __init__(self, fleet: Fleet, sharing: Sharing) -> None:
+    def __init__(self, fleet: Fleet, sharing: SharedLoad) -> None:
         self._fleet = fleet
         self._sharing = sharing
-        self._peers = [Peer(peer.sheet) for peer in sharing.peers]
+        self._peers = [PrefixPeer(peer.sheet) for peer in sharing.peers]
         self._new: list[tuple[int, tuple[int, ...]]] = []
         self._taking = False
         fleet.prefixes.others_record = self._recorded

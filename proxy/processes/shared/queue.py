@@ -17,27 +17,27 @@ from zlib import crc32
 from proxy.core.queue.buckets import IN_ORDER
 from proxy.core.queue.dispatch import NO_TURN
 from proxy.core.tenants.tenants import Rank
-from proxy.processes.shared.shared_memory import BYTES, PLACES, TOKENS, WAITING, Front
+from proxy.processes.shared.shared_memory import BYTES, PLACES, TOKENS, WAITING, QueueFront
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.core.queue.buckets import Last, Late, Place, Turn
+    from proxy.core.queue.buckets import LastDispatch, Late, Place, Turn
     from proxy.core.queue.eviction import Amounts
     from proxy.core.queue.queue import Queue
-    from proxy.processes.shared.load import Sharing
+    from proxy.processes.shared.load import SharedLoad
 
 BEAT_S = 0.01
 LONG_AGO_S = 1.0  # what was held back for is another place
 SIZES = "short", "long"
-NOBODY = Front()
+NOBODY = QueueFront()
 BATCH = Rank.BATCH
 
 
-class Queues:
+class SharedQueues:
     """The queues of the others."""
 
-    def __init__(self, queue: Queue, sharing: Sharing) -> None:
+    def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0
         self.processes = len(sharing.peers)
         self.held = False  # whether somebody here holds back
@@ -45,8 +45,8 @@ class Queues:
         self._queue = queue
         self._sharing = sharing
         self._sheets = [peer.sheet for peer in sharing.peers]
-        self._fronts: dict[tuple[int, Rank], Front] = {}  # as they were told, of ours
-        self._lasts: dict[str, Last] = {}
+        self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # as they were told, of ours
+        self._lasts: dict[str, LastDispatch] = {}
         self._passed: dict[Place, float] = {}  # when one last went before others, or began to wait
         self._moved = False
 
@@ -84,7 +84,7 @@ class Queues:
                 found[rank] = min(found.get(rank, front.oldest), front.oldest)
         return found
 
-    def last(self, model: str) -> Last:
+    def last(self, model: str) -> LastDispatch:
         """Return the last turn there."""
         at = place_of((model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
@@ -116,7 +116,7 @@ class Queues:
     def _higher(self, model: str) -> bool:
         return any(self.before((model, size), BATCH) for size in SIZES)
 
-    def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, Front]]:
+    def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, QueueFront]]:
         at = place_of(place)
         for sheet in self._sheets:
             for rank in Rank:
@@ -133,10 +133,10 @@ class Queues:
         sheet, queue = self._sharing.sheet, self._queue
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
-        fronts: dict[tuple[int, Rank], Front] = {}
+        fronts: dict[tuple[int, Rank], QueueFront] = {}
         for (place, rank), ((_, virtual, since), oldest) in queue.fronts().items():
             at = place_of(place), rank
-            front, other = Front(1, virtual, since, oldest), fronts.get(at)
+            front, other = QueueFront(1, virtual, since, oldest), fronts.get(at)
             if other is not None:
                 front = min(front, other)._replace(oldest=min(oldest, other.oldest))
             fronts[at] = front

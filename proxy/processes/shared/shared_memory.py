@@ -22,9 +22,9 @@ from struct import Struct, pack, unpack_from
 from typing import NamedTuple
 
 from proxy.core.fleet.breaker import Told
-from proxy.core.queue.buckets import Last
+from proxy.core.queue.buckets import LastDispatch
 from proxy.core.tenants.tenants import Rank
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.connection import WorkerError
 
 WORD = 8
 MOST_WORKERS = 1024  # rows, one for each worker
@@ -61,7 +61,7 @@ TENANT, FLOOR = Struct("@qq9d"), Struct("@3d")
 IDLE = Struct("@qq")  # how a tenant's begins
 
 
-class Front(NamedTuple):
+class QueueFront(NamedTuple):
     """Who would go first of a class that waits for a model, shorts or longs."""
 
     waits: int = 0  # 0: nobody
@@ -70,7 +70,7 @@ class Front(NamedTuple):
     oldest: float = 0.0  # since when any of the class waits there
 
 
-class Tide(NamedTuple):
+class TrafficRow(NamedTuple):
     """What was asked of a model, since ever."""
 
     shorts: int = 0
@@ -78,7 +78,7 @@ class Tide(NamedTuple):
     long_s: float = 0.0  # of prefill that longs brought
 
 
-class Taken(NamedTuple):
+class TenantRow(NamedTuple):
     """What a tenant has of one process."""
 
     running: int = 0
@@ -89,7 +89,7 @@ class Taken(NamedTuple):
     unsettled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # estimates of requests in flight
 
 
-class Table:
+class SharedTable:
     """The memory."""
 
     def __init__(self, fd: int, processes: int) -> None:
@@ -100,15 +100,15 @@ class Table:
         self.memory = mmap.mmap(fd, self._common + COMMON_WORDS * WORD)
 
     @classmethod
-    def make(cls, processes: int) -> Table:
+    def make(cls, processes: int) -> SharedTable:
         """Make one; its file descriptor is to be handed on."""
         fd = os.memfd_create("router-processes")
         os.ftruncate(fd, (processes * SHEET_WORDS + COMMON_WORDS) * WORD)
         return cls(fd, processes)
 
-    def sheet(self, process: int) -> Sheet:
+    def sheet(self, process: int) -> ProcessSheet:
         """Return what one process writes."""
-        return Sheet(self.memory, process)
+        return ProcessSheet(self.memory, process)
 
     def clear(self, process: int) -> None:
         """Forget a process that is no more: what it has charged is nobody's now.
@@ -158,7 +158,7 @@ class Table:
         os.close(self.fd)
 
 
-class Sheet:
+class ProcessSheet:
     """One process's part of the table."""
 
     def __init__(self, memory: mmap.mmap, process: int) -> None:
@@ -254,46 +254,46 @@ class Sheet:
         value: int = ONE_COUNT.unpack_from(self._memory, self._start + which * WORD)[0]
         return value
 
-    def write_front(self, place: int, rank: int, front: Front) -> None:
+    def write_front(self, place: int, rank: int, front: QueueFront) -> None:
         """Say who would go first."""
         at = place * CLASSES + rank
         _store(self._memory, self._fronts + at * FRONT_WORDS * WORD, FRONT.pack(*front))
 
-    def read_front(self, place: int, rank: int) -> Front:
+    def read_front(self, place: int, rank: int) -> QueueFront:
         """Read that."""
         at = place * CLASSES + rank
-        return Front(*FRONT.unpack_from(self._memory, self._fronts + at * FRONT_WORDS * WORD))
+        return QueueFront(*FRONT.unpack_from(self._memory, self._fronts + at * FRONT_WORDS * WORD))
 
-    def write_last(self, place: int, last: Last) -> None:
+    def write_last(self, place: int, last: LastDispatch) -> None:
         """Say what the last turn was."""
         _store(self._memory, self._lasts + place * LAST_WORDS * WORD, LAST.pack(*last))
 
-    def read_last(self, place: int) -> Last:
+    def read_last(self, place: int) -> LastDispatch:
         """Read that."""
         at, passed, passer = LAST.unpack_from(self._memory, self._lasts + place * LAST_WORDS * WORD)
-        return Last(at, bool(passed), passer)
+        return LastDispatch(at, bool(passed), passer)
 
-    def write_tide(self, place: int, tide: Tide) -> None:
+    def write_tide(self, place: int, tide: TrafficRow) -> None:
         """Say what was asked."""
         _store(self._memory, self._tides + place * TIDE_WORDS * WORD, TIDE.pack(*tide))
 
-    def read_tide(self, place: int) -> Tide:
+    def read_tide(self, place: int) -> TrafficRow:
         """Read that."""
-        return Tide(*TIDE.unpack_from(self._memory, self._tides + place * TIDE_WORDS * WORD))
+        return TrafficRow(*TIDE.unpack_from(self._memory, self._tides + place * TIDE_WORDS * WORD))
 
-    def write_taken(self, row: int, taken: Taken) -> None:
+    def write_taken(self, row: int, taken: TenantRow) -> None:
         """Say what a tenant has here."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, settled, lifts, unsettled = taken
         packed = TENANT.pack(running, waits, *settled, *lifts, *unsettled)
         _store(self._memory, place, packed)
 
-    def read_taken(self, row: int) -> Taken:
+    def read_taken(self, row: int) -> TenantRow:
         """Read that."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, *served = TENANT.unpack_from(self._memory, place)
         a, b, c, d, e, f, g, h, i = served
-        return Taken(running, waits, (a, b, c), (d, e, f), (g, h, i))
+        return TenantRow(running, waits, (a, b, c), (d, e, f), (g, h, i))
 
     def write_running(self, row: int, running: int) -> None:
         """Say how many requests a tenant has in flight here."""
@@ -367,6 +367,6 @@ def _store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
 
 
 ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
-TROUBLES = ("", *(trouble.value for trouble in Trouble))
+TROUBLES = ("", *(trouble.value for trouble in WorkerError))
 LENGTH_BITS = 8
 LENGTH_MASK = (1 << LENGTH_BITS) - 1

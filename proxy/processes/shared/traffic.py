@@ -5,43 +5,43 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from proxy.processes.shared.shared_memory import LIFE, PLACES, Sheet, Tide
+from proxy.processes.shared.shared_memory import LIFE, PLACES, ProcessSheet, TrafficRow
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
-    from proxy.processes.shared.load import Sharing
+    from proxy.processes.shared.load import SharedLoad
 
 TAKE_S = 0.05
-NOTHING = Tide()
+NOTHING = TrafficRow()
 
 
-class Peer:
+class TrafficPeer:
     """Another process's say."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self._life = 0
-        self._read: dict[int, Tide] = {}
+        self._read: dict[int, TrafficRow] = {}
 
-    def grown(self, at: int) -> Tide:
+    def grown(self, at: int) -> TrafficRow:
         """Say what was asked there since the last time."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life = life
             self._read.clear()
         tide, before = self.sheet.read_tide(at), self._read.get(at, NOTHING)
         self._read[at] = tide
-        return Tide(
+        return TrafficRow(
             tide.shorts - before.shorts, tide.longs - before.longs, tide.long_s - before.long_s
         )
 
 
-class Tides:
+class SharedTraffic:
     """Shares the traffic of all models."""
 
-    def __init__(self, router: Router, sharing: Sharing) -> None:
+    def __init__(self, router: Router, sharing: SharedLoad) -> None:
         self._router = router
         self._sheet = sharing.sheet
-        self._peers = [Peer(peer.sheet) for peer in sharing.peers]
+        self._peers = [TrafficPeer(peer.sheet) for peer in sharing.peers]
         self._next = 0.0
 
     def tell(self) -> None:
@@ -52,11 +52,11 @@ class Tides:
         if now < self._next:
             return
         self._next = now + TAKE_S
-        own: dict[int, Tide] = {}
+        own: dict[int, TrafficRow] = {}
         for model, traffic in self._router.traffic.items():
             at = crc32(model.encode(errors="replace")) % PLACES
             shorts, longs, long_s = own.get(at, NOTHING)
-            own[at] = Tide(
+            own[at] = TrafficRow(
                 shorts + traffic.shorts_ever,
                 longs + traffic.longs_ever,
                 long_s + traffic.long_s_ever,

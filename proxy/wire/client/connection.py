@@ -20,16 +20,16 @@ from proxy.core.model.types import Refusal
 from proxy.http.headers import CONTINUE, RefusedError
 from proxy.http.local_responses import refuse
 from proxy.http.request import Request
-from proxy.http.request_parser import Reading, RequestReader
+from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.wire.client.endpoints import METRICS, local_answer
-from proxy.wire.client.metrics_request import PageVisit
-from proxy.wire.client.upload_deadline import Arrival
+from proxy.wire.client.metrics_request import MetricsRequest
+from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of, unacknowledged
 from proxy.wire.worker.keepalive import notice_silence
 
 if TYPE_CHECKING:
     from proxy.wire.extension import Conversation
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
     from proxy.wire.settings import WireSettings
 
 # Sent ahead of its turn; beyond that the client has to wait.
@@ -62,13 +62,13 @@ class ClientConnection(asyncio.Protocol):
         "write",
     )
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: WireServer) -> None:
         settings = wire.settings
         self.deadline = inf
         self.writable = True
         self.write: Callable[[bytes], None]
         self._wire = wire
-        self._reader = RequestReader(
+        self._reader = HttpRequestParser(
             wire.judge,
             max_head=settings.max_header_bytes,
             max_body=settings.max_body_bytes,
@@ -83,8 +83,8 @@ class ClientConnection(asyncio.Protocol):
         self._taking = False
         self._reading_paused = False
         self._ahead = 0
-        self._waits_for = Reading.NOTHING
-        self._arrival = Arrival()
+        self._waits_for = ParserState.NOTHING
+        self._arrival = UploadDeadline()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
@@ -187,7 +187,7 @@ class ClientConnection(asyncio.Protocol):
 
     def dismiss(self, now: float) -> None:
         """Close, because the router stops; who is in the middle of a request hears why."""
-        idle = self._reader.state is Reading.NOTHING
+        idle = self._reader.state is ParserState.NOTHING
         if idle or self._leaving or self._exchange is not None:
             self.leave(now)
         else:
@@ -197,7 +197,7 @@ class ClientConnection(asyncio.Protocol):
         """Close, because nothing new is served, unless something is asked, or about to be."""
         if self._exchange is not None or self._leaving or not self.writable:
             return
-        if self._reader.state is Reading.NOTHING and not self._sees(select.POLLIN):
+        if self._reader.state is ParserState.NOTHING and not self._sees(select.POLLIN):
             self.leave(now)
 
     def abort(self) -> None:
@@ -211,7 +211,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._leaving or self._exchange is not None or not self.writable:
             self._gone()
             self._transport.abort()
-        elif self._reader.state is Reading.NOTHING:
+        elif self._reader.state is ParserState.NOTHING:
             self.leave(now)
         else:
             self._part(now, self._arrival.too_late(now, self._wire.settings))
@@ -277,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
-        self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
+        self._waits_for = ParserState.NOTHING  # the next head has a deadline of its own
         came_at = self._arrival.ended(now)
         if not request.id:
             request.id = wire.new_id()
@@ -291,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
         keep_alive = head.keep_alive and not wire.leaving
         if head.path == METRICS and head.refusal is None:
             self.deadline = inf
-            self._exchange = PageVisit(wire, self, request)
+            self._exchange = MetricsRequest(wire, self, request)
             self._exchange.start(now)
             return
         if head.route is None and head.refusal is None:
@@ -305,7 +305,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_no_more(self) -> None:
         """Leave what else comes in the client's socket, until it is its turn."""
-        self._waits_for = Reading.NOTHING  # what is begun of a request has its time anew
+        self._waits_for = ParserState.NOTHING  # what is begun of a request has its time anew
         if not self._reading_paused:
             self._reading_paused = True
             self._wire.unread.add(self)
@@ -335,18 +335,18 @@ class ClientConnection(asyncio.Protocol):
         if self._reading_paused:
             self._read_on()
         self._ahead = 0
-        if reader.state is Reading.HEAD:
-            if self._waits_for is not Reading.HEAD:
+        if reader.state is ParserState.HEAD:
+            if self._waits_for is not ParserState.HEAD:
                 self.deadline = now + settings.client_header_s
         else:
             self.deadline = now + settings.client_idle_s
             if reader.owes_continue():
                 self.write(CONTINUE)
-        if reader.state is Reading.NOTHING:
+        if reader.state is ParserState.NOTHING:
             self._arrival.reset()
         else:
-            in_body = reader.state is Reading.BODY
-            begins = in_body and self._waits_for is not Reading.BODY
+            in_body = reader.state is ParserState.BODY
+            begins = in_body and self._waits_for is not ParserState.BODY
             due = self._arrival.due(now, settings, in_body=in_body, body_begins=begins)
             self.deadline = min(self.deadline, due)
         self._waits_for = reader.state

@@ -13,17 +13,17 @@ from proxy.wire.client import endpoints
 if TYPE_CHECKING:
     from proxy.http.request import Request
     from proxy.wire.extension import Recipient
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 
 Found = asyncio.Task[tuple[bytes, str]]
 
 
-class PageVisit:
+class MetricsRequest:
     """One request for them; see `desk.Conversation`."""
 
-    def __init__(self, wire: Wire, client: Recipient, request: Request) -> None:
+    def __init__(self, wire: WireServer, client: Recipient, request: Request) -> None:
         self._wire = wire
         self._client = client
         self._request = request

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from proxy.wire.settings import WireSettings
 
 
-class Arrival:
+class UploadDeadline:
     """The request that a connection is reading."""
 
     __slots__ = ("_body_at", "_body_bytes", "_came_at")

@@ -28,24 +28,24 @@ from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.http.response_parser import OK
 from proxy.metrics.registry import CLIENT_GONE
-from proxy.wire.exchange.request_record import Record
-from proxy.wire.exchange.response_writer import Answering, response_id_in, usage_of
-from proxy.wire.exchange.stream_fast_path import Passage
-from proxy.wire.exchange.tokenize import TokenCount
+from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in, usage_of
+from proxy.wire.exchange.stream_fast_path import StreamFastPath
+from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.handover.first_token import says_failed
-from proxy.wire.handover.two_legs import HandOver
+from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MOST, answer_patience_s, is_only_slow, more_patience_s
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.connection import WorkerError
 from proxy.wire.worker.request_bytes import to_worker
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
-    from proxy.core.model.types import Ask
+    from proxy.core.model.types import RequestInfo
     from proxy.core.request.routes import Route
     from proxy.http.request import Request
-    from proxy.http.response_parser import Head
+    from proxy.http.response_parser import ResponseHead
     from proxy.wire.extension import Client
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
@@ -93,7 +93,7 @@ class Exchange:
     )
 
     def __init__(
-        self, wire: Wire, client: Client, request: Request, route: Route, came_at: float = inf
+        self, wire: WireServer, client: Client, request: Request, route: Route, came_at: float = inf
     ) -> None:
         """Prepare it; `came_at`: when its first byte came, for the limit on its time."""
         self.connection: WorkerConnection | None = None
@@ -105,21 +105,21 @@ class Exchange:
         self._client = client
         self._request = request
         self._route = route
-        self._ask: Ask | None = None
-        self._count: TokenCount | None = None
+        self._ask: RequestInfo | None = None
+        self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
-        self._handing: HandOver | None = None
-        self._suspect: HandOver | None = None  # that may have failed by its transfer
-        self._head: Head | None = None  # of an answer of which no more is there
-        self._answering: Answering | None = None
-        self._passage: Passage | None = None  # for the pieces of its stream
+        self._handing: TwoLegExchange | None = None
+        self._suspect: TwoLegExchange | None = None  # that may have failed by its transfer
+        self._head: ResponseHead | None = None  # of an answer of which no more is there
+        self._answering: ResponseWriter | None = None
+        self._passage: StreamFastPath | None = None  # for the pieces of its stream
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
         self._tried: frozenset[Worker] = frozenset()
         self._held = 0  # bytes of the body, which lies in memory while another may be asked
         self._whose: str | None = None  # in whose part of what is held they are counted
-        self.record = Record()
+        self.record = RequestRecord()
 
     # To a worker
 
@@ -174,7 +174,7 @@ class Exchange:
             self._wire.router.counted(ask, tokens)
         self._place(now, ask)
 
-    def _place(self, now: float, ask: Ask) -> None:
+    def _place(self, now: float, ask: RequestInfo) -> None:
         explain = self._request.head.explain
         placed = self._wire.router.submit(ask, now, tried=self._tried, explain=explain)
         if isinstance(placed, Ticket):
@@ -198,7 +198,7 @@ class Exchange:
         self.record.place(now, placed.decision)
         if placed.prefill is not None:
             first = placed.prefill.worker
-            handing = self._handing = HandOver(self._wire, self._request, placed, first)
+            handing = self._handing = TwoLegExchange(self._wire, self._request, placed, first)
             handing.prefill(now, self)
             return
         self.patience_s = answer_patience_s(placed, self._wire.settings.first_byte_s)
@@ -213,14 +213,14 @@ class Exchange:
             return
         self.record.prefilled_at = now
         if not handing.decode(now, self, answer):
-            refusal = self._try_another(now, Outcome.MOOT, Trouble.CONNECT)
+            refusal = self._try_another(now, Outcome.MOOT, WorkerError.CONNECT)
             if refusal is not None:
                 self._refuse(now, refusal)
         self._wire.settle(now)
 
     # From the worker
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         """Pass the answer on, unless it says that another worker should be asked."""
         status, handing = head.status, self._handing
         self._head = self._said = None
@@ -233,7 +233,7 @@ class Exchange:
             if outcome is Outcome.ERRED and retry_after_s is not None:
                 outcome = Outcome.FAILED  # it knows that it is at fault
             refusal = self._try_another(
-                now, outcome, Trouble.STATUS, retry_after_s, why=str(status)
+                now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
             )
             if refusal is None:
                 return
@@ -241,7 +241,7 @@ class Exchange:
         elif handing is not None and handing.prefills and status >= BAD_REQUEST:
             # The prefill's limits are not the client's words. A decode worker has the last one.
             handing.refused(now, status, again=bool(self._tried))
-            refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS)
+            refusal = self._try_another(now, Outcome.REFUSED, WorkerError.STATUS)
             if refusal is None:
                 return
             self._last_refusal = refusal
@@ -256,11 +256,11 @@ class Exchange:
             self._said = b""
         self._answering = self._answer(head, cached_tokens)
 
-    def _answer(self, head: Head, cached_tokens: int | None = None) -> Answering:
+    def _answer(self, head: ResponseHead, cached_tokens: int | None = None) -> ResponseWriter:
         request = self._request
         keep_alive = request.head.keep_alive and not self._wire.leaving
         changed = None if self._ask is None else self._ask.fields
-        return Answering(
+        return ResponseWriter(
             request,
             head,
             self.record.decision,
@@ -279,7 +279,7 @@ class Exchange:
             answering = self._answering = self._answer(head)
         if ended:
             if answering.is_cut(self._route.name, body):
-                self.lost(now, Trouble.RESET)
+                self.lost(now, WorkerError.RESET)
                 return
             self.connection = None
         handing = self._handing
@@ -307,7 +307,7 @@ class Exchange:
         elif answering.tokens:
             self._open_passage(answering)
 
-    def _pass_whole(self, now: float, head: Head, body: bytes) -> bool:
+    def _pass_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
         """Pass on a good answer that is all there, if it is as nearly all of them are."""
         request, lease, wire = self._request, self._lease, self._wire
         asked, length = request.head, head.length
@@ -339,14 +339,14 @@ class Exchange:
         wire.settle(now)
         return True
 
-    def _open_passage(self, answering: Answering) -> None:
+    def _open_passage(self, answering: ResponseWriter) -> None:
         """Let what else comes of a stream pass by here."""
         connection, lease, wire = self.connection, self._lease, self._wire
         stream = answering.flowing
         if connection is None or lease is None or stream is None:
             return
         if (passage := self._passage) is None:
-            passage = self._passage = Passage(
+            passage = self._passage = StreamFastPath(
                 wire.router,
                 lease,
                 wire.metrics,
@@ -360,7 +360,7 @@ class Exchange:
     def _failed_first(self, now: float) -> bool:
         """Have a transfer that failed made good, as after a 500; whether that can't be."""
         failed, self._answering = self._answering, None
-        refusal = self._try_another(now, Outcome.ERRED, Trouble.STATUS)
+        refusal = self._try_another(now, Outcome.ERRED, WorkerError.STATUS)
         if refusal is None:
             return False
         self._answering, self._last_refusal = failed, refusal
@@ -380,7 +380,7 @@ class Exchange:
             return said
         self._wire.router.outgrew(lease)
         refused, self._answering = self._answering, None
-        refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS, free=True)
+        refusal = self._try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
         if refusal is None:
             return None
         self._answering, self._last_refusal = refused, refusal
@@ -408,19 +408,19 @@ class Exchange:
         if handing is not None and handing.prefills:
             connection = handing.prefill_connection
         if connection is not None and self._wire.router.may_go_over(lease, now, self._tried):
-            connection.fail(now, Trouble.TIMEOUT)
+            connection.fail(now, WorkerError.TIMEOUT)
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
         connection, self.connection = self.connection, None
-        if trouble is Trouble.OURS:
+        if trouble is WorkerError.OURS:
             # No worker has failed, and for no other would there be room.
             self._wire.short_of_room(now)
             self._stop(now, Outcome.MOOT)
             self._refuse(now, refusals.router_full())
             self._wire.settle(now)
             return
-        if trouble is Trouble.TIMEOUT and self._is_only_slow(now, connection):
+        if trouble is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
             self._stop(now, Outcome.UNFINISHED)
             self._refuse(now, refusals.unfinished(MOST * self._wire.settings.first_byte_s))
             self._wire.settle(now)
@@ -431,7 +431,7 @@ class Exchange:
             refusal = self._last_refusal or self._try_another(now, Outcome.FAILED, trouble)
             if refusal is None:
                 return
-            if refusal.status == BAD_GATEWAY and trouble is Trouble.TIMEOUT:
+            if refusal.status == BAD_GATEWAY and trouble is WorkerError.TIMEOUT:
                 refusal = _timed_out(refusal)
             self._refuse(now, refusal)
             return
@@ -452,7 +452,7 @@ class Exchange:
         self,
         now: float,
         outcome: Outcome,
-        trouble: Trouble,
+        trouble: WorkerError,
         retry_after_s: float | None = None,
         *,
         free: bool = False,
@@ -482,7 +482,7 @@ class Exchange:
             tried=self._tried,
             after=failed,
             free=free,
-            dropped=trouble is Trouble.RESET,
+            dropped=trouble is WorkerError.RESET,
             explain=self._request.head.explain,
             why=why or trouble.value,
         )
@@ -535,7 +535,7 @@ class Exchange:
 
     # To the client
 
-    def _finish(self, now: float, answering: Answering) -> None:
+    def _finish(self, now: float, answering: ResponseWriter) -> None:
         wire, status = self._wire, answering.status
         if (lease := self._lease) is not None:
             done = status < BAD_REQUEST
@@ -565,7 +565,7 @@ class Exchange:
     def _break_off(
         self,
         now: float,
-        answering: Answering,
+        answering: ResponseWriter,
         message: str,
         code: str,
         status: int = BAD_GATEWAY,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 
 
-class Forsaken:
+class Failover:
     """The workers that are down while requests wait on them."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import Ask
+    from proxy.core.model.types import RequestInfo
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.request import Request
     from proxy.metrics.histogram import Histogram
@@ -21,7 +21,7 @@ BATCH = Rank.BATCH
 TRACE = b"traceparent"
 
 
-class Record:
+class RequestRecord:
     """The times of one request, and what became of it."""
 
     __slots__ = (
@@ -46,7 +46,7 @@ class Record:
     def __init__(self) -> None:
         self.request: Request | None = None
         self.prompt = b""  # its whole body, where prompts are to be logged
-        self.ask: Ask | None = None
+        self.ask: RequestInfo | None = None
         self.decision: Decision | None = None  # the last one, if it was placed at all
         self.started = 0.0
         self.queue_s = 0.0

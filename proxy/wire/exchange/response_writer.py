@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
     from proxy.core.model.types import Usage
     from proxy.http.request import Request
-    from proxy.http.response_parser import Head
+    from proxy.http.response_parser import ResponseHead
 
 LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
@@ -37,7 +37,7 @@ SAY_DONE = frozenset(
 )
 
 
-class Answering:
+class ResponseWriter:
     """The answer to one request."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Answering:
     def __init__(
         self,
         request: Request,
-        head: Head,
+        head: ResponseHead,
         decision: Decision | None,
         *,
         keep_alive: bool,
@@ -176,7 +176,7 @@ class Answering:
             return self._stream.usage()
         return usage_in(self._tail) if self._tail else None
 
-    def _compose(self, request: Request, head: Head, decision: Decision | None) -> bytes:
+    def _compose(self, request: Request, head: ResponseHead, decision: Decision | None) -> bytes:
         pieces = [head.top, b"X-Request-Id: ", request.id, b"\r\n"]
         if decision is not None and request.head.explain:
             route = decision_header(decision)
@@ -205,7 +205,7 @@ def response_id_in(data: bytes) -> str | None:
     return found[1].decode("latin-1") if found else None
 
 
-def usage_of(head: Head, body: bytes) -> Usage | None:
+def usage_of(head: ResponseHead, body: bytes) -> Usage | None:
     """Read what a whole answer says was computed, if that can be read."""
     special = head.special
     if b"content-encoding" in special or not special.get(b"content-type", b"").startswith(JSON):

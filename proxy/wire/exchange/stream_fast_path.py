@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.http.sse import EventStream
     from proxy.metrics.registry import Metrics
-    from proxy.wire.exchange.request_record import Record
+    from proxy.wire.exchange.request_record import RequestRecord
 
 CHUNK_END = b"\n\n\r\n"
 MOST_DIGITS = 4
@@ -36,7 +36,7 @@ def size_line(length: int) -> bytes:
     return b""
 
 
-class Passage:
+class StreamFastPath:
     """The way of one stream's pieces, from its first token on."""
 
     __slots__ = (
@@ -55,7 +55,7 @@ class Passage:
         router: Router,
         lease: Lease,
         metrics: Metrics,
-        record: Record,
+        record: RequestRecord,
         stream: EventStream,
         write: Callable[[bytes], None],
         *,

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import orjson
 
 from proxy.http.headers import JSON
-from proxy.http.response_parser import OK, Head
+from proxy.http.response_parser import OK, ResponseHead
 
 if TYPE_CHECKING:
-    from proxy.wire.worker.connection import Trouble, WorkerConnection
-    from proxy.wire.worker.pool import Pool
+    from proxy.wire.worker.connection import WorkerConnection, WorkerError
+    from proxy.wire.worker.pool import ConnectionPool
 
 MAX_ANSWER = 1 << 20
 
 
-class TokenCount:
+class TokenizeRequest:
     """One question to `/tokenize`; `done` gets the count, or None when the estimate has to do."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
@@ -31,7 +31,7 @@ class TokenCount:
         self._status = 0
         self._answer = b""
 
-    def ask(self, now: float, pool: Pool, body: bytes, authorization: bytes) -> None:
+    def ask(self, now: float, pool: ConnectionPool, body: bytes, authorization: bytes) -> None:
         """Send the question."""
         start = b"POST /tokenize HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
@@ -47,7 +47,7 @@ class TokenCount:
         self.drop()
         self._done(now, None)
 
-    def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
+    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         """Note whether it is an answer at all."""
         self._status = head.status
 
@@ -64,7 +64,7 @@ class TokenCount:
         """Wait no longer."""
         return 0.0
 
-    def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
+    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
         """Do without."""
         self.connection = None
         self._done(now, None)

@@ -6,19 +6,19 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.http.response_parser import OK
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
-    from proxy.http.response_parser import Head
+    from proxy.http.response_parser import ResponseHead
     from proxy.wire.worker.connection import WorkerConnection
-    from proxy.wire.worker.pool import Pool
+    from proxy.wire.worker.pool import ConnectionPool
 
 MAX_ANSWER = 64 << 20  # it may repeat a long prompt's token ids
 # It is written in one go, and what it tells of is not kept for long.
 REST_S = 10.0
 
 
-class Owner(Protocol):
+class PrefillOwner(Protocol):
     """Whoever wants the prefill done."""
 
     connection: WorkerConnection | None
@@ -26,13 +26,13 @@ class Owner(Protocol):
     def prefilled(self, now: float, answer: bytes) -> None:
         """Hear that it is done."""
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         """Hear what begins as the answer to the client: the worker has said no."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Take a piece of that."""
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         """Hear that there will be no (more of the) answer."""
 
 
@@ -41,7 +41,7 @@ class PrefillLeg:
 
     __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "patience_s")
 
-    def __init__(self, owner: Owner, patience_s: float) -> None:
+    def __init__(self, owner: PrefillOwner, patience_s: float) -> None:
         self.connection: WorkerConnection | None = None
         self.patience_s = patience_s
         self.begun_at = inf  # by then the prefill was done
@@ -50,7 +50,7 @@ class PrefillLeg:
         self._size = -1  # until an answer has begun
         self._passes = False  # the answer is the client's
 
-    def send(self, now: float, pool: Pool, request: tuple[bytes, ...]) -> None:
+    def send(self, now: float, pool: ConnectionPool, request: tuple[bytes, ...]) -> None:
         """Send it."""
         pool.send(now, self, request)
 
@@ -64,11 +64,11 @@ class PrefillLeg:
         """Whether the worker may have begun with it."""
         return self.connection is not None and self.connection.is_open
 
-    def leave_to(self, owner: Owner) -> None:
+    def leave_to(self, owner: PrefillOwner) -> None:
         """Let somebody else hear the rest."""
         self._owner = owner
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         """See whether it is an answer for us."""
         if head.status == OK:
             self._size = 0
@@ -91,7 +91,7 @@ class PrefillLeg:
             self._owner.prefilled(now, b"".join(self._pieces))
         elif self._size > MAX_ANSWER and self.connection is not None:
             self.connection.drop()
-            self.lost(now, Trouble.BROKEN)
+            self.lost(now, WorkerError.BROKEN)
         else:
             self._hurry()
 
@@ -105,7 +105,7 @@ class PrefillLeg:
         """Wait no longer."""
         return 0.0
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         """Pass it on."""
         self.connection = None
         self._owner.lost(now, trouble)

@@ -13,14 +13,14 @@ import orjson
 
 from proxy.core.model.types import Role
 from proxy.http.headers import JSON
-from proxy.transfer.types import Pair, Taken
+from proxy.transfer.types import Pair, PrefillResult
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
-    from proxy.http.response_parser import Head
+    from proxy.http.response_parser import ResponseHead
     from proxy.wire.handover.prefill_leg import PrefillLeg
-    from proxy.wire.server import Wire
-    from proxy.wire.worker.connection import Trouble, WorkerConnection
+    from proxy.wire.server import WireServer
+    from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT = "released", "left_to_expire"
 # With these it was refused by what knows of the connector; a 401, say, comes from before that.
@@ -30,13 +30,13 @@ PATIENCE_S, TRIES = 5.0, 3
 GRACE_S = 1.0  # for a prefill that should be done by now, and whose client has left
 
 
-class Release:
+class BlockRelease:
     """Has one prefill's blocks freed: by a decode worker, or if that fails by another."""
 
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
     patience_s = inf
 
-    def __init__(self, wire: Wire, body: bytes, authorization: bytes) -> None:
+    def __init__(self, wire: WireServer, body: bytes, authorization: bytes) -> None:
         self.connection: WorkerConnection | None = None
         self.deadline = inf
         self._wire = wire
@@ -58,7 +58,7 @@ class Release:
         wire.releases.add(self)
         pool.send(now, self, (start + framing + body,))
 
-    def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
+    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         """Note how it was refused."""
         self._status = head.status
 
@@ -76,7 +76,7 @@ class Release:
         """Wait no longer."""
         return 0.0
 
-    def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
+    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
         """Ask another."""
         self.connection = None
         self.elsewhere(now, self._tried[-1])
@@ -101,13 +101,13 @@ class Release:
         self._wire.metrics.handover_ended(how)
 
 
-class Orphan:
+class AbandonedPrefill:
     """Takes the answer to a prefill whose client left when it was done, or nearly so."""
 
     __slots__ = ("_authorization", "_decode", "_leg", "_pair", "_wire", "connection", "deadline")
 
     def __init__(
-        self, wire: Wire, pair: Pair, decode: Worker, authorization: bytes, leg: PrefillLeg
+        self, wire: WireServer, pair: Pair, decode: Worker, authorization: bytes, leg: PrefillLeg
     ) -> None:
         self.connection: WorkerConnection | None = None
         self.deadline = inf
@@ -124,11 +124,11 @@ class Orphan:
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the blocks freed."""
         connector = self._wire.connector
-        taken = Taken() if connector is None else connector.taken(self._pair, read(answer))
+        taken = PrefillResult() if connector is None else connector.taken(self._pair, read(answer))
         release(self._wire, now, self._decode, taken, self._authorization)
         self._wire.release_over(self)
 
-    def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
+    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         """Hear that it was refused: nothing is held for it."""
         self._leg.drop()
         self._wire.release_over(self)
@@ -136,7 +136,7 @@ class Orphan:
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Hear nothing."""
 
-    def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
+    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
         """Give up: if it had begun to answer, blocks are held for it."""
         if self._leg.is_answering:
             self._wire.metrics.handover_ended(LEFT)
@@ -151,7 +151,7 @@ class Orphan:
         self._wire.release_over(self)
 
 
-def others(wire: Wire, decode: Worker) -> list[Worker]:
+def others(wire: WireServer, decode: Worker) -> list[Worker]:
     """List whom else than a decode worker one may ask to have blocks freed."""
     return [
         worker
@@ -170,7 +170,13 @@ def read(answer: bytes) -> dict[str, Any]:
 
 
 def release(
-    wire: Wire, now: float, decode: Worker, taken: Taken, authorization: bytes, *, well: bool = True
+    wire: WireServer,
+    now: float,
+    decode: Worker,
+    taken: PrefillResult,
+    authorization: bytes,
+    *,
+    well: bool = True,
 ) -> None:
     """Have what was taken freed: through a decode worker, or if it is not well through another."""
     body = wire.connector.release(taken) if wire.connector is not None else None
@@ -178,7 +184,7 @@ def release(
         if taken.params is not None:
             wire.metrics.handover_ended(LEFT)
         return
-    question = Release(wire, body, authorization)
+    question = BlockRelease(wire, body, authorization)
     if well:
         question.send(now, decode)
     else:

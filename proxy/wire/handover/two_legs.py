@@ -1,8 +1,8 @@
 """The two legs of a request that is handed over, and the blocks in between.
 
-An exchange has one `HandOver` from when both workers are charged until it is placed anew or over.
-It sends the legs in the exchange's name, which hears how they go, and keeps what the prefill left
-behind: good for one decode leg, and given back in every other case.
+An exchange has one `TwoLegExchange` from the charge of both workers until the request is placed
+again or ends. It sends the legs for the exchange and tells it how they go. It keeps what the
+prefill left behind, which is good for one decode leg and is given back in every other case.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from proxy.core.model.types import Outcome
 from proxy.core.routing.handover_cost import is_well
 from proxy.metrics.handovers import ANY
 from proxy.transfer.legs import IDS, decode_body, prefill_body
-from proxy.transfer.types import Pair, Taken, usage_of
+from proxy.transfer.types import Pair, PrefillResult, usage_of
 from proxy.wire.handover import first_token
 from proxy.wire.handover.prefill_leg import PrefillLeg
-from proxy.wire.handover.release import LEFT, Orphan, others, read, release
+from proxy.wire.handover.release import LEFT, AbandonedPrefill, others, read, release
 from proxy.wire.timeouts import answer_patience_s, decode_patience_s, prefill_patience_s
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.connection import WorkerError
 from proxy.wire.worker.request_bytes import to_worker
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.http.request import Request
     from proxy.wire.exchange.exchange import Exchange
-    from proxy.wire.server import Wire
+    from proxy.wire.server import WireServer
     from proxy.wire.worker.connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ SOON_S = 0.25
 ITS_OWN = frozenset([401, 403, 404, 405])
 
 
-class HandOver:
+class TwoLegExchange:
     """One of them."""
 
     __slots__ = (
@@ -63,7 +63,7 @@ class HandOver:
         "late_at",
     )
 
-    def __init__(self, wire: Wire, request: Request, lease: Lease, first: Worker) -> None:
+    def __init__(self, wire: WireServer, request: Request, lease: Lease, first: Worker) -> None:
         if wire.connector is None:
             raise RuntimeError("a hand-over without a connector")
         self._wire, self._connector = wire, wire.connector
@@ -74,7 +74,7 @@ class HandOver:
             number += os.urandom(8).hex()
         self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
         self._leg: PrefillLeg | None = None
-        self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
+        self._taken: PrefillResult | None = None  # by the prefill, and not yet by the decode worker
         self._early = b""  # of a decode leg's stream, what says nothing yet
         self._is_sent = False  # the decode leg
         self.late_at = inf  # when the blocks may be another's
@@ -200,13 +200,13 @@ class HandOver:
         if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
             lease.ask.whole = REFUSED_PREFILL
 
-    def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[Worker, Outcome]:
+    def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # blocks are held, and where was in the part that is missing
             self._wire.metrics.handover_ended(LEFT)
         self._leg = None
-        late = trouble is Trouble.TIMEOUT and now >= self.late_at
+        late = trouble is WorkerError.TIMEOUT and now >= self.late_at
         if late:
             self._wire.metrics.handover_ended("late_failed")
         else:
@@ -214,7 +214,7 @@ class HandOver:
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.under_way.worker, outcome
-        well = trouble is Trouble.STATUS if was_sent else is_well(lease)
+        well = trouble is WorkerError.STATUS if was_sent else is_well(lease)
         self.give_back(now, well=well)
         erred = late or outcome is Outcome.ERRED
         if not (erred if was_sent else well):
@@ -290,7 +290,7 @@ class HandOver:
         """
         if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
             who = self._request.head.authorization
-            Orphan(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
+            AbandonedPrefill(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
         else:
             leg.drop()
 

@@ -13,12 +13,12 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING, Protocol, cast
 
-from proxy.http.response_parser import AnswerError, AnswerReader, Head
+from proxy.http.response_parser import ResponseError, ResponseHead, ResponseParser
 from proxy.wire.sockets import unacknowledged
 
 if TYPE_CHECKING:
-    from proxy.wire.exchange.stream_fast_path import Passage
-    from proxy.wire.worker.pool import Pool
+    from proxy.wire.exchange.stream_fast_path import StreamFastPath
+    from proxy.wire.worker.pool import ConnectionPool
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_S = 4.0
 
 
-class Trouble(StrEnum):
+class WorkerError(StrEnum):
     """How a worker failed a request; a label in metrics."""
 
     CONNECT = "connect"
@@ -37,13 +37,13 @@ class Trouble(StrEnum):
     OURS = "ours"  # this machine has no room for another connection
 
 
-class Caller(Protocol):
+class ResponseReceiver(Protocol):
     """Who waits for a worker's answer. After `received(ended=True)` or `lost` it hears no more."""
 
     connection: WorkerConnection | None
     patience_s: float  # until its answer begins
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         """Hear that the head of the answer is there."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -52,7 +52,7 @@ class Caller(Protocol):
     def late(self, now: float) -> float:
         """Hear that its patience is over; return how much more of it there is."""
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         """Hear that there will be no (more of the) answer."""
 
 
@@ -73,20 +73,22 @@ class WorkerConnection(asyncio.Protocol):
         "passage",
     )
 
-    def __init__(self, pool: Pool) -> None:
-        self.caller: Caller | None = None
+    def __init__(self, pool: ConnectionPool) -> None:
+        self.caller: ResponseReceiver | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None
-        self.passage: Passage | None = None  # while the reader is between two chunks of a stream
+        self.passage: StreamFastPath | None = (
+            None  # while the reader is between two chunks of a stream
+        )
         self._pool = pool
-        self._reader = AnswerReader()
+        self._reader = ResponseParser()
         self._transport: asyncio.Transport | None = None
         self._request: tuple[bytes, ...] = ()
         self._used = False  # an answer came over it before
         self._begun = False
         self._paused = False
 
-    def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+    def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         """Put a request on the connection, or keep it until there is one."""
         self.caller = caller
         self._request = request
@@ -140,16 +142,16 @@ class WorkerConnection(asyncio.Protocol):
         if waits is not None and (more_s := waits.late(now)) > 0:
             self.deadline = now + more_s
         else:
-            self.fail(now, Trouble.TIMEOUT)
+            self.fail(now, WorkerError.TIMEOUT)
 
-    def fail(self, now: float, trouble: Trouble) -> None:
+    def fail(self, now: float, trouble: WorkerError) -> None:
         """Close, and tell the caller if there is one."""
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
             caller.lost(now, trouble)
 
-    def open_passage(self, passage: Passage) -> None:
+    def open_passage(self, passage: StreamFastPath) -> None:
         """Have whole chunks of a stream pass by, if its reader is between two of them."""
         if self._reader.between_chunks:
             self.passage = passage
@@ -182,8 +184,8 @@ class WorkerConnection(asyncio.Protocol):
             return
         try:
             reader.feed(data)
-        except AnswerError:
-            self.fail(now, Trouble.BROKEN)
+        except ResponseError:
+            self.fail(now, WorkerError.BROKEN)
             return
         self._tell(now, caller)
 
@@ -211,7 +213,7 @@ class WorkerConnection(asyncio.Protocol):
         if proper and self._reader.finish():
             self._tell(now, caller)
         else:
-            self.fail(now, Trouble.RESET)
+            self.fail(now, WorkerError.RESET)
 
     def _has_delivered_nothing(self) -> bool:
         """Whether the worker's machine has not taken a byte of the request.
@@ -233,7 +235,7 @@ class WorkerConnection(asyncio.Protocol):
             self._pool.forget(self)
             self._pool.open_for(self._pool.clock(), caller, self._request)
 
-    def _tell(self, now: float, caller: Caller) -> None:
+    def _tell(self, now: float, caller: ResponseReceiver) -> None:
         """Hand over what was read; whoever can't make anything of it hears that it is broken.
 
         Else a mistake of ours would leave a client waiting for ever, for nobody would tell it.
@@ -244,9 +246,9 @@ class WorkerConnection(asyncio.Protocol):
             logger.exception("an answer of %s could not be dealt with", self._pool.host.decode())
             self.drop()
             caller.connection = None
-            caller.lost(now, Trouble.BROKEN)
+            caller.lost(now, WorkerError.BROKEN)
 
-    def _hand_over(self, now: float, caller: Caller) -> None:
+    def _hand_over(self, now: float, caller: ResponseReceiver) -> None:
         """Hand over what was read. In between, the caller may drop the connection."""
         reader = self._reader
         head = reader.head

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from proxy.net.resolver import NobodyAnswersError, connect
+from proxy.net.resolver import NoAddressAnswersError, connect
 from proxy.net.tls import TlsError, to_worker
 from proxy.transfer.types import Side
-from proxy.wire.worker.connection import Caller, Trouble, WorkerConnection
+from proxy.wire.worker.connection import ResponseReceiver, WorkerConnection, WorkerError
 from proxy.wire.worker.keepalive import CONFIRMS, notice_silence
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.specs import WorkerSpec
     from proxy.wire.settings import WireSettings
-    from proxy.wire.write_batch import Outbox
+    from proxy.wire.write_batch import WriteBatch
 
 
 PORTS = {"http": 80, "https": 443}
@@ -30,11 +30,15 @@ NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # which says nothin
 HANDSHAKE_S = 60.0
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one worker."""
 
     def __init__(
-        self, spec: WorkerSpec, settings: WireSettings, clock: Callable[[], float], outbox: Outbox
+        self,
+        spec: WorkerSpec,
+        settings: WireSettings,
+        clock: Callable[[], float],
+        outbox: WriteBatch,
     ) -> None:
         address = urlsplit(spec.url)
         self.spec = spec
@@ -49,7 +53,7 @@ class Pool:
         self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
         self.side = Side(spec.name, self._where[0])
 
-    def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+    def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         """Send a request on the connection that was used last, or on a new one."""
         while self.idle:
             connection = self.idle.pop()
@@ -59,7 +63,7 @@ class Pool:
                 return
         self.open_for(now, caller, request)
 
-    def open_for(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+    def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         """Send a request on a new connection."""
         connection = WorkerConnection(self)
         caller.connection = connection
@@ -86,12 +90,14 @@ class Pool:
             transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
             notice_silence(transport, CONFIRMS)
         except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
-            connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
+            connection.fail(
+                self.clock(), WorkerError.OURS if is_ours(error) else WorkerError.CONNECT
+            )
 
 
 def is_ours(error: Exception) -> bool:
     """Whether it is this machine that has no room for another connection."""
-    if not isinstance(error, NobodyAnswersError):
+    if not isinstance(error, NoAddressAnswersError):
         return isinstance(error, OSError) and (error.errno in OURS or error.errno == NO_PORT)
     each = {why.errno for why in error.errors}
     return not OURS.isdisjoint(each) or each - NO_WAY == {NO_PORT}
@@ -102,17 +108,21 @@ def met(spec: WorkerSpec) -> tuple[object, ...]:
     return spec.url, spec.api_key, spec.tls
 
 
-class Pools:
+class ConnectionPools:
     """A pool for each worker."""
 
-    def __init__(self, settings: WireSettings, clock: Callable[[], float], outbox: Outbox) -> None:
+    def __init__(
+        self, settings: WireSettings, clock: Callable[[], float], outbox: WriteBatch
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._outbox = outbox
-        self._pools: dict[str, Pool] = {}
-        self._retired: list[Pool] = []  # of workers that left or moved, with requests in flight
+        self._pools: dict[str, ConnectionPool] = {}
+        self._retired: list[
+            ConnectionPool
+        ] = []  # of workers that left or moved, with requests in flight
 
-    def of(self, worker: Worker) -> Pool:
+    def of(self, worker: Worker) -> ConnectionPool:
         """Return the pool of this worker, a new one if its address or key has changed."""
         pool = self._pools.get(worker.name)
         spec = worker.spec
@@ -121,7 +131,9 @@ class Pools:
         if pool is None or met(pool.spec) != met(spec):
             if pool is not None:
                 self._retire(pool)
-            pool = self._pools[worker.name] = Pool(spec, self._settings, self._clock, self._outbox)
+            pool = self._pools[worker.name] = ConnectionPool(
+                spec, self._settings, self._clock, self._outbox
+            )
         pool.spec = spec
         return pool
 
@@ -154,7 +166,7 @@ class Pools:
             for connection in list(pool.open):
                 connection.drop()
 
-    def _retire(self, pool: Pool) -> None:
+    def _retire(self, pool: ConnectionPool) -> None:
         for connection in list(pool.idle):
             connection.drop()
         self._retired.append(pool)

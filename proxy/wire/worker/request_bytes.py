@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
-    from proxy.wire.worker.pool import Pool
+    from proxy.wire.worker.pool import ConnectionPool
 
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -19,7 +19,7 @@ PLAIN = b"Accept-Encoding: identity\r\n"
 
 
 def to_worker(
-    request: Request, pool: Pool, body: bytes, request_id: bytes, *, plain: bool = False
+    request: Request, pool: ConnectionPool, body: bytes, request_id: bytes, *, plain: bool = False
 ) -> tuple[bytes, ...]:
     """Write it for one worker, with a body and an id that may be a leg's own.
 

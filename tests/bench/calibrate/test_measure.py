@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.bench.canned import canned_comparison
-from vllm_sched.bench.compare.compare import Comparison, Narrator, Plan
+from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan, ProgressReporter
 from vllm_sched.cli.bench import compare as measure
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Side, WorkerError
 from vllm_sched.workers.tiny_model import tiny_model
 
-Calls = list[tuple[Side, Side, Plan]]
+Calls = list[tuple[Side, Side, ComparisonPlan]]
 
 
 def run(*words: str) -> int:
@@ -41,8 +41,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, result: Comparison) -> Calls:
     async def compare(
         baseline: Side,
         candidate: Side,
-        plan: Plan,
-        _: Narrator,
+        plan: ComparisonPlan,
+        _: ProgressReporter,
         *,
         trace: Path | None,  # noqa: ARG001
     ) -> Comparison:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from vllm_sched.bench.calibrate.step_times import _before
-from vllm_sched.bench.calibrate.token_times import Stream
+from vllm_sched.bench.calibrate.token_times import TimedStream
 
 
-def streamed(*ticks: float) -> Stream:
+def streamed(*ticks: float) -> TimedStream:
     """Return a stream of 100 tokens of prompt whose tokens came at these moments."""
-    stream = Stream(100)
+    stream = TimedStream(100)
     for number, at in enumerate(ticks, start=1):
         stream.tick(at, number)
     return stream

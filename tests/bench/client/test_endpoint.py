@@ -15,8 +15,8 @@ from vllm_sched.bench.client.endpoint import (
     NO_COUNT,
     NO_IGNORE_EOS,
     SAME_COUNT,
-    Asked,
     EndpointError,
+    EndpointOptions,
     learn,
 )
 from vllm_sched.bench.client.text import Measure, Texts
@@ -27,7 +27,7 @@ from vllm_sched.bench.traffic.types import Request
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool) -> None:
     async with serving(FakeOpenAI(tokenizer=tokenizer)) as fake:
-        endpoint = await learn(Asked(fake.url, path=path))
+        endpoint = await learn(EndpointOptions(fake.url, path=path))
     template = TEMPLATE_TOKENS if path == CHAT else 0
     assert endpoint.measure == Measure(TOKENS_PER_WORD, template)
     assert (endpoint.model, endpoint.max_model_len) == ("fake", 4096)
@@ -41,8 +41,8 @@ async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool
 
 async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
     async with serving(FakeOpenAI(knows_ignore_eos=False)) as fake:
-        endpoint = await learn(Asked(fake.url))
-        wanted = await learn(Asked(fake.url, ignore_eos=False))
+        endpoint = await learn(EndpointOptions(fake.url))
+        wanted = await learn(EndpointOptions(fake.url, ignore_eos=False))
     assert not endpoint.ignore_eos
     assert b"ignore_eos" not in endpoint.body("a", 3)
     assert endpoint.doubts == (NO_IGNORE_EOS,)
@@ -51,52 +51,52 @@ async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
 
 async def test_who_counts_no_tokens_is_said_to() -> None:
     async with serving(FakeOpenAI(tokenizer=False, tells_usage=False)) as fake:
-        endpoint = await learn(Asked(fake.url))
+        endpoint = await learn(EndpointOptions(fake.url))
     assert endpoint.measure == Measure()  # a word is a token: nobody knows better
     assert endpoint.doubts == (NO_COUNT,)
     async with serving(FakeOpenAI(tells_usage=False)) as fake:
-        assert (await learn(Asked(fake.url))).doubts == ()
+        assert (await learn(EndpointOptions(fake.url))).doubts == ()
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 async def test_who_counts_the_same_of_every_prompt_is_said_to(*, tokenizer: bool) -> None:
     async with serving(FakeOpenAI(tokenizer=tokenizer, counts=10)) as fake:
-        endpoint = await learn(Asked(fake.url))
+        endpoint = await learn(EndpointOptions(fake.url))
     assert endpoint.measure == Measure()
     assert endpoint.doubts == (SAME_COUNT,)
 
 
 async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
     async with serving(FakeOpenAI(key="secret")) as fake:
-        endpoint = await learn(Asked(fake.url, key="secret", explain=True))
+        endpoint = await learn(EndpointOptions(fake.url, key="secret", explain=True))
         with pytest.raises(EndpointError, match=r"HTTP 401: .*bad key.*does not take this key"):
-            await learn(Asked(fake.url, key="wrong"))
+            await learn(EndpointOptions(fake.url, key="wrong"))
         with pytest.raises(EndpointError, match=r"/v1/models: HTTP 401: .*--api-key, or in OPENAI"):
-            await learn(Asked(fake.url))
+            await learn(EndpointOptions(fake.url))
     assert fake.headers
     assert all(h["Authorization"] == "Bearer secret" for h in fake.headers)
     assert all(h["X-Explain"] == "1" for h in fake.headers)
-    assert "secret" not in repr(endpoint) + repr(Asked(fake.url, key="secret"))
+    assert "secret" not in repr(endpoint) + repr(EndpointOptions(fake.url, key="secret"))
 
 
 async def test_a_model_of_somebodys_choosing() -> None:
     async with serving(FakeOpenAI()) as fake:
-        assert (await learn(Asked(fake.url, "other"))).model == "other"
+        assert (await learn(EndpointOptions(fake.url, "other"))).model == "other"
         with pytest.raises(EndpointError, match=r"--model third: .*it has: fake, other"):
-            await learn(Asked(fake.url, "third"))
+            await learn(EndpointOptions(fake.url, "third"))
     for status in (404, 405, 501):
         async with serving(FakeOpenAI(lists_models=False, without_list=status)) as fake:
-            assert (await learn(Asked(fake.url, "any"))).model == "any"
+            assert (await learn(EndpointOptions(fake.url, "any"))).model == "any"
             with pytest.raises(EndpointError, match=f"HTTP {status}"):
-                await learn(Asked(fake.url))
+                await learn(EndpointOptions(fake.url))
     async with serving(FakeOpenAI(lists_models=False, without_list=500)) as fake:
         with pytest.raises(EndpointError, match="HTTP 500"):
-            await learn(Asked(fake.url, "any"))
+            await learn(EndpointOptions(fake.url, "any"))
 
 
 async def test_nobody_there_is_said_in_a_line() -> None:
     with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9: .*refused") as caught:
-        await learn(Asked("http://127.0.0.1:9"))
+        await learn(EndpointOptions("http://127.0.0.1:9"))
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("127.0.0.1:9:") == 1
 
@@ -107,18 +107,18 @@ async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
         with pytest.raises(
             EndpointError, match=r"/elsewhere: /v1/models: HTTP 404: .*an OpenAI end"
         ):
-            await learn(Asked(fake.url + "/elsewhere"))
+            await learn(EndpointOptions(fake.url + "/elsewhere"))
     async with serving(FakeOpenAI(streams=False)) as fake:
         with pytest.raises(EndpointError, match="/v1/completions does not stream"):
-            await learn(Asked(fake.url))
+            await learn(EndpointOptions(fake.url))
 
 
 @pytest.mark.parametrize(("asked", "served"), [(COMPLETIONS, CHAT), (CHAT, COMPLETIONS)])
 async def test_an_api_that_it_has_not_is_said_with_the_other(asked: str, served: str) -> None:
     async with serving(FakeOpenAI(paths=(served,))) as fake:
         with pytest.raises(EndpointError, match=rf"{asked}: HTTP 404: .*say --endpoint {served}$"):
-            await learn(Asked(fake.url, path=asked))
-        assert (await learn(Asked(fake.url, path=served))).path == served
+            await learn(EndpointOptions(fake.url, path=asked))
+        assert (await learn(EndpointOptions(fake.url, path=served))).path == served
 
 
 async def test_over_tls_who_is_not_trusted_is_said_with_what_would_help(
@@ -131,14 +131,14 @@ async def test_over_tls_who_is_not_trusted_is_said_with_what_would_help(
     async with serving(FakeOpenAI(), tls) as fake:
         assert fake.url.startswith("https://127.0.0.1:")
         with pytest.raises(EndpointError, match=r"not trusted: .*; name who signed it with SSL_CE"):
-            await learn(Asked(fake.url))
+            await learn(EndpointOptions(fake.url))
         with pytest.raises(EndpointError, match="if it speaks TLS, write https://"):
-            await learn(Asked(fake.url.replace("https", "http")))
+            await learn(EndpointOptions(fake.url.replace("https", "http")))
         monkeypatch.setenv("SSL_CERT_FILE", str(known))
-        assert (await learn(Asked(fake.url))).model == "fake"
+        assert (await learn(EndpointOptions(fake.url))).model == "fake"
         elsewhere = fake.url.replace("127.0.0.1", "localhost")
         with pytest.raises(EndpointError, match="not trusted: ") as caught:
-            await learn(Asked(elsewhere))
+            await learn(EndpointOptions(elsewhere))
     assert "SSL_CERT_FILE" not in str(caught.value)  # another name: no authority mends that
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving, tokens
-from vllm_sched.bench.client.endpoint import CHAT, Asked, learn
-from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, learn
+from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
@@ -20,16 +20,16 @@ def schedule(workload: str = "20x4", **settings: Any) -> Schedule:
     return Schedule(source=find(workload), **settings)
 
 
-async def played(fake: FakeOpenAI, some: Schedule, asked: str = "", **settings: Any) -> Played:
+async def played(fake: FakeOpenAI, some: Schedule, asked: str = "", **settings: Any) -> PlayedRun:
     async with serving(fake):
-        endpoint = await learn(Asked(fake.url, **({"path": asked} if asked else {})))
+        endpoint = await learn(EndpointOptions(fake.url, **({"path": asked} if asked else {})))
         return await play(endpoint, some, **settings)
 
 
 @pytest.mark.parametrize("path", ["", CHAT])
 async def test_every_request_is_sent_and_answered_whole(path: str) -> None:
     fake = FakeOpenAI()
-    tally = Tally()
+    tally = RunProgress()
     result = await played(fake, schedule(rate=200, count=30), path, tally=tally)
     assert [o.error for o in result.outcomes] == [""] * 30
     assert {(len(o.ticks), o.completed) for o in result.outcomes} == {(4, 4)}
@@ -60,13 +60,13 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 def test_who_is_sent_a_little_early_is_not_late() -> None:
     early, late = (Outcome(1.0, "a", 10, 5, sent=sent) for sent in (0.9997, 1.5))
-    assert Played((early, early), duration=1.0, busy=0.1, stall=0.0).late_p99 == 0.0
-    assert Played((early, late), duration=1.0, busy=0.1, stall=0.0).late_p99 > 0.4
+    assert PlayedRun((early, early), duration=1.0, busy=0.1, stall=0.0).late_p99 == 0.0
+    assert PlayedRun((early, late), duration=1.0, busy=0.1, stall=0.0).late_p99 > 0.4
 
 
 async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> None:
     async with serving(FakeOpenAI()) as fake:
-        endpoint = await learn(Asked(fake.url))
+        endpoint = await learn(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule(rate=20, count=10)))
         await fake.begun.wait()
         time.sleep(0.6)  # noqa: ASYNC251 - this process, and with it the client, is held up
@@ -118,7 +118,7 @@ async def test_a_pause_does_not_go_beyond_the_end() -> None:
 
 
 async def test_a_failure_is_one_requests_own() -> None:
-    tally = Tally()
+    tally = RunProgress()
     fake = FakeOpenAI(failing=(2, 5))
     result = await played(fake, schedule(rate=100, count=8), tally=tally)
     failed = [each for each in result.outcomes if each.error]
@@ -134,7 +134,7 @@ async def test_who_never_answers_is_given_up() -> None:
 async def test_stopped_there_is_what_there_is() -> None:
     stop = asyncio.Event()
     async with serving(FakeOpenAI(hangs=True)) as fake:
-        endpoint = await learn(Asked(fake.url))
+        endpoint = await learn(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule(rate=5, count=1000), stop=stop))
         await fake.begun.wait()
         stop.set()
@@ -173,7 +173,7 @@ async def test_shared_prefixes_are_sent_as_such() -> None:
 async def test_a_router_says_who_served_a_request() -> None:
     fake = FakeOpenAI(workers=("s0", "l0"))
     async with serving(fake):
-        endpoint = await learn(Asked(fake.url, explain=True))
+        endpoint = await learn(EndpointOptions(fake.url, explain=True))
         result = await play(endpoint, schedule(rate=100, count=6))
     assert {each.worker for each in result.outcomes} == {"s0", "l0"}
 
@@ -181,7 +181,7 @@ async def test_a_router_says_who_served_a_request() -> None:
 async def test_another_salt_makes_other_words_and_the_same_lengths() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
-        endpoint = await learn(Asked(fake.url))
+        endpoint = await learn(EndpointOptions(fake.url))
         for salt in ("a", "b", "a"):
             await play(endpoint, schedule(rate=500, count=3), salt=salt)
     first, second, again = (

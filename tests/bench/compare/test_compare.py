@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.bench.canned import StillWorker, canned_comparison, canned_round
 from vllm_sched.bench.compare import compare
-from vllm_sched.bench.compare.compare import Contender, Narrator, Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, ProgressReporter
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import Workload, long_blocks_short
 from vllm_sched.workers.launch import Side, WorkerError
@@ -38,8 +38,8 @@ class FakeWorker(StillWorker):
         self.events.append("stop")
 
 
-def quiet() -> Narrator:
-    return Narrator(Console(file=io.StringIO()))
+def quiet() -> ProgressReporter:
+    return ProgressReporter(Console(file=io.StringIO()))
 
 
 def fakes(*names: str, broken: str = "") -> list[Any]:
@@ -104,7 +104,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
     a, b = fakes("a", "b")
     a.url, b.url = "a", "b"
     sides = [Contender(w.name, "", w) for w in (a, b)]
-    await compare.measure(sides, Plan("m", long_blocks_short(), rounds=3), quiet())
+    await compare.measure(sides, ComparisonPlan("m", long_blocks_short(), rounds=3), quiet())
     warm_ups = [("a", 0), ("b", 0)]
     rounds = [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
     assert played == warm_ups + rounds
@@ -121,7 +121,9 @@ async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dead, "check", check)
     monkeypatch.setattr(compare, "REST_S", 0.0)
     with pytest.raises(WorkerError, match="a died"):
-        await compare.measure([Contender("a", "", dead)], Plan("m", long_blocks_short()), quiet())
+        await compare.measure(
+            [Contender("a", "", dead)], ComparisonPlan("m", long_blocks_short()), quiet()
+        )
 
 
 def test_a_worker_that_shares_an_accelerator_gets_its_share(
@@ -130,7 +132,7 @@ def test_a_worker_that_shares_an_accelerator_gets_its_share(
     monkeypatch.setattr(compare, "on_cpu", lambda: False)
     monkeypatch.setattr("vllm_sched.workers.launch.on_cpu", lambda: False)
     side = Side("default", {}, ("--gpu-memory-utilization=0.3",))
-    command = compare.contender("a", side, Plan("m", long_blocks_short())).worker.command
+    command = compare.contender("a", side, ComparisonPlan("m", long_blocks_short())).worker.command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.42"
     assert command[-1] == "--gpu-memory-utilization=0.3"  # what was asked for comes last
 
@@ -151,12 +153,12 @@ def test_the_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
 
 def test_a_pipe_gets_plain_lines_and_a_terminal_a_live_one() -> None:
     plain = io.StringIO()
-    with Narrator(Console(file=plain)) as narrator:
+    with ProgressReporter(Console(file=plain)) as narrator:
         narrator.step("round 1")
         narrator.detail("3 requests done")
     assert plain.getvalue() == "round 1\n"
     fancy = io.StringIO()
-    with Narrator(Console(file=fancy, force_terminal=True)) as narrator:
+    with ProgressReporter(Console(file=fancy, force_terminal=True)) as narrator:
         narrator.step("round 1")
     assert fancy.getvalue() != "round 1\n"
 

@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.present import present
-from vllm_sched.bench.compare.runner import Record, Stream, play, request_body
-from vllm_sched.bench.compare.workloads import Arrival, Workload
+from vllm_sched.bench.compare.runner import EventReader, RequestTimes, play, request_body
+from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 from vllm_sched.workers.launch import free_port
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"text":"a"}],"usage":null}\n\n'
@@ -61,11 +61,11 @@ async def obliging(request: web.Request) -> web.StreamResponse:
     return await streamed(request, *[TOKEN] * wanted, usage(wanted), DONE)
 
 
-def workload(*arrivals: Arrival) -> Workload:
+def workload(*arrivals: PlannedRequest) -> Workload:
     return Workload("test", arrivals, seed=1, lone_prompt_tokens=5)
 
 
-SHORT = Arrival(0.0, "short", 10, 3)
+SHORT = PlannedRequest(0.0, "short", 10, 3)
 
 
 async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> None:
@@ -75,8 +75,8 @@ async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> N
         seen.append(await request.json())
         return await obliging(request)
 
-    some = workload(SHORT, Arrival(0.02, "long", 50, 2))
-    done: list[Record] = []
+    some = workload(SHORT, PlannedRequest(0.02, "long", 50, 2))
+    done: list[RequestTimes] = []
     played = await play(await start(handler), "m", some, 4, on_done=done.append)
     assert [(r.klass, len(r.ticks), r.completed, r.error) for r in played.records] == [
         ("short", 3, 3, ""),
@@ -109,7 +109,7 @@ async def test_the_clock_starts_when_all_the_background_is_decoding(start: Start
         await response.write(TOKEN * 3 + usage(4) + DONE)
         return response
 
-    some = workload(*[Arrival(0.0, "background", 8, 4)] * 2, SHORT)
+    some = workload(*[PlannedRequest(0.0, "background", 8, 4)] * 2, SHORT)
     played = await play(await start(handler), "m", some, 1)
     assert order == ["background", "background", "short"]
     assert not played.failed
@@ -166,7 +166,7 @@ async def test_a_refusal_is_recorded_with_its_words(start: Start) -> None:
     async def handler(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "prompt too long"}}, status=400)
 
-    some = workload(Arrival(0.0, "background", 8, 4), SHORT)
+    some = workload(PlannedRequest(0.0, "background", 8, 4), SHORT)
     played = await play(await start(handler), "m", some, 1)  # and the background hangs nobody
     assert len(played.failed) == 2
     assert all("HTTP 400" in r.error and "prompt too long" in r.error for r in played.failed)
@@ -216,14 +216,14 @@ async def test_nobody_listening_is_an_error() -> None:
 def test_events_are_found_wherever_the_chunks_are_cut() -> None:
     whole = TOKEN * 2 + usage(2) + DONE
     for size in (1, 7, 64, len(whole)):
-        stream = Stream(record := Record("short", 1, 2))
+        stream = EventReader(record := RequestTimes("short", 1, 2))
         for begin in range(0, len(whole), size):
             stream.feed(whole[begin : begin + size], float(begin))
         assert (len(record.ticks), record.completed, stream.done) == (2, 2, True)
 
 
 def test_other_spacing_and_comments_are_understood() -> None:
-    stream = Stream(record := Record("short", 1, 1))
+    stream = EventReader(record := RequestTimes("short", 1, 1))
     stream.feed(b': ping\n\ndata: {"choices": [{"text": "a"}]}\n\n', 1.0)
     assert (record.ticks, record.error) == ([1.0], "")
     stream.feed(b"data: gibberish\n\n", 2.0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.canned import canned_comparison, canned_round, record
 from vllm_sched.bench.compare import swimlane
-from vllm_sched.bench.compare.runner import Record, Round
+from vllm_sched.bench.compare.runner import RequestTimes, Round
 from vllm_sched.bench.results.engine_trace import Phase
 from vllm_sched.errors import UsageError
 
@@ -64,7 +64,7 @@ def test_dense_ticks_do_not_make_a_large_file() -> None:
 
 
 def test_a_failed_request_says_so_and_waits_to_the_end() -> None:
-    failed = Record("short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
+    failed = RequestTimes("short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
     svg = drawn(Round(1, (failed, record("long", 0.0, [3.0, 4.0]))))
     assert "failed: HTTP 500: &lt;boom&gt;" in svg
 
@@ -83,7 +83,7 @@ def test_a_side_without_a_policy_is_named_in_words(label: str, title: str) -> No
 
 
 def test_a_round_in_which_everything_failed_can_be_drawn() -> None:
-    drawn(Round(1, (Record("short", 100, 16, error="no"),)), Round(1, ()))
+    drawn(Round(1, (RequestTimes("short", 100, 16, error="no"),)), Round(1, ()))
 
 
 def test_text_is_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:

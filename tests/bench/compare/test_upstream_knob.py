@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.bench.canned import StillWorker, canned_comparison, canned_round, printed
 from tests.present import present
-from vllm_sched.bench.compare.compare import Contender, Narrator, Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, ProgressReporter
 from vllm_sched.bench.compare.workloads import long_blocks_short
 from vllm_sched.workers.launch import Side
 
@@ -48,27 +48,29 @@ async def test_ours_stays_up_and_meets_every_setting_under_every_load(
     met: list[tuple[str, int]] = []
 
     @asynccontextmanager
-    async def running(workers: list[Any], _: Narrator) -> AsyncIterator[None]:
+    async def running(workers: list[Any], _: ProgressReporter) -> AsyncIterator[None]:
         up.extend(worker.name for worker in workers)
         yield
         for worker in workers:
             up.remove(worker.name)
 
-    async def measure(pair: tuple[Contender, Contender], plan: Plan, _: Narrator) -> None:
+    async def measure(
+        pair: tuple[Contender, Contender], plan: ComparisonPlan, _: ProgressReporter
+    ) -> None:
         assert up == [each.worker.name for each in pair]
         assert not any(each.rounds for each in pair)
         met.append((pair[1].role, plan.rounds))
         for each in pair:
             each.rounds.append(canned_round(1, 1.0))
 
-    def contender(role: str, side: Side, _: Plan) -> Contender:
+    def contender(role: str, side: Side, _: ComparisonPlan) -> Contender:
         still: Any = StillWorker(name=role)
         return Contender(role, side.label, still)
 
     for name, fake in (("running", running), ("measure", measure), ("contender", contender)):
         monkeypatch.setattr(knob, name, fake)
-    plans = [Plan("m", long_blocks_short(), rounds) for rounds in (1, 2)]
-    narrator = Narrator(Console(file=io.StringIO()))
+    plans = [ComparisonPlan("m", long_blocks_short(), rounds) for rounds in (1, 2)]
+    narrator = ProgressReporter(Console(file=io.StringIO()))
     duels = await knob.survey(Side.parse("long_prompt"), knob.settings([64]), plans, narrator)
     names = ["off", "64", "64 adaptive"]
     assert met == [(f"threshold {name}", rounds) for name in names for rounds in (1, 2)]

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from vllm_sched.bench.plots import draw_run, draw_sweep, style
 from vllm_sched.bench.plots.crowd import sent_to_workers, served_by_tenant
 from vllm_sched.bench.plots.curves import Curve
-from vllm_sched.bench.plots.steps import Step, columns, draw_steps, steps_of
+from vllm_sched.bench.plots.steps import PlottedStep, columns, draw_steps, steps_of
 from vllm_sched.bench.plots.tails import ccdf
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.engine.trace import StepNote, Trace, chrome
+from vllm_sched.engine.trace import EngineTrace, StepNote, chrome
 from vllm_sched.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -68,9 +68,9 @@ def crowd(seed: int = 0) -> list[Outcome]:
     return outcomes
 
 
-def run(outcomes: list[Outcome]) -> Result:
+def run(outcomes: list[Outcome]) -> BenchResult:
     schedule = Schedule(source=find("azure-conv"))
-    return Result(schedule, Targets(ttft=0.5, itl=0.1), outcomes, 7.0, "openai", "m")
+    return BenchResult(schedule, Targets(ttft=0.5, itl=0.1), outcomes, 7.0, "openai", "m")
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_a_picture_that_is_not_finished_leaves_the_older_one(
 
 @pytest.mark.usefixtures("svg_alone")
 def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
-    steps = [Step(n * 0.1, n * 0.1 + 0.1, 500.0 - n, float(n), 512.0) for n in range(20)]
-    draw_steps(tmp_path / "steps", "Steps", [*steps, Step(9.0, 9.1, 0.0, 3.0, 512.0)])
+    steps = [PlottedStep(n * 0.1, n * 0.1 + 0.1, 500.0 - n, float(n), 512.0) for n in range(20)]
+    draw_steps(tmp_path / "steps", "Steps", [*steps, PlottedStep(9.0, 9.1, 0.0, 3.0, 512.0)])
     path = tmp_path / "steps.svg"
     assert {"time (s)", "tokens in a step", "prefill", "decode", "budget"} <= set(texts(path))
     assert [len(marked(path, name)) for name in ("prefill", "decode", "budget")] == [1, 1, 1]
@@ -133,7 +133,7 @@ def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
 
 
 def test_very_many_steps_are_taken_together() -> None:
-    steps = [Step(n * 0.01, n * 0.01 + 0.01, 100.0, 4.0, 512.0) for n in range(9000)]
+    steps = [PlottedStep(n * 0.01, n * 0.01 + 0.01, 100.0, 4.0, 512.0) for n in range(9000)]
     shown = columns(steps, 100)
     assert 90 <= len(shown) <= 101
     assert {(step.prefill, step.decode) for step in shown} == {(100.0, 4.0)}
@@ -143,12 +143,15 @@ def test_very_many_steps_are_taken_together() -> None:
 
 
 def test_steps_are_read_from_a_trace() -> None:
-    trace = Trace()
+    trace = EngineTrace()
     trace.arrived(0.0, "a", 300)
     trace.stepped(StepNote(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
     trace.stepped(StepNote(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
     events = json.loads("".join(chrome(trace.copy(), 2.0)))["traceEvents"]
-    assert steps_of(events) == [Step(1.0, 1.5, 250, 1, 256), Step(1.5, 1.6, 0, 1, 256)]
+    assert steps_of(events) == [
+        PlottedStep(1.0, 1.5, 250, 1, 256),
+        PlottedStep(1.5, 1.6, 0, 1, 256),
+    ]
 
 
 @pytest.mark.parametrize("name", ["TTFT", "ITL"])

@@ -12,14 +12,14 @@ import pytest
 
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.bench.results.engine_trace import Phase, fetch, path_of, read, traceable
-from vllm_sched.engine.trace import Arrival, StepNote, chrome
+from vllm_sched.engine.trace import QueuedRequest, StepNote, chrome
 from vllm_sched.workers.launch import Side, WorkerError
 
 NAME = "cmpl-round1-3-0-1a2b3c4d"
 LOG = [
-    Arrival(1.0, NAME, 100),
-    Arrival(1.0, "cmpl-round1-30-0-1a2b3c4d", 5),
-    Arrival(1.0, "cmpl-of-somebody-else", 5),
+    QueuedRequest(1.0, NAME, 100),
+    QueuedRequest(1.0, "cmpl-round1-30-0-1a2b3c4d", 5),
+    QueuedRequest(1.0, "cmpl-of-somebody-else", 5),
     StepNote(1, 2.0, 3.0, 64, {NAME: 64}, {NAME: 0}, 1, 0),
     StepNote(2, 3.0, 3.5, 64, {NAME: 36, "cmpl-of-somebody-else": 5}, {NAME: 64}, 2, 0),
     StepNote(3, 3.5, 3.75, 64, {NAME: 1}, {}, 1, 0),

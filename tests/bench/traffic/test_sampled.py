@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vllm_sched.bench.traffic.sampled import KEPT, STRETCH, Sampled
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Numbered(Source):
+class Numbered(TrafficSource):
     """Requests whose prompts are as long as their place."""
 
     name, timed, rate = "numbered", True, 7.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_sched.bench.traffic import traces
-from vllm_sched.bench.traffic.traces import Trace
+from vllm_sched.bench.traffic.traces import RequestTrace
 from vllm_sched.errors import UsageError
 
 GOOD: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ def written(folder: Path, *lines: Any) -> Path:
 
 
 def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
-    trace = Trace(written(tmp_path, GOOD[0], "", *GOOD[1:]))
+    trace = RequestTrace(written(tmp_path, GOOD[0], "", *GOOD[1:]))
     first, second, third = trace.requests(random.Random())
     assert (first.at, second.at, third.at) == (0.0, 0.0, pytest.approx(1.5005))
     assert (first.prompt_tokens, first.output_tokens) == (1100, 52)
@@ -43,9 +43,9 @@ def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = written(tmp_path, *GOOD)
-    plain = [*Trace(path).requests(random.Random())]
+    plain = [*RequestTrace(path).requests(random.Random())]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [*Trace(path).requests(random.Random())] == plain
+    assert [*RequestTrace(path).requests(random.Random())] == plain
 
 
 def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) -> None:
@@ -53,9 +53,11 @@ def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) ->
     reading, writing = os.pipe()
     os.write(writing, beside.read_bytes())
     os.close(writing)
-    trace = Trace(Path(f"/dev/fd/{reading}"))
+    trace = RequestTrace(Path(f"/dev/fd/{reading}"))
     for _ in range(2):
-        assert [*trace.requests(random.Random())] == [*Trace(beside).requests(random.Random())]
+        assert [*trace.requests(random.Random())] == [
+            *RequestTrace(beside).requests(random.Random())
+        ]
     os.close(reading)
     assert trace.count == 3
 
@@ -63,30 +65,30 @@ def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) ->
 def test_of_a_pipe_no_more_is_kept_than_one_run_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def piped(*lines: Any) -> Trace:
+    def piped(*lines: Any) -> RequestTrace:
         reading, writing = os.pipe()
         os.write(writing, written(tmp_path, *lines).read_bytes())
         os.close(writing)
         with os.fdopen(reading):
-            return Trace(Path(f"/dev/fd/{reading}"))
+            return RequestTrace(Path(f"/dev/fd/{reading}"))
 
     monkeypatch.setattr(traces, "MOST_DRAWN", len(GOOD))
     assert piped(*GOOD).count == len(GOOD)
     with pytest.raises(UsageError, match=r"pipe brings is kept, at most 3 requests; write"):
         piped(*GOOD, GOOD[-1], "{who reads on stumbles over this")
-    assert Trace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
+    assert RequestTrace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
 
 
 def test_a_name_that_is_no_text_is_one_that_can_be_told(tmp_path: Path) -> None:
     path = written(tmp_path, *GOOD).rename(tmp_path / os.fsdecode(b"a\xff.jsonl"))
-    trace = Trace(path)
+    trace = RequestTrace(path)
     assert trace.name == r"a\xff"
     assert next(trace.requests(random.Random())).klass == trace.name
 
 
 def test_what_is_null_is_left_out(tmp_path: Path) -> None:
     empty = GOOD[0] | {"class": None, "tenant": None, "hash_ids": None}
-    [request] = Trace(written(tmp_path, empty)).requests(random.Random())
+    [request] = RequestTrace(written(tmp_path, empty)).requests(random.Random())
     assert (request.klass, request.tenant, request.shared) == ("some", "", ())
 
 
@@ -94,8 +96,8 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
     line = GOOD[1] | {"hash_ids": list(range(38))}
     path = written(tmp_path, line)
     with pytest.raises(UsageError, match=r"line 1: hash_ids has 38 names.*--block-tokens"):
-        Trace(path)
-    [request] = Trace(path, 16).requests(random.Random())
+        RequestTrace(path)
+    [request] = RequestTrace(path, 16).requests(random.Random())
     assert request.shared_tokens == 600
     assert request.shared[-1] == (37, 8)
 
@@ -129,24 +131,24 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, said: str) -> None:
     path = written(tmp_path, GOOD[0], "", line)
     with pytest.raises(UsageError, match=rf"some\.jsonl, line 3: {said}") as caught:
-        Trace(path)
+        RequestTrace(path)
     assert "\n" not in str(caught.value)
 
 
 def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the trace is empty"):
-        Trace(written(tmp_path, ""))
+        RequestTrace(written(tmp_path, ""))
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe\x00\n")
     with pytest.raises(UsageError, match=r"line 1: is not UTF-8"):
-        Trace(path)
+        RequestTrace(path)
     with pytest.raises(UsageError, match="Is a directory"):
-        Trace(tmp_path)
+        RequestTrace(tmp_path)
     with pytest.raises(UsageError, match="the trace is empty"):
-        Trace(Path(os.devnull))  # read once too
+        RequestTrace(Path(os.devnull))  # read once too
 
 
 @pytest.mark.parametrize("tokens", [0, -512])
 def test_blocks_have_tokens(tmp_path: Path, tokens: int) -> None:
     with pytest.raises(UsageError, match=rf"--block-tokens {tokens}: must be 1 or more"):
-        Trace(written(tmp_path, *GOOD), tokens)
+        RequestTrace(written(tmp_path, *GOOD), tokens)

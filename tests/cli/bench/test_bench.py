@@ -17,7 +17,7 @@ import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving
 from vllm_sched.bench.client.endpoint import NO_COUNT, NO_IGNORE_EOS
-from vllm_sched.bench.traffic.traces import Trace
+from vllm_sched.bench.traffic.traces import RequestTrace
 from vllm_sched.cli import progress_bar
 from vllm_sched.cli.main import main
 
@@ -105,7 +105,9 @@ def test_a_run_without_a_request_is_refused(
         words = ["--workload", "20x2", "--concurrency", "1", "--duration", "1e-9"]
         assert main([*bench, *words]) == 2
         assert "--duration 1e-09: was over before a request was sent" in capsys.readouterr().err
-        monkeypatch.setattr(Trace, "requests", lambda *_: iter(()))  # emptied since it was read
+        monkeypatch.setattr(
+            RequestTrace, "requests", lambda *_: iter(())
+        )  # emptied since it was read
         assert main([*bench, "--workload", str(trace)]) == 2
     said = capsys.readouterr()
     last = said.err.splitlines()[-1]

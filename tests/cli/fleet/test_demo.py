@@ -14,7 +14,7 @@ import yaml
 
 from proxy.config import FleetConfig, load, parse
 from tests.bench.canned import canned_comparison
-from vllm_sched.bench.compare.compare import Plan
+from vllm_sched.bench.compare.compare import ComparisonPlan
 from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
@@ -157,7 +157,7 @@ proxy_handovers_total{outcome="transferred"} 12
 
 @pytest.mark.parametrize(("page", "count"), [(PAGE, 12), ("", 0)])
 def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
-    plan = Plan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
+    plan = ComparisonPlan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
     said = demo.handed_over(page, plan)
     assert said.startswith(f"{count} prompts handed over, in 2 rounds and one that warms up")
     assert said.endswith(", 3 of them long")
@@ -177,7 +177,7 @@ async def test_of_each_way_that_moves_caches(
         monkeypatch.setattr(demo, name, stub)
     monkeypatch.setattr(demo, "described", lambda *_: None)
     told: list[str] = []
-    plan = Plan("tiny", build("long-blocks-short", seed=0), 1)
+    plan = ComparisonPlan("tiny", build("long-blocks-short", seed=0), 1)
     await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, told, None)  # type: ignore[arg-type]
     assert [line.partition(":")[0] for line in told] == ["prefill and decode", "all four roles"]
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.workers.supervise import News, State
+from vllm_sched.workers.supervise import KeeperNews, KeeperState
 
 LOGS = {"a": Path("/logs/a.log"), "b": Path("/logs/b.log")}
 CRASH = "a died with exit code 3; the end of its log:\none\ntwo"
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def told(*news: News, terminal: bool = False, width: int = 200) -> str:
+def told(*news: KeeperNews, terminal: bool = False, width: int = 200) -> str:
     """Return what is written for such news; a second passes with each."""
     console = Console(
         file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, height=50
@@ -37,17 +37,17 @@ def told(*news: News, terminal: bool = False, width: int = 200) -> str:
     return console.file.getvalue()
 
 
-def died(deaths: int, again_s: float = 1.0) -> News:
-    return News("a", State.DIED, 12.3, CRASH, deaths, again_s)
+def died(deaths: int, again_s: float = 1.0) -> KeeperNews:
+    return KeeperNews("a", KeeperState.DIED, 12.3, CRASH, deaths, again_s)
 
 
 def test_off_a_terminal_there_are_plain_lines() -> None:
     text = told(
-        News("a", State.QUEUED),
-        News("a", State.STARTING),
-        News("b", State.STARTING),
-        News("b", State.READY, 20.4),
-        News("a", State.READY, 30.6),
+        KeeperNews("a", KeeperState.QUEUED),
+        KeeperNews("a", KeeperState.STARTING),
+        KeeperNews("b", KeeperState.STARTING),
+        KeeperNews("b", KeeperState.READY, 20.4),
+        KeeperNews("a", KeeperState.READY, 30.6),
     )
     assert text.splitlines() == [
         "a: starting; log: /logs/a.log",
@@ -59,7 +59,9 @@ def test_off_a_terminal_there_are_plain_lines() -> None:
 
 
 def test_a_line_is_never_broken() -> None:
-    assert told(News("a", State.STARTING), width=10) == "a: starting; log: /logs/a.log\n"
+    assert (
+        told(KeeperNews("a", KeeperState.STARTING), width=10) == "a: starting; log: /logs/a.log\n"
+    )
 
 
 def test_the_first_death_and_a_crash_loop_show_the_log_and_others_a_line() -> None:
@@ -76,21 +78,21 @@ def test_the_first_death_and_a_crash_loop_show_the_log_and_others_a_line() -> No
 
 
 def test_all_are_ready_is_said_once() -> None:
-    ready = [News(name, State.READY, 1.0) for name in ("a", "b", "a")]
+    ready = [KeeperNews(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
     assert told(*ready).count("all 2 workers are ready") == 1
 
 
 def test_the_end_is_said() -> None:
-    text = told(News("a", State.STOPPED), News("b", State.STOPPED))
+    text = told(KeeperNews("a", KeeperState.STOPPED), KeeperNews("b", KeeperState.STOPPED))
     assert text == "the workers are stopped\n"
 
 
 def test_on_a_terminal_there_is_a_table_until_all_are_ready() -> None:
     text = told(
-        News("a", State.STARTING),
+        KeeperNews("a", KeeperState.STARTING),
         died(1),
-        News("a", State.READY, 7.0),
-        News("b", State.READY, 9.0),
+        KeeperNews("a", KeeperState.READY, 7.0),
+        KeeperNews("b", KeeperState.READY, 9.0),
         died(1),
         terminal=True,
     )
@@ -108,4 +110,4 @@ def test_a_reader_that_is_gone_is_not_an_error(error: BaseException) -> None:
             raise error
 
     progress = Progress(Console(file=Gone(), force_terminal=False), LOGS)
-    progress.tell(News("a", State.STARTING))
+    progress.tell(KeeperNews("a", KeeperState.STARTING))

@@ -64,15 +64,17 @@ def when_running(monkeypatch: pytest.MonkeyPatch, do: Callable[[FleetConfig], in
 
 
 def processes() -> dict[int, str]:
-    """List the cheap servers that run on this machine."""
+    """Return the cheap servers that this test started, by process id."""
+    mine = f"TMPDIR={os.environ['TMPDIR']}"
     found = {}
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if words[1:3] == ["-m", SERVER]:
-            found[int(entry.parent.name)] = " ".join(words)
+        if words[1:3] == ["-m", SERVER] and mine in variables:
+            found[int(entry.name)] = " ".join(words)
     return found
 
 

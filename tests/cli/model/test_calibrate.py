@@ -12,10 +12,10 @@ import pytest
 from tests.cli.fleet.step_server import StepServer, serving
 from tests.cost.test_calibration import measured as steps_of
 from vllm_sched.bench.calibrate import step_times
-from vllm_sched.bench.calibrate.step_times import Lone, Plan, Seen
-from vllm_sched.bench.calibrate.token_times import Api, MeasureError, Stream
+from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps
+from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi
 from vllm_sched.cli.main import main
-from vllm_sched.cli.model.calibrate import Source, Whole
+from vllm_sched.cli.model.calibrate import StepSource, WholePrompts
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.workers import launch
 
@@ -41,7 +41,7 @@ def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_fills_no_step_beyond_its_budget() -> None:
-    plan = Plan.of(budget=2048, max_batch=16, max_model_len=32_768)
+    plan = CalibrationPlan.of(budget=2048, max_batch=16, max_model_len=32_768)
     assert plan.batches == (1, 2, 4, 8, 16)
     assert max(plan.prompts) + max(plan.batches) <= 2048
     assert plan.prompts[0] == 16
@@ -50,7 +50,7 @@ def test_the_plan_fills_no_step_beyond_its_budget() -> None:
 
 def test_the_plan_reaches_the_longest_context_but_keeps_within_it() -> None:
     for budget, most in ((8192, 1024), (512, 16_384)):
-        plan = Plan.of(budget=budget, max_batch=8, max_model_len=most)
+        plan = CalibrationPlan.of(budget=budget, max_batch=8, max_model_len=most)
         assert 0.85 * most < max(plan.contexts) < most - 88
     # From step to step no context is left out, and many together have none that is too long.
     assert plan.contexts == (16, 126, 504, 2016, 8064, 16_292)
@@ -60,11 +60,11 @@ def test_the_plan_reaches_the_longest_context_but_keeps_within_it() -> None:
 
 def test_a_budget_that_leaves_no_room() -> None:
     with pytest.raises(MeasureError, match="give a larger --budget or a smaller --max-batch"):
-        Plan.of(budget=64, max_batch=16, max_model_len=4096)
+        CalibrationPlan.of(budget=64, max_batch=16, max_model_len=4096)
 
 
 def test_a_gap_is_a_step_only_where_one_token_came() -> None:
-    stream = Stream(10)
+    stream = TimedStream(10)
     for now, tokens in ((1.0, 1), (1.1, 2), (1.4, 4), (1.5, 5)):
         stream.tick(now, tokens)
     assert stream.gap(0) is None
@@ -80,7 +80,7 @@ def test_the_size_of_a_cache_whose_blocks_several_groups_of_layers_share() -> No
 
     async def ask(url: str) -> tuple[int | None, int | None]:
         async with aiohttp.ClientSession() as session:
-            api = Api(session, url)
+            api = TokenApi(session, url)
             await api.read_cache()
             return api.kv_tokens, api.block_tokens
 
@@ -131,8 +131,8 @@ def test_a_full_disk_is_said_in_a_line_after_the_figures(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def measured(*_: object) -> tuple[Source, Seen]:
-        return Source("m", "here"), Seen(steps_of(TIME), [])
+    async def measured(*_: object) -> tuple[StepSource, MeasuredSteps]:
+        return StepSource("m", "here"), MeasuredSteps(steps_of(TIME), [])
 
     monkeypatch.setattr("vllm_sched.cli.model.calibrate._measure", measured)
     path = tmp_path / "full.svg"
@@ -176,8 +176,10 @@ def test_a_worker_that_cannot_be_measured(
 
 
 def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
-    lone = [Lone(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)]
-    whole = Whole.of([*lone, Lone(4000, 1.0)], TIME, 512)
+    lone = [
+        LonePrompt(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)
+    ]
+    whole = WholePrompts.of([*lone, LonePrompt(4000, 1.0)], TIME, 512)
     assert whole.front_s == pytest.approx(0.02)
     (_, _, off), (long, expected, error) = whole.errors()
     assert off == pytest.approx(0.0)

@@ -17,7 +17,7 @@ from vllm_sched.cli.main import main
 from vllm_sched.cost import profiles
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning import search
-from vllm_sched.sim.planning.search import Search
+from vllm_sched.sim.planning.search import FleetSearch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,7 +119,8 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
     # In a process of its own: vLLM says such things once.
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
     code = (
-        "import sys; from vllm_sched.cli.main import main; from vllm_sched.sim import search; "
+        "import sys; from vllm_sched.cli.main import main; "
+        "from vllm_sched.sim.planning import search; "
         f"vars(search).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
@@ -161,7 +162,7 @@ def test_it_is_said_why_the_highest_rate_is_not_best(
 ) -> None:
     planned = planning.plan
 
-    def plan(*given: Any, **named: Any) -> planning.Plan:
+    def plan(*given: Any, **named: Any) -> planning.FleetPlan:
         found = planned(*given, **named)
         best, other = found.ranking
         return replace(found, ranking=[best, replace(other, rate=best.rate * gain)])
@@ -288,7 +289,9 @@ def test_who_stops_it_has_the_best_by_then(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "fleet.yaml"
-    monkeypatch.setattr(Search, what, stopping(getattr(Search, what), number, after=after))
+    monkeypatch.setattr(
+        FleetSearch, what, stopping(getattr(FleetSearch, what), number, after=after)
+    )
     assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 130
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     shown = capsys.readouterr()

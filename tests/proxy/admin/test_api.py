@@ -17,13 +17,13 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Ask, Reason, Role
+from proxy.core.model.types import Reason, RequestInfo, Role
 from proxy.core.router import Router, RouterSettings
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance
-from proxy.metrics.recent import Entry, Recent
+from proxy.metrics.recent import RecentRequest, RecentRequests
 from proxy.metrics.registry import Metrics
-from proxy.status_page.live import Live
+from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
 
@@ -45,14 +45,14 @@ class State:
         self.router = Router(RouterSettings(short_limit=1000), Fleet())
         for worker in self.config.workers:
             self.add_worker(worker)
-        self.recent = Recent()
+        self.recent = RecentRequests()
         self.balance = Balance(self.router)
-        self.live = Live(Metrics(self.router), LiveState(Metrics(self.router)))
+        self.live = LiveView(Metrics(self.router), LiveState(Metrics(self.router)))
         self.logs = Logs(self.config, Metrics(self.router))
         self.fault: Exception | None = None
         self.reloads = 0
 
-    async def decisions(self, limit: int, **wanted: Any) -> list[Entry]:
+    async def decisions(self, limit: int, **wanted: Any) -> list[RecentRequest]:
         return list(self.recent.newest(limit, **wanted))
 
     def add_worker(self, worker: WorkerConfig) -> None:
@@ -123,7 +123,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 def charge(state: State, name: str, request: str = "r1") -> Any:
     """Put a request on a worker."""
-    ask = Ask(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
+    ask = RequestInfo(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
     return state.router.fleet.charge(ask, Decision(state.worker(name), Reason.SHORT_POOL), NOW)
 
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from proxy.admin.auth import Gate
+from proxy.admin.auth import HostCheck
 from proxy.admin.key import AdminKey
 
 
@@ -14,7 +14,7 @@ async def status(
     headers: list[tuple[str, str]], host: str = "127.0.0.1", key: AdminKey | None = None
 ) -> int:
     """Send a request with these headers through a gate."""
-    gate = Gate(PlainTextResponse("in"), host, key)
+    gate = HostCheck(PlainTextResponse("in"), host, key)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
         answer = await client.get("http://127.0.0.1:8001/", headers=headers)
     if answer.status_code == 403:

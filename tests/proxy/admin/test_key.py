@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from proxy.admin.auth import Gate
+from proxy.admin.auth import HostCheck
 from proxy.admin.key import AdminKey, key_of
 from proxy.config import AdminConfig, parse
 from proxy.errors import ConfigError
@@ -46,7 +46,7 @@ def basic(password: str, user: str = "anybody") -> str:
 async def test_who_is_let_in(said: list[str], expected: bool) -> None:
     key = AdminKey()
     key.take(KEY)
-    gate = Gate(PlainTextResponse("in"), "127.0.0.1", key)
+    gate = HostCheck(PlainTextResponse("in"), "127.0.0.1", key)
     headers = [(b"Host", b"127.0.0.1"), *((b"Authorization", x.encode()) for x in said)]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
         answer = await client.get("http://127.0.0.1:8001/", headers=headers)

@@ -22,7 +22,7 @@ from proxy.admin import connection as admin_connection
 from proxy.admin import server
 from proxy.admin.body_limit import MAX_BODY_BYTES, BodyLimit
 from proxy.admin.server import AdminServer, admin_socket, max_connections
-from proxy.net.tls import Shown
+from proxy.net.tls import ServedContext
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.raw_client import Client, get
 from tests.proxy.wire.site import eventually
@@ -384,7 +384,7 @@ async def test_tls_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(server, "MAX_CONNECTIONS", MOST)
     authority = Authority(tmp_path)
     context = ssl.create_default_context(cafile=authority.ca_file)
-    async with serving(Shown(authority.port("admin")).context) as served:
+    async with serving(ServedContext(authority.port("admin")).context) as served:
         with ExitStack() as stack:
             silent = []
             for number in range(10 * MOST):
@@ -406,7 +406,7 @@ async def test_a_tls_handshake_has_a_deadline(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "PATIENCE_S", 0.2)
-    async with serving(Shown(Authority(tmp_path).port("admin")).context) as served:
+    async with serving(ServedContext(Authority(tmp_path).port("admin")).context) as served:
         client = await served.connect()
         await client.send(data)
         await client.closed()

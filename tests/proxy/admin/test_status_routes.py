@@ -19,7 +19,7 @@ from proxy.admin.status_routes import page_file
 from proxy.config import load
 from proxy.setup.app import App
 from proxy.status_page.live import MOST_VIEWERS
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat, get
@@ -144,7 +144,7 @@ async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> 
 def happened(app: App, requests: int) -> None:
     """Let requests end that nobody sent."""
     for _ in range(requests):
-        record = Record()
+        record = RequestRecord()
         record.started = app.wire.clock()
         record.close(record.started, app.metrics, "completions", 200, None)
 

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from proxy.batches.service import Batches
-from proxy.batches.storage.store_thread import Keeper
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.config.batches import BatchesConfig
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Site
@@ -112,7 +112,7 @@ def texts(calls: Sequence[Call]) -> list[str]:
 
 
 @contextmanager
-def busy(keeper: Keeper) -> Iterator[None]:
+def busy(keeper: StoreThread) -> Iterator[None]:
     """Keep the store's thread from doing anything meanwhile."""
     over = threading.Event()
     keeper._thread.submit(over.wait, 60)

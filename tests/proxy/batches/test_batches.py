@@ -17,7 +17,7 @@ import pytest
 
 from proxy.batches import scheduler as lane_module
 from proxy.batches.clock_guard import DOUBT_S
-from proxy.batches.scheduler import Lane
+from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.store import Store
@@ -429,7 +429,9 @@ async def test_room_is_given_back_to_the_disk_while_the_clock_is_in_doubt(office
 
 async def test_a_folder_has_one_lane(office: Office) -> None:
     other = Office(office.site, office.path)
-    second = Lane(office.site.wire, office.batches.keeper, other.settings, office.path, office.wall)
+    second = BatchScheduler(
+        office.site.wire, office.batches.keeper, other.settings, office.path, office.wall
+    )
     await eventually(lambda: office.batches.lane._lock.is_held)
     assert not second._lead()
     await office.reopen()
@@ -495,7 +497,7 @@ async def test_a_turn_that_fails_is_not_the_last(
     def send() -> None:
         if failing:
             raise RuntimeError("a mistake of ours")
-        Lane._send(lane)
+        BatchScheduler._send(lane)
 
     monkeypatch.setattr(lane, "_send", send)
     batch = await office.begin(lines(1))

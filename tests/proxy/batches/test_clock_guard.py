@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from proxy.batches.clock_guard import DOUBT_S, JUMP_S, Almanac
+from proxy.batches.clock_guard import DOUBT_S, JUMP_S, ClockGuard
 
 NIGHT_S = 8 * 3600.0
 
@@ -18,7 +18,7 @@ def test_a_machine_that_sleeps_each_night_is_believed(monkeypatch: pytest.Monkey
         time.CLOCK_BOOTTIME: lambda: awake_s + slept_s,
     }
     monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
-    almanac = Almanac(lambda: awake_s, lambda: awake_s + slept_s + set_s)
+    almanac = ClockGuard(lambda: awake_s, lambda: awake_s + slept_s + set_s)
     for _ in range(3):
         awake_s += NIGHT_S
         slept_s += NIGHT_S

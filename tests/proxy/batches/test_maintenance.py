@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from proxy.batches import validate as lines_module
-from proxy.batches.maintenance import Chores, Slices, close, take_in
+from proxy.batches.maintenance import Maintenance, Slices, close, take_in
 from proxy.batches.storage import store as store_module
-from proxy.batches.storage.rows import Page
+from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.store import Store
-from proxy.batches.storage.store_thread import Keeper
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
 from proxy.core.tenants.tenants import TenantSpec
 from tests.present import present
@@ -27,13 +27,13 @@ NOW, KEEP_S = 1_000_000.0, 1000.0
 
 
 @pytest.fixture
-def chores() -> Chores:
+def chores() -> Maintenance:
     """Have some, whose store is none."""
 
     async def keep(what: Callable[..., Any], *args: object) -> Any:
         return what(cast("Store", None), *args)
 
-    return Chores(cast("Keeper", keep))
+    return Maintenance(cast(StoreThread, keep))
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def batch_of(name: str, tenant: str, file: str = "f") -> Batch:
 class Diary:
     """Chores of so many slices each, and the order in which they were done."""
 
-    def __init__(self, chores: Chores) -> None:
+    def __init__(self, chores: Maintenance) -> None:
         self.done: list[str] = []
         self._chores = chores
 
@@ -78,7 +78,7 @@ class Diary:
         return " ".join(self.done)
 
 
-async def test_tenants_have_slices_in_turn_and_one_input_each(chores: Chores) -> None:
+async def test_tenants_have_slices_in_turn_and_one_input_each(chores: Maintenance) -> None:
     diary = Diary(chores)
     diary.add("a1", "ann", 3)
     diary.add("a2", "ann", 1)
@@ -87,7 +87,7 @@ async def test_tenants_have_slices_in_turn_and_one_input_each(chores: Chores) ->
     assert await diary.write() == "a1 b1 c1 a1 b1 a1 a2"
 
 
-async def test_what_ends_goes_before_what_begins(chores: Chores) -> None:
+async def test_what_ends_goes_before_what_begins(chores: Maintenance) -> None:
     diary = Diary(chores)
     diary.add("a1", "ann", 2)
     assert await chores.turn(()) is None
@@ -95,7 +95,7 @@ async def test_what_ends_goes_before_what_begins(chores: Chores) -> None:
     assert await diary.write() == "a1 a2 a1"
 
 
-async def test_an_end_takes_the_place_of_what_was_read(chores: Chores) -> None:
+async def test_an_end_takes_the_place_of_what_was_read(chores: Maintenance) -> None:
     diary = Diary(chores)
     diary.add("a1", "ann", 9)
     await chores.turn(())
@@ -108,7 +108,7 @@ async def test_an_end_takes_the_place_of_what_was_read(chores: Chores) -> None:
     assert await diary.write() == "a1 a1"
 
 
-async def test_nothing_is_begun_for_who_has_no_room(chores: Chores) -> None:
+async def test_nothing_is_begun_for_who_has_no_room(chores: Maintenance) -> None:
     diary = Diary(chores)
     diary.add("a1", "ann", 2)
     assert chores.waiting({"ann"}) is None
@@ -119,7 +119,7 @@ async def test_nothing_is_begun_for_who_has_no_room(chores: Chores) -> None:
     assert diary.done == ["a1", "a1"], "what is begun goes on"
 
 
-async def test_what_fails_is_begun_anew(chores: Chores) -> None:
+async def test_what_fails_is_begun_anew(chores: Maintenance) -> None:
     def full(_: Store) -> Slices:
         yield
         raise StoreFullError("full")
@@ -153,7 +153,7 @@ def test_an_input_is_read_in_slices_and_begun_anew_whole(store: Store) -> None:
     assert count_of(store, "lines") == 20
     slices = list(take_in(store, batch, 100, lambda: NOW))
     assert len(slices) == 2 + 2, "to forget what was read, and to read"
-    [begun] = store.batches("t", Page(1, None))
+    [begun] = store.batches("t", ListPage(1, None))
     assert (begun.status, begun.total) == (Status.IN_PROGRESS, 25)
     assert [job.number for job in store.jobs(begun, 0, 99)] == list(range(1, 26))
 
@@ -163,7 +163,7 @@ def test_an_input_with_too_many_lines_leaves_none(store: Store) -> None:
     batch = new_batch(store, 25)
     for _ in take_in(store, batch, 24, lambda: NOW):
         assert store.active(), "until the last of it"
-    [refused] = store.batches("t", Page(1, None))
+    [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
     assert [each.code for each in refused.complaints] == ["too_many_lines"]
     assert count_of(store, "lines") == 0
@@ -173,7 +173,7 @@ def test_an_input_that_is_gone(store: Store) -> None:
     batch = batch_of("batch_1", "t", "file-none")
     store.add_batch(batch)
     assert list(take_in(store, batch, 24, lambda: NOW)) == []
-    [refused] = store.batches("t", Page(1, None))
+    [refused] = store.batches("t", ListPage(1, None))
     assert [each.code for each in refused.complaints] == ["file_not_found"]
 
 
@@ -181,7 +181,7 @@ def test_a_line_longer_than_a_slice(store: Store, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lines_module, "SLICE_BYTES", 16)
     batch = new_batch(store, 3)
     assert len(list(take_in(store, batch, 100, lambda: NOW))) > 6
-    [begun] = store.batches("t", Page(1, None))
+    [begun] = store.batches("t", ListPage(1, None))
     assert (begun.total, begun.complaints) == (3, [])
 
 
@@ -195,7 +195,7 @@ def test_a_batch_is_ended_in_slices_whenever_it_was_broken_off(
         next(close(store, batch, Status.EXPIRED, lambda: NOW))
         assert len(store.active()) == 1
     list(close(store, batch, Status.EXPIRED, lambda: NOW))
-    [ended] = store.batches("t", Page(1, None))
+    [ended] = store.batches("t", ListPage(1, None))
     assert (ended.status, ended.failed, ended.completed) == (Status.EXPIRED, 10, 0)
     assert (count_of(store, "lines"), count_of(store, "results")) == (0, 10)
 

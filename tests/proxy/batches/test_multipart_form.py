@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from proxy.batches.multipart_form import MOST_PARTS, FormError, Part, read_form
+from proxy.batches.multipart_form import MOST_PARTS, FormError, FormField, read_form
 
 
 def test_as_the_official_client_writes_it() -> None:
@@ -14,7 +14,7 @@ def test_as_the_official_client_writes_it() -> None:
         "POST", "http://x", data={"purpose": "batch"}, files={"file": ('a "b".jsonl', content)}
     )
     parts = read_form(sent.read(), sent.headers["content-type"].encode())
-    assert parts["purpose"] == Part(b"batch")
+    assert parts["purpose"] == FormField(b"batch")
     assert parts["file"].value == content
     assert parts["file"].file_name in ('a "b".jsonl', "a %22b%22.jsonl")
 
@@ -35,14 +35,14 @@ KIND = b"multipart/form-data; boundary=b"
 @pytest.mark.parametrize("kind", [KIND, b'Multipart/Form-Data; boundary="b"', KIND + b"; x=y"])
 def test_how_a_boundary_is_named(kind: bytes) -> None:
     assert read_form(form(field(b"x", b"1"), field(b"y", b"")), kind) == {
-        "x": Part(b"1"),
-        "y": Part(b""),
+        "x": FormField(b"1"),
+        "y": FormField(b""),
     }
 
 
 def test_what_comes_before_it_is_no_part() -> None:
     body = b"preamble\r\n" + form(field(b"x", b"1"))
-    assert read_form(body, KIND) == {"x": Part(b"1")}
+    assert read_form(body, KIND) == {"x": FormField(b"1")}
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from proxy.batches import scheduler as module
-from proxy.batches.in_flight import Running
-from proxy.batches.scheduler import Lane
-from proxy.batches.storage.store import Bounds
-from proxy.batches.storage.store_thread import Keeper
-from proxy.batches.types import Batch, Job, Status
+from proxy.batches.in_flight import BatchProgress
+from proxy.batches.scheduler import BatchScheduler
+from proxy.batches.storage.store import StoreLimits
+from proxy.batches.storage.store_thread import StoreThread
+from proxy.batches.types import Batch, LineJob, Status
 from proxy.config.batches import BatchesConfig
 from proxy.core.router import Router
 from tests.proxy.batches.office import CHAT
@@ -23,24 +23,24 @@ SIZES = (900, 500, 700)
 
 
 @pytest.fixture
-async def lane(start: Start, tmp_path: Path) -> Lane:
+async def lane(start: Start, tmp_path: Path) -> BatchScheduler:
     """Make one with twenty batches under way, of three lines each."""
     site = await start()
-    keeper = Keeper(tmp_path, 1.0, Bounds())
-    lane = Lane(site.wire, keeper, BatchesConfig(path=tmp_path), tmp_path)
+    keeper = StoreThread(tmp_path, 1.0, StoreLimits())
+    lane = BatchScheduler(site.wire, keeper, BatchesConfig(path=tmp_path), tmp_path)
     for number in range(20):
         batch = Batch(
             f"b{number}", f"t{number}", CHAT, "file", "24h", Status.IN_PROGRESS, 0.0, 1e9, None
         )
-        running = lane._running[batch.id] = Running(batch)
+        running = lane._running[batch.id] = BatchProgress(batch)
         running.ready = deque(
-            Job(batch.id, n, f"c{n}", "tiny", b"x" * size) for n, size in enumerate(SIZES)
+            LineJob(batch.id, n, f"c{n}", "tiny", b"x" * size) for n, size in enumerate(SIZES)
         )
     return lane
 
 
 async def test_what_there_is_no_gap_for_is_asked_for_once(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
+    lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -54,14 +54,14 @@ async def test_what_there_is_no_gap_for_is_asked_for_once(
 
 
 async def test_each_has_its_turn_as_far_as_gaps_go(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
+    lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
 
     def small(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
         return size < 800 and len(sent) < 30
 
-    def send_one(now: float, running: Running, job: Job, tenant: Any) -> None:  # noqa: ARG001
+    def send_one(now: float, running: BatchProgress, job: LineJob, tenant: Any) -> None:  # noqa: ARG001
         sent.append((running.batch.id, len(job.body)))
 
     monkeypatch.setattr(module, "gap", small)

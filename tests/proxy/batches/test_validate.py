@@ -7,22 +7,28 @@ from typing import Any
 
 import pytest
 
-from proxy.batches.types import Complaint, Line
-from proxy.batches.validate import ENDPOINTS, MOST_COMPLAINTS, SLICE_BYTES, Checking, read_line
+from proxy.batches.types import InputLine, InputProblem
+from proxy.batches.validate import (
+    ENDPOINTS,
+    MOST_COMPLAINTS,
+    SLICE_BYTES,
+    InputFileCheck,
+    read_line,
+)
 from tests.proxy.batches.office import CHAT, line
 
 
-def read(content: bytes, max_lines: int = 1000) -> tuple[list[Line], list[Complaint]]:
+def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[InputProblem]]:
     """Read a whole file."""
-    checking = Checking(len(content), CHAT, max_lines)
-    found: list[Line] = []
+    checking = InputFileCheck(len(content), CHAT, max_lines)
+    found: list[InputLine] = []
     while True:
         found += some(checking, content)
         if checking.over:
             return found, checking.complaints
 
 
-def some(checking: Checking, content: bytes) -> list[Line]:
+def some(checking: InputFileCheck, content: bytes) -> list[InputLine]:
     """Read a slice."""
     at, size = checking.wanted
     return checking.take(content[at : at + size])
@@ -57,21 +63,21 @@ def test_a_body_is_found_as_it_was_written() -> None:
 def test_what_is_wrong_with_a_line(changes: dict[str, Any], code: str, param: str) -> None:
     raw = json.dumps(line("a") | changes).encode()
     found = read_line(raw, 5, 0, CHAT)
-    assert isinstance(found, Complaint)
+    assert isinstance(found, InputProblem)
     assert (found.code, found.param, found.line) == (code, param, 5)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"7", b"{", b"\xff", b'"x"', b"null"])
 def test_a_line_that_is_no_object(raw: bytes) -> None:
     found = read_line(raw, 1, 0, CHAT)
-    assert isinstance(found, Complaint)
+    assert isinstance(found, InputProblem)
     assert found.code == "invalid_json_line"
 
 
 def test_a_line_of_countless_members() -> None:
     raw = json.dumps(line("a")).encode()
     found = read_line(b"{%b%b" % (b'"a":1,' * 3000, raw[1:]), 1, 0, CHAT)
-    assert isinstance(found, Complaint)
+    assert isinstance(found, InputProblem)
     assert (found.code, found.line) == ("invalid_request", 1)
     assert "more than 2,000 members" in found.message
 
@@ -95,7 +101,7 @@ def test_not_more_is_complained_of_than_anybody_reads() -> None:
 
 def test_it_is_read_in_slices_and_nothing_is_lost_between_them() -> None:
     content = b"\n".join(json.dumps(line(f"r{n}", "x" * 999)).encode() for n in range(700))
-    checking = Checking(len(content), CHAT, 1000)
+    checking = InputFileCheck(len(content), CHAT, 1000)
     first = some(checking, content)
     assert not checking.over
     assert SLICE_BYTES // 1300 < len(first) < 700

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from proxy.config import Draft, load, parse, shown
+from proxy.config import PartialConfig, load, parse, shown
 from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
@@ -331,7 +331,7 @@ def test_what_may_be_meant_for_a_field_is_not_also_told_that_it_is_missing(
 def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
     seen: list[list[str]] = []
 
-    def check(draft: Draft) -> list[Problem]:
+    def check(draft: PartialConfig) -> list[Problem]:
         seen.append([worker.name for worker in draft.workers.values()])
         return [Problem("workers[1].launch", "no")]
 

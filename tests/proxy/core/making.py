@@ -13,7 +13,7 @@ from proxy.core.fleet.roster import still
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Refusal, Role, Ticket
+from proxy.core.model.types import Refusal, RequestInfo, Role, Ticket
 from proxy.core.request.routes import Route, find
 from proxy.core.router import Router, RouterSettings
 from tests.present import present
@@ -70,9 +70,9 @@ def ask(
     size: int | None = None,
     prefix: tuple[int, ...] = (),
     model: str = MODEL,
-) -> Ask:
+) -> RequestInfo:
     """Make a request of known size."""
-    made = Ask(
+    made = RequestInfo(
         f"r{next(_ids)}",
         "chat/completions",
         model,
@@ -102,16 +102,16 @@ def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
 
 def read(
     router: Router, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions"
-) -> Ask | Refusal:
+) -> RequestInfo | Refusal:
     """Read a body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return router.read(route(path), raw, b"application/json", "id")
 
 
-def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> Ask:
+def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
     """Read a body that is in order."""
     found = read(router, body, path)
-    assert isinstance(found, Ask), found
+    assert isinstance(found, RequestInfo), found
     return found
 
 

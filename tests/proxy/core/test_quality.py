@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Job, Speed, Speeds, Toy, p99
 
@@ -18,15 +18,15 @@ PAIR = spec("s", SHORT, 8192), spec("l", LONG, 65_536)
 # As on a CPU: each sequence costs its own time, so that a worker can be full.
 COMPUTE_BOUND = Speed(token_s=2e-4, base_s=0.002, each_s=0.002)
 GPU = Speed(token_s=1e-4, base_s=0.02, each_s=2e-4)
-Maker = Callable[[random.Random], Ask]
+Maker = Callable[[random.Random], RequestInfo]
 
 
-def short(rng: random.Random) -> Ask:
+def short(rng: random.Random) -> RequestInfo:
     """Make a short."""
     return ask(rng.randint(50, 1500), rng.randint(20, 200))
 
 
-def long(rng: random.Random) -> Ask:
+def long(rng: random.Random) -> RequestInfo:
     """Make a long."""
     return ask(rng.randint(10_000, 40_000), rng.randint(20, 200))
 
@@ -36,7 +36,7 @@ def mixed(share: float) -> Maker:
     return lambda rng: long(rng) if rng.random() < share else short(rng)
 
 
-def send(toy: Toy, made: Ask) -> Job:
+def send(toy: Toy, made: RequestInfo) -> Job:
     """Send what writes as much as it may."""
     return toy.send(made, made.output_tokens or 1)
 
@@ -165,7 +165,7 @@ def test_a_prefix_that_all_share_makes_no_hot_spot(rate: float) -> None:
     some 20 requests more than elsewhere gather where the prefix is, whatever the rate.
     """
 
-    def make(rng: random.Random) -> Ask:
+    def make(rng: random.Random) -> RequestInfo:
         return ask(5000, rng.randint(50, 200), prefix=tuple(range(1, 33)))
 
     toy = open_load(tuple(spec(f"g{i}") for i in range(4)), GPU, rate, 100, make)

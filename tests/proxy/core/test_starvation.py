@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Ticket, Usage
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import ask, router_of, spec
 
@@ -56,7 +56,7 @@ class World:
 
     def ask(self, tenant: Tenant, size: Size) -> None:
         """Submit a request."""
-        one: Ask = ask(max(int(size.prompt * size.error), 1), size.output + 1)
+        one: RequestInfo = ask(max(int(size.prompt * size.error), 1), size.output + 1)
         one.expected_output = int(size.output * size.error)
         one.tenant, one.rank = tenant, tenant.spec.rank
         answer = self.router.submit(one, self.now)

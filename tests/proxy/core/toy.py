@@ -12,7 +12,7 @@ from typing import Any
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
 from tests.present import present
 
@@ -35,7 +35,7 @@ Speeds = Speed | dict[str, Speed]
 class Job:
     """One request, from client to end."""
 
-    ask: Ask
+    ask: RequestInfo
     output: int
     at: float
     lease: Lease | None = None
@@ -131,7 +131,7 @@ class Toy:
         if self._waiting or self._events:
             self.at(self.now + 0.1, self._tick)
 
-    def send(self, ask: Ask, output: int) -> Job:
+    def send(self, ask: RequestInfo, output: int) -> Job:
         """Send a request now."""
         job = Job(ask, output, self.now)
         self.jobs.append(job)

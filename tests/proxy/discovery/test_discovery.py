@@ -16,9 +16,9 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.discovery import discovery as module
 from proxy.discovery.discovery import Discovery, source
-from proxy.discovery.dns import Dns
-from proxy.discovery.endpoints import Listener
-from proxy.discovery.kubernetes import Kubernetes
+from proxy.discovery.dns import DnsSource
+from proxy.discovery.endpoints import EndpointListener
+from proxy.discovery.kubernetes import KubernetesSource
 from proxy.discovery.reconcile import keys_of
 from proxy.errors import ProxyError
 from tests.proxy.core.making import chat, read, refused, sized
@@ -42,7 +42,7 @@ class FakeSource:
         self.pool = pool
         self.runs = 0
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: EndpointListener) -> None:
         assert listener is not None
         self.runs += 1
         await asyncio.Event().wait()
@@ -325,7 +325,7 @@ async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     runs = asyncio.Event()
 
-    async def fail(listener: Listener) -> None:
+    async def fail(listener: EndpointListener) -> None:
         if site.sources[0].runs:
             runs.set()
             await asyncio.Event().wait()
@@ -341,9 +341,9 @@ def test_who_knows_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     named = PoolConfig(name="a", dns="a.b")
     labelled = PoolConfig(name="a", selector="a=b")
-    assert isinstance(source(DiscoveryConfig(pools=(named,)), named), Dns)
+    assert isinstance(source(DiscoveryConfig(pools=(named,)), named), DnsSource)
     with pytest.raises(ProxyError, match="no pod of a cluster"):
         source(DiscoveryConfig(pools=(labelled,)), labelled)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert isinstance(source(DiscoveryConfig(pools=(labelled,)), labelled), Kubernetes)
+    assert isinstance(source(DiscoveryConfig(pools=(labelled,)), labelled), KubernetesSource)

@@ -11,9 +11,9 @@ import pytest
 
 from proxy.config import PoolConfig
 from proxy.discovery import dns
-from proxy.discovery.dns import MISSED, Dns
+from proxy.discovery.dns import MISSED, DnsSource
 from proxy.discovery.endpoints import Endpoints
-from proxy.net.resolver import Addresses, Names
+from proxy.net.resolver import Addresses, Resolver
 
 NXDOMAIN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 DEADLINE_S = 10.0
@@ -52,9 +52,9 @@ async def hear(
             raise answer
         return tuple(answer)
 
-    monkeypatch.setattr(dns, "NAMES", Names(ask))  # without what another test still looks up
+    monkeypatch.setattr(dns, "NAMES", Resolver(ask))  # without what another test still looks up
     ear = Ear()
-    source = Dns(0.001, PoolConfig(name="short", dns="short.llm", port=port))
+    source = DnsSource(0.001, PoolConfig(name="short", dns="short.llm", port=port))
     task = asyncio.create_task(source.run(ear))
     async with asyncio.timeout(DEADLINE_S):
         await over.wait()

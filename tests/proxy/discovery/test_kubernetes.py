@@ -15,7 +15,7 @@ import trustme
 from proxy.config import KubernetesConfig, PoolConfig
 from proxy.discovery import kubernetes
 from proxy.discovery.endpoints import Endpoints
-from proxy.discovery.kubernetes import Backoff, Kubernetes, in_cluster
+from proxy.discovery.kubernetes import Backoff, KubernetesSource, in_cluster
 from proxy.errors import ProxyError
 from tests.proxy.discovery.api_server import ApiServer, api_server, endpoint, endpoint_slice
 
@@ -84,7 +84,7 @@ class watching:  # noqa: N801 - used like a function
     def __init__(self, api: ApiServer, ear: Ear, **settings: Any) -> None:
         given = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
         pool = PoolConfig(name="short", selector="pool=short")
-        self._source = Kubernetes(KubernetesConfig(**given), pool)
+        self._source = KubernetesSource(KubernetesConfig(**given), pool)
         self._ear = ear
 
     async def __aenter__(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.config import PoolConfig
 from proxy.discovery.endpoints import Endpoint, Endpoints
-from proxy.discovery.reconcile import Pool, key_of
+from proxy.discovery.reconcile import DiscoveredPool, key_of
 from proxy.errors import ProxyError
 
 
@@ -23,7 +23,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.changes = 0
-        self.pool = Pool(PoolConfig(name="short", selector="a=b"), self._changed)
+        self.pool = DiscoveredPool(PoolConfig(name="short", selector="a=b"), self._changed)
 
     def _changed(self) -> None:
         self.changes += 1

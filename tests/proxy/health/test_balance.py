@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.learned.latency import Pace
+from proxy.core.learned.latency import LatencyModel
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Role
 from proxy.core.router import Router
-from proxy.health.balance import MEMORY_S, Balance, Seen, balance
+from proxy.health.balance import MEMORY_S, Balance, SideLoad, balance
 from tests.proxy.core.making import ask, placed, router_of, spec, waits
 
 
@@ -25,13 +25,13 @@ from tests.proxy.core.making import ask, placed, router_of, spec, waits
     ],
 )
 def test_the_advice(prefill: float, decode: float, short: str, words: str) -> None:
-    found = balance("m", 2, 2, Seen(0.0, prefill, decode))
+    found = balance("m", 2, 2, SideLoad(0.0, prefill, decode))
     assert found.short == short
     assert words in found.advice
 
 
 def test_one_worker_of_a_kind_is_not_given_away() -> None:
-    assert "could become" not in balance("m", 1, 1, Seen(0.0, 0.9, 0.0)).advice
+    assert "could become" not in balance("m", 1, 1, SideLoad(0.0, 0.9, 0.0)).advice
 
 
 def sides() -> Router:
@@ -101,7 +101,7 @@ def test_work_that_waits_is_work_for_more_workers() -> None:
 
 
 def test_what_waits_is_told() -> None:
-    shown = balance("m", 2, 1, Seen(0.0, 1.0, 0.5, MEMORY_S, 0.25, 0.05))
+    shown = balance("m", 2, 1, SideLoad(0.0, 1.0, 0.5, MEMORY_S, 0.25, 0.05))
     assert (shown.prefill.ahead_s, shown.decode.ahead_s, shown.decode.step_s) == (30.0, 0.25, 0.05)
     assert shown.prefill.step_s is None
     assert shown.prefill.wanted == round(2 * 2 / 0.7, 2)
@@ -167,7 +167,7 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
     if seats == 4:
         waits(leases[4])
     for worker in here.fleet:
-        worker.pace = Pace()  # what took no time here taught that it takes none
+        worker.pace = LatencyModel()  # what took no time here taught that it takes none
     [shown] = watched(here, 200).shown()
     busy = {4: 1.0, 16: 0.25, None: 0.0}[seats]
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)

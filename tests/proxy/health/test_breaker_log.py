@@ -7,21 +7,24 @@ import logging
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S, TRIAL_S
-from proxy.health.breaker_log import TROUBLES, Resting, why_it_rests
-from proxy.wire.worker.connection import Trouble
+from proxy.health.breaker_log import TROUBLES, BreakerLog, why_it_rests
+from proxy.wire.worker.connection import WorkerError
 from tests.proxy.core.making import fleet_of, spec
 
-NEVER = {Trouble.STATUS, Trouble.OURS}  # a status is told itself, and the other is no worker's
+NEVER = {
+    WorkerError.STATUS,
+    WorkerError.OURS,
+}  # a status is told itself, and the other is no worker's
 
 
 def test_every_trouble_has_its_words() -> None:
-    assert set(TROUBLES) == {trouble.value for trouble in Trouble} - NEVER
+    assert set(TROUBLES) == {trouble.value for trouble in WorkerError} - NEVER
 
 
 def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet
-    fleet.witness = Resting()
+    fleet.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         now = 0.0
         for _ in range(30):
@@ -41,7 +44,7 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
 def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     one, other = fleet
-    fleet.witness = Resting()
+    fleet.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
             fleet.failed(one, second, 0.5, busy=True, why="429")
@@ -57,7 +60,7 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
     now = 0.0
     fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
     fleet.ejections.set_threshold(0.5)
-    fleet.witness = Resting()
+    fleet.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
             now = float(second)
@@ -79,7 +82,7 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
 def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet
-    fleet.witness = witness = Resting()
+    fleet.witness = witness = BreakerLog()
     fleet.failed(worker, 0.0, 20.0)
     assert worker in witness._awaited
     fleet.remove("a")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from proxy.config import WorkerTlsConfig
-from proxy.health.http_client import AnswerError, Asker
+from proxy.health.http_client import HttpClient, ProbeResponseError
 from proxy.net.tls import server_context
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -56,12 +56,12 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*pieces: bytes, closes: bool = False) -> AsyncIterator[tuple[Server, Asker]]:
+async def serving(*pieces: bytes, closes: bool = False) -> AsyncIterator[tuple[Server, HttpClient]]:
     """Start one, and somebody who asks it."""
     server = Server(*pieces, closes=closes)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    with closing(Asker(server.url, "k1", None)) as asker:
+    with closing(HttpClient(server.url, "k1", None)) as asker:
         yield server, asker
     listening.close()
     for writer in server.writers:
@@ -141,7 +141,7 @@ async def test_a_connection_that_was_closed_meanwhile_is_made_anew() -> None:
 async def test_what_is_no_answer(pieces: list[bytes], words: str) -> None:
     async with serving(*pieces, closes=True) as (server, asker):
         for _ in range(2):
-            with pytest.raises(AnswerError, match=words):
+            with pytest.raises(ProbeResponseError, match=words):
                 await asker.get("/", MOST)
         assert server.connections == 2
 
@@ -168,12 +168,18 @@ async def test_an_answer_that_nobody_waited_for_is_not_the_next_one() -> None:
 async def test_nobody_listens() -> None:
     async with serving() as (server, _):
         pass
-    with closing(Asker(server.url, None, None)) as asker, pytest.raises(OSError, match="onnect"):
+    with (
+        closing(HttpClient(server.url, None, None)) as asker,
+        pytest.raises(OSError, match="onnect"),
+    ):
         await asker.get("/", MOST)
 
 
 async def test_a_host_that_can_be_no_name() -> None:
-    with closing(Asker(f"http://{'a' * 70}:1", None, None)) as asker, pytest.raises(ValueError):  # noqa: PT011
+    with (
+        closing(HttpClient(f"http://{'a' * 70}:1", None, None)) as asker,
+        pytest.raises(ValueError, match="label"),
+    ):
         await asker.get("/", MOST)
 
 
@@ -184,7 +190,7 @@ async def test_over_tls_and_with_new_files_over_a_new_connection(tmp_path: Path)
     await worker.listen()
     met = authority.meeting()
     try:
-        with closing(Asker(worker.url, None, met)) as asker:
+        with closing(HttpClient(worker.url, None, met)) as asker:
             assert (await asker.get("/health", MOST))[0] == 200
             assert (await asker.get("/health", MOST))[0] == 200
             assert len(worker.connections) == 1
@@ -192,7 +198,7 @@ async def test_over_tls_and_with_new_files_over_a_new_connection(tmp_path: Path)
             met.ca_file.write_bytes(met.ca_file.read_bytes() + b"\n")
             assert (await asker.get("/health", MOST))[0] == 200
             assert len(worker.connections) == 2
-        stranger = Asker(worker.url, None, WorkerTlsConfig())
+        stranger = HttpClient(worker.url, None, WorkerTlsConfig())
         with closing(stranger), pytest.raises(OSError, match="certificate"):
             await stranger.get("/health", MOST)
     finally:
@@ -244,7 +250,7 @@ async def test_a_cancel_in_the_handshake_leaves_nothing_to_write(tmp_path: Path)
         serving = threading.Thread(target=answers_hello, args=(worker, shown, told), daemon=True)
         serving.start()
         url = f"https://127.0.0.1:{worker.getsockname()[1]}"
-        with closing(Asker(url, None, authority.meeting())) as asker:
+        with closing(HttpClient(url, None, authority.meeting())) as asker:
             asking = asyncio.create_task(asker.get("/health", MOST))
 
             def give_up() -> None:

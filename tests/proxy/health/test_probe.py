@@ -20,7 +20,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Role
 from proxy.health import probe_client
-from proxy.health.probe import MODELS_EVERY_S, Prober, Watch
+from proxy.health.probe import MODELS_EVERY_S, Prober, WorkerProbe
 from tests.proxy.health.vllm_page import Engine, vllm_page
 from tests.proxy.health.worker_double import WorkerDouble, models, worker_double
 
@@ -30,7 +30,9 @@ DEADLINE_S = 10.0
 class Bench:
     """A fleet of one worker, watched a probe at a time."""
 
-    def __init__(self, double: WorkerDouble, watch: Watch, prober: Prober, worker: Worker) -> None:
+    def __init__(
+        self, double: WorkerDouble, watch: WorkerProbe, prober: Prober, worker: Worker
+    ) -> None:
         self.double = double
         self.watch = watch
         self.prober = prober
@@ -63,7 +65,7 @@ def spec(url: str, name: str = "s0", **more: Any) -> WorkerSpec:
 
 async def once(fleet: Fleet, worker: Worker) -> None:
     """Probe a worker once."""
-    with closing(Watch(prober_of(fleet), worker)) as watch:
+    with closing(WorkerProbe(prober_of(fleet), worker)) as watch:
         await watch.once()
 
 
@@ -74,7 +76,7 @@ async def bench() -> AsyncIterator[Bench]:
     async with worker_double() as double:
         worker = fleet.add(spec(double.url))
         prober = prober_of(fleet)
-        with closing(Watch(prober, worker)) as watch:
+        with closing(WorkerProbe(prober, worker)) as watch:
             yield Bench(double, watch, prober, worker)
 
 
@@ -168,7 +170,7 @@ async def test_a_shorter_length_is_said_once(caplog: pytest.LogCaptureFixture) -
     fleet = Fleet()
     async with worker_double() as double:
         worker = fleet.add(spec(double.url, max_model_len=8000))
-        with closing(Watch(prober_of(fleet), worker)) as watch:
+        with closing(WorkerProbe(prober_of(fleet), worker)) as watch:
             for _ in range(3):
                 watch._models_known_at = -inf
                 await watch.once()
@@ -277,7 +279,7 @@ async def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
         gone = double.url
     caplog.set_level(logging.INFO)
     worker = fleet.add(spec(gone))
-    with closing(Watch(prober_of(fleet), worker)) as watch:
+    with closing(WorkerProbe(prober_of(fleet), worker)) as watch:
         for _ in range(3):
             await watch.once()
     assert not worker.up

@@ -19,7 +19,7 @@ from proxy.core.model.types import Outcome, Role
 from proxy.core.router import Router
 from proxy.health import warmup as module
 from proxy.health.warmup import AGAIN_S, LONGEST_S, Warmup
-from proxy.metrics.handovers import Handovers
+from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
 from tests.proxy.core.making import ask, fleet_of, placed, router_of
@@ -34,7 +34,7 @@ class Stage:
 
     def __init__(self, kv: Kv, fakes: dict[str, FakeWorker], router: Router, name: str) -> None:
         self.kv, self.fakes, self.router = kv, fakes, router
-        self.counts = Handovers(str)
+        self.counts = HandoverCounters(str)
         config = TransferConfig.model_validate({"connector": name})
         self.warmup = Warmup(router, connector(config), self.counts)
 
@@ -354,7 +354,7 @@ async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> N
     specs += [WorkerSpec(f"d{n}", "http://h", Role.DECODE, "tiny") for n in range(20)]
     router = router_of(*specs, transfer=True)
     nixl = connector(TransferConfig(connector="nixl"))
-    warmup = Warmup(router, nixl, Handovers(str))
+    warmup = Warmup(router, nixl, HandoverCounters(str))
     asked: list[object] = []
     knows = router.links.knows
     router.links.knows = lambda *pair: asked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
@@ -384,7 +384,7 @@ async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
 async def test_fleets_without_both_sides_are_left_alone() -> None:
     fleet = fleet_of(WorkerSpec("p0", "http://127.0.0.1:9", Role.PREFILL, "tiny"))
     router = router_of(*[worker.spec for worker in fleet])
-    counts = Handovers(str)
+    counts = HandoverCounters(str)
     task = asyncio.create_task(
         Warmup(router, connector(TransferConfig(connector="nixl")), counts).run()
     )

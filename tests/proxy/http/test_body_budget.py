@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 
 from proxy.core.tenants.tenants import Tenants, TenantSpec
-from proxy.http.body_budget import STRANGERS, Collecting
+from proxy.http.body_budget import STRANGERS, BodyBudget
 from proxy.http.headers import RefusedError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -19,7 +19,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r
 
 
 def test_it_counts() -> None:
-    collecting = Collecting(100)
+    collecting = BodyBudget(100)
     collecting.take(60)
     with pytest.raises(RefusedError) as error:
         collecting.take(41)
@@ -42,7 +42,7 @@ def replace(kept: Tenants, *names: str) -> None:
 
 
 def test_of_what_is_in_no_part_a_tenant_has_no_more_than_it_leaves_free() -> None:
-    collecting = Collecting(160, tenants("a", "b", "c"))  # ten each, and strangers; 120 for all
+    collecting = BodyBudget(160, tenants("a", "b", "c"))  # ten each, and strangers; 120 for all
     for whose, most in (("a", 70), ("b", 40), ("c", 25)):
         for _ in range(most):
             collecting.take(1, whose)
@@ -61,7 +61,7 @@ def test_of_what_is_in_no_part_a_tenant_has_no_more_than_it_leaves_free() -> Non
 
 
 def test_one_body_it_may_have_whatever_its_size_and_others_their_parts() -> None:
-    collecting = Collecting(160, tenants("a", "b", "c"))
+    collecting = BodyBudget(160, tenants("a", "b", "c"))
     collecting.take(10, "a")
     for before in range(0, 120, 20):
         collecting.take(20, "a", before)
@@ -79,7 +79,7 @@ def test_one_body_it_may_have_whatever_its_size_and_others_their_parts() -> None
 
 def test_the_parts_are_made_anew_for_those_that_there_are() -> None:
     kept = tenants("a")
-    collecting = Collecting(160, kept)
+    collecting = BodyBudget(160, kept)
     collecting.take(100, "a")  # twenty, and eighty beside
     replace(kept, "a", "b", "c")
     collecting.account(None)
@@ -97,7 +97,7 @@ def test_the_parts_are_made_anew_for_those_that_there_are() -> None:
 
 def test_the_largest_body_has_room_whatever_the_parts() -> None:
     kept = tenants("a", "b")
-    collecting = Collecting(160, kept, 160)
+    collecting = BodyBudget(160, kept, 160)
     collecting.take(160, "a")
     collecting.give(160, "a")
     collecting.limit(160, 145)
@@ -109,7 +109,7 @@ def test_the_largest_body_has_room_whatever_the_parts() -> None:
 
 def test_without_tenants_all_have_all_of_it() -> None:
     kept = tenants("a")
-    collecting = Collecting(120, kept)
+    collecting = BodyBudget(120, kept)
     assert [collecting.account(each) for each in (kept.get("a"), None)] == ["a", ""]
     replace(kept)
     assert collecting.account(None) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.http.head_cache import get_to_know
-from proxy.http.response_parser import AnswerReader
+from proxy.http.response_parser import ResponseParser
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-LENGTH: %b\r\nX-Y: z\r\n\r\n"
 
@@ -43,7 +43,7 @@ def test_a_head_without_a_length_is_not_known(head: bytes) -> None:
     assert get_to_know(head, b"3") is None
 
 
-def answer(reader: AnswerReader, *pieces: bytes) -> tuple[object, ...]:
+def answer(reader: ResponseParser, *pieces: bytes) -> tuple[object, ...]:
     """Read one answer, and say all that came of it."""
     reader.expect()
     for piece in pieces:
@@ -70,21 +70,21 @@ SECOND = [
 
 @pytest.mark.parametrize("pieces", SECOND)
 def test_an_answer_means_the_same_after_one_like_it(pieces: tuple[bytes, ...]) -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     for size in (3, 700):
         assert answer(reader, HEAD % b"%d" % size + b"x" * size)[3] == b"x" * size
-    assert answer(reader, *pieces) == answer(AnswerReader(), *pieces)
+    assert answer(reader, *pieces) == answer(ResponseParser(), *pieces)
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
 def test_a_status_without_a_body_keeps_none(status: bytes) -> None:
-    reader, head = AnswerReader(), HEAD.replace(b"200 OK", status)
+    reader, head = ResponseParser(), HEAD.replace(b"200 OK", status)
     assert answer(reader, head % b"0")[4]
     assert answer(reader, head % b"3")[3:] == (b"", True, True)
 
 
 def test_a_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = AnswerReader()
+    reader = ResponseParser()
     first = answer(reader, HEAD % b"3" + b"abc")
-    monkeypatch.delattr(AnswerReader, "_parse")
+    monkeypatch.delattr(ResponseParser, "_parse")
     assert answer(reader, HEAD % b"3" + b"abc") == first

@@ -8,7 +8,7 @@ from proxy.core.model.types import Refusal
 from proxy.core.request.routes import find
 from proxy.http.headers import RefusedError
 from proxy.http.request import Request, RequestHead
-from proxy.http.request_parser import Reading, RequestReader
+from proxy.http.request_parser import HttpRequestParser, ParserState
 
 START = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
 MAX_HEAD, MAX_BODY = 2000, 5000
@@ -22,8 +22,8 @@ def judge(head: RequestHead) -> None:
         head.route = route
 
 
-def reader() -> RequestReader:
-    return RequestReader(judge, max_head=MAX_HEAD, max_body=MAX_BODY)
+def reader() -> HttpRequestParser:
+    return HttpRequestParser(judge, max_head=MAX_HEAD, max_body=MAX_BODY)
 
 
 def read(data: bytes, size: int | None = None) -> list[Request]:
@@ -33,7 +33,7 @@ def read(data: bytes, size: int | None = None) -> list[Request]:
     return list(made.ready)
 
 
-def outcome(made: RequestReader, data: bytes) -> object:
+def outcome(made: HttpRequestParser, data: bytes) -> object:
     """Say all that came of these bytes."""
     try:
         made.feed(data)
@@ -311,5 +311,5 @@ def test_the_state_says_what_is_awaited() -> None:
     for piece in (b"PO", START[2:], b"Content-Length: 2\r\n\r\n", b"a", b"b"):
         one.feed(piece)
         states.append(one.state)
-    body = [Reading.BODY] * 2
-    assert states == [Reading.HEAD, Reading.HEAD, *body, Reading.NOTHING]
+    body = [ParserState.BODY] * 2
+    assert states == [ParserState.HEAD, ParserState.HEAD, *body, ParserState.NOTHING]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.http.response_parser import MAX_QUIET, AnswerError, AnswerReader
+from proxy.http.response_parser import MAX_QUIET, ResponseError, ResponseParser
 
 FIXED = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX-Y: z\r\n\r\nabc"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nT: 1\r\n\r\n"
 
 
-def fed(data: bytes, size: int | None = None) -> AnswerReader:
-    reader = AnswerReader()
+def fed(data: bytes, size: int | None = None) -> ResponseParser:
+    reader = ResponseParser()
     for at in range(0, len(data), size or len(data)):
         reader.feed(data[at : at + (size or len(data))])
     return reader
@@ -92,7 +92,7 @@ def test_headers_of_the_hop_stay_behind() -> None:
     "start", [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED.partition(b"0\r\n")[0] + b"0\r\nX: "]
 )
 def test_headers_and_trailers_without_end_are_cut_off(start: bytes) -> None:
-    with pytest.raises(AnswerError, match="without end"):
+    with pytest.raises(ResponseError, match="without end"):
         fed(start + b"x" * (MAX_QUIET + 20_000), 10_000)
 
 

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from proxy.metrics.exposition import OPENMETRICS, SLICE, TEXT, Family, Page
+from proxy.metrics.exposition import OPENMETRICS, SLICE, TEXT, Family, MetricsPage
 from proxy.metrics.histogram import GAP_BOUNDS, Histogram
 from tests.proxy.metrics.scraped import written
 
@@ -27,14 +27,14 @@ def openmetrics(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def read(page: Page, *, openmetrics: bool) -> dict[str, Metric]:
+def read(page: MetricsPage, *, openmetrics: bool) -> dict[str, Metric]:
     """Parse a finished page by the library's strict reader."""
     assert page.kind == (OPENMETRICS if openmetrics else TEXT)
     return {family.name: family for family in READERS[openmetrics](written(page))}
 
 
 def test_counters_and_gauges(openmetrics: bool) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("tiny", 200), 3), (("tiny", 404), 1)])
     page.values(UP, [((), 0.5)])
     families = read(page, openmetrics=openmetrics)
@@ -51,7 +51,7 @@ def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
     gaps = Histogram((0.01, 0.1))
     for gap in (0.005, 0.01, 0.05, 7):
         gaps.observe(gap)
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.histograms(GAPS, [(("short",), gaps)])
     family = read(page, openmetrics=openmetrics)["proxy_gap_seconds"]
     assert family.type == "histogram"
@@ -63,7 +63,7 @@ def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
 
 
 def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("tiny", number), number) for number in range(10 * SLICE)])
     page.histograms(GAPS, [((str(number),), Histogram(GAP_BOUNDS)) for number in range(SLICE)])
     page.values(UP, [((), 1)])
@@ -76,13 +76,13 @@ def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-9, 2**60, True])
 def test_odd_numbers(openmetrics: bool, value: float) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(UP, [((), value)])
     assert read(page, openmetrics=openmetrics)["proxy_up"].samples[0].value == value
 
 
 def test_nothing_counted_yet(openmetrics: bool) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [])
     page.histograms(GAPS, [(("short",), Histogram(GAP_BOUNDS))])
     assert set(read(page, openmetrics=openmetrics)) == {"proxy_requests", "proxy_gap_seconds"}
@@ -93,14 +93,14 @@ def test_nothing_counted_yet(openmetrics: bool) -> None:
 @example(r"a\nb", False)
 @example('"\n\\', True)
 def test_any_label_value_survives(value: str, openmetrics: bool) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [((value, 200), 1)])
     sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]
     assert sample.labels["model"] == value
 
 
 def test_what_is_no_utf8_is_replaced(openmetrics: bool) -> None:
-    page = Page(openmetrics=openmetrics)
+    page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("\udce9t", 200), 1)])
     sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]
     assert sample.labels["model"] == "?t"

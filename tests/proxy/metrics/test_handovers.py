@@ -6,20 +6,20 @@ import logging
 
 import pytest
 
-from proxy.core.routing.handover_cost import Why
-from proxy.metrics.handovers import ANY, SAY_EVERY_S, Aggregated, Handovers
+from proxy.core.routing.handover_cost import HandoverVerdict
+from proxy.metrics.handovers import ANY, SAY_EVERY_S, FallbackLog, HandoverCounters
 from tests.proxy.core.making import MODEL, router_of, spec
 
 
 def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCaptureFixture) -> None:
     here = router_of(spec("g0"))
-    said = Aggregated(here)
+    said = FallbackLog(here)
     with caplog.at_level(logging.WARNING):
         said.look(0.0)
         assert not caplog.messages
-        here.handovers[MODEL, Why.NO_PREFILL] = 3
+        here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
         said.look(1.0)
-        here.handovers[MODEL, Why.NO_PREFILL] = 5
+        here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
         said.look(2.0)
         assert caplog.messages == ["no prefill worker is up: 3 requests were served whole"]
         said.look(1.0 + SAY_EVERY_S)
@@ -28,7 +28,7 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
 
 
 def test_bars_and_legs_of_workers_that_left_are_dropped() -> None:
-    counts = Handovers(str)
+    counts = HandoverCounters(str)
     for prefill, decode in (("p0", "d0"), ("p0", ANY), ("gone", "d0"), ("p0", "gone")):
         counts.barred(prefill, decode)
     counts.legs |= {"p0": 3, "gone": 2}

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from grafana.boards import fleet as board
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import NONE, Reason, Role
 from proxy.metrics import no_first_token as unseen_module
 from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, TTFT_BOUNDS
-from proxy.metrics.no_first_token import Unseen
+from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.registry import SHORT, Metrics
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask, router_of, spec
 from tests.proxy.metrics.scraped import scraped, shown
 
 CHAT = "chat/completions"
 
 
-def left(unseen: Unseen, worker: str, kind: str = "count", more: str = "") -> float | None:
+def left(unseen: NoFirstToken, worker: str, kind: str = "count", more: str = "") -> float | None:
     """Return how many left that worker's shorts, which were to be streamed."""
     labels = f'worker="{worker}",pool="general",model="m",class="short",stream="true"{more}'
     return shown(unseen).get(f"proxy_left_seconds_{kind}{{{labels}}}")
@@ -46,7 +46,7 @@ def close(
     """Have a request of worker `a`'s end."""
     worker = metrics.router.fleet.get("a")
     assert worker is not None
-    record = Record()
+    record = RequestRecord()
     record.ask = ask(stream=stream, **of_ask)
     record.decision = decision or Decision(worker, Reason.GENERAL_POOL)
     record.started, record.prefilled_at = 100.0, prefilled_at
@@ -97,7 +97,7 @@ def test_of_a_hand_over_it_is_the_worker_whose_leg_it_was(
     prefill, decode = (metrics.router.fleet.get(name) for name in "pd")
     assert prefill is not None
     assert decode is not None
-    handover = Handover(prefill, 0, 100, 0.1, 0.1)
+    handover = HandoverDecision(prefill, 0, 100, 0.1, 0.1)
     decision = Decision(decode, Reason.HANDOVER, handover=handover)
     close(metrics, status=499, seconds=9.0, decision=decision, prefilled_at=prefilled_at)
     [key] = metrics.unseen.left

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import count
 
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Reason, Role
-from proxy.metrics.recent import MAX_TEXT, Recent
+from proxy.core.model.types import Reason, RequestInfo, Role
+from proxy.metrics.recent import MAX_TEXT, RecentRequests
 
 WORKERS = {
     name: Worker(WorkerSpec(name, "http://127.0.0.1:1", Role.SHORT, "tiny"), index)
@@ -16,15 +16,15 @@ WORKERS = {
 }
 
 
-def ring(kept: int = 10) -> Recent:
+def ring(kept: int = 10) -> RecentRequests:
     """Make one whose clock counts 1, 2, 3."""
     ticks = count(1)
-    return Recent(kept, clock=lambda: float(next(ticks)))
+    return RecentRequests(kept, clock=lambda: float(next(ticks)))
 
 
-def add(recent: Recent, name: str, worker: str | None = "s0", **more: object) -> None:
+def add(recent: RecentRequests, name: str, worker: str | None = "s0", **more: object) -> None:
     """Keep a request."""
-    ask = Ask(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
+    ask = RequestInfo(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
     recent.add(ask, "short", decision, reason, 200 if decision else 429, 0.3, 1.5, 0.1)
@@ -81,9 +81,9 @@ def test_clients_can_t_fill_the_memory() -> None:
 
 def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> None:
     recent = ring()
-    handover = Handover(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
+    handover = HandoverDecision(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
     decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
-    ask = Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    ask = RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for transferred_s in (None, 0.25):
         handover.transferred_s = transferred_s
         recent.add(ask, "long", decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
@@ -94,7 +94,7 @@ def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> No
 
 
 def test_whether_it_was_handed_over_is_kept_where_it_could_have_been() -> None:
-    recent, ask = ring(), Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
         decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)
         recent.add(ask, "long", decision, Reason.DECODE_POOL, 200, 0.8, 1.5, 0.1)

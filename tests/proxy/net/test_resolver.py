@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from proxy.health.http_client import Asker
-from proxy.net import resolver as names
+from proxy.health.http_client import HttpClient
+from proxy.net import resolver as resolver_module
 from proxy.net.resolver import (
     MOST_THREADS,
     NAMES,
     Addresses,
-    Names,
-    NobodyAnswersError,
+    NoAddressAnswersError,
+    Resolver,
     ask_system,
     connect,
 )
@@ -35,7 +35,7 @@ NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
-class Resolver:
+class FakeResolver:
     """Knows some names, takes as long as the test wants over others, and counts."""
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Resolver:
 
 
 @pytest.fixture
-def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
     """Stand in for the system's, with nothing known from before."""
-    here = Resolver()
-    fresh = Names(here.ask)
+    here = FakeResolver()
+    fresh = Resolver(here.ask)
     for part in ("_ask", "_known", "_under_way"):
         monkeypatch.setattr(NAMES, part, getattr(fresh, part))
     yield here
@@ -82,7 +82,7 @@ async def gives_up(host: str) -> None:
             await NAMES.find(host)
 
 
-async def test_names_that_are_slow_keep_no_other_waiting(resolver: Resolver) -> None:
+async def test_names_that_are_slow_keep_no_other_waiting(resolver: FakeResolver) -> None:
     resolver.known["well"] = ("10.0.0.1",)
     for number in range(40):
         resolver.slow[f"gone{number}"] = threading.Event()
@@ -90,7 +90,7 @@ async def test_names_that_are_slow_keep_no_other_waiting(resolver: Resolver) -> 
     assert await NAMES.find("well") == ("10.0.0.1",)
 
 
-async def test_a_name_is_looked_up_once_at_a_time(resolver: Resolver) -> None:
+async def test_a_name_is_looked_up_once_at_a_time(resolver: FakeResolver) -> None:
     resolver.slow["gone"] = rest = threading.Event()
     resolver.known["gone"] = ("10.0.0.1",)
     for _ in range(10):
@@ -101,7 +101,7 @@ async def test_a_name_is_looked_up_once_at_a_time(resolver: Resolver) -> None:
     assert resolver.asked == ["gone"]
 
 
-async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: Resolver) -> None:
+async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: FakeResolver) -> None:
     resolver.slow["slow"] = rest = threading.Event()
     resolver.known["slow"] = ("10.0.0.1",)
     await gives_up("slow")
@@ -111,7 +111,7 @@ async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: Resolv
     assert resolver.asked == ["slow"]
 
 
-async def test_who_gives_up_leaves_the_others_their_answer(resolver: Resolver) -> None:
+async def test_who_gives_up_leaves_the_others_their_answer(resolver: FakeResolver) -> None:
     resolver.slow["slow"] = rest = threading.Event()
     resolver.known["slow"] = ("10.0.0.1",)
     one, other = (asyncio.create_task(NAMES.find("slow")) for _ in range(2))
@@ -123,7 +123,9 @@ async def test_who_gives_up_leaves_the_others_their_answer(resolver: Resolver) -
     assert await other == ("10.0.0.1",)
 
 
-async def test_what_was_found_before_will_do_while_a_look_up_takes_long(resolver: Resolver) -> None:
+async def test_what_was_found_before_will_do_while_a_look_up_takes_long(
+    resolver: FakeResolver,
+) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
     age("w0")
@@ -133,7 +135,7 @@ async def test_what_was_found_before_will_do_while_a_look_up_takes_long(resolver
     assert resolver.asked == ["w0", "w0"]
 
 
-async def test_or_when_the_resolver_has_no_answer(resolver: Resolver) -> None:
+async def test_or_when_the_resolver_has_no_answer(resolver: FakeResolver) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
     age("w0")
@@ -141,7 +143,7 @@ async def test_or_when_the_resolver_has_no_answer(resolver: Resolver) -> None:
     assert await NAMES.find("w0") == ("10.0.0.1",)
 
 
-async def test_but_not_when_there_is_no_such_name_any_more(resolver: Resolver) -> None:
+async def test_but_not_when_there_is_no_such_name_any_more(resolver: FakeResolver) -> None:
     """Its address may be another's by now."""
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
@@ -152,7 +154,7 @@ async def test_but_not_when_there_is_no_such_name_any_more(resolver: Resolver) -
             await NAMES.find("w0")
 
 
-async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: Resolver) -> None:
+async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: FakeResolver) -> None:
     """Its worker's requests may go to another at once; when it is found, that is where it is."""
     resolver.known["gone"] = NO_ANSWER
     with pytest.raises(socket.gaierror, match="Temporary"):
@@ -168,22 +170,24 @@ async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: Re
     assert resolver.asked == ["gone", "gone"]
 
 
-async def test_old_names_are_looked_up(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_names_are_looked_up(
+    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
     resolver.known["w0"] = ("10.0.0.2",)
     assert await NAMES.find("w0") == ("10.0.0.1",)
-    monkeypatch.setattr(names.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(resolver_module.time, "monotonic", lambda: 1e12)
     assert await NAMES.find("w0") == ("10.0.0.2",)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%lo"])
-async def test_an_address_is_not_looked_up(resolver: Resolver, host: str) -> None:
+async def test_an_address_is_not_looked_up(resolver: FakeResolver, host: str) -> None:
     assert await NAMES.find(host) == (host,)
     assert resolver.asked == []
 
 
-async def test_more_slow_names_than_threads(resolver: Resolver) -> None:
+async def test_more_slow_names_than_threads(resolver: FakeResolver) -> None:
     """The last waits for its turn, and needs not wait where it was found before."""
     resolver.known |= {"old": ("10.0.0.1",), "new": ("10.0.0.2",)}
     await NAMES.find("old")
@@ -198,12 +202,14 @@ async def test_more_slow_names_than_threads(resolver: Resolver) -> None:
     assert await NAMES.find("new") == ("10.0.0.2",)
 
 
-async def test_no_thread_is_to_be_had(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_thread_is_to_be_had(
+    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     resolver.known["w0"] = ("10.0.0.1",)
-    own = Names(resolver.ask)  # or a thread that is about to end may still look it up
+    own = Resolver(resolver.ask)  # or a thread that is about to end may still look it up
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(OSError, match="no thread") as caught:
@@ -234,13 +240,13 @@ def port_of(worker: FakeWorker) -> int:
     return int(worker.url.rpartition(":")[2])
 
 
-async def test_each_address_of_a_name_is_tried(resolver: Resolver, worker: FakeWorker) -> None:
+async def test_each_address_of_a_name_is_tried(resolver: FakeResolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2", "127.0.0.1")
     transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(worker), None)
     assert transport.get_extra_info("peername")[0] == "127.0.0.1"
     transport.close()
     resolver.known["none.test"] = ("127.0.0.2", "127.0.0.3")
-    with pytest.raises(NobodyAnswersError, match=r"Errno 111.*; .*Errno 111") as error:
+    with pytest.raises(NoAddressAnswersError, match=r"Errno 111.*; .*Errno 111") as error:
         await connect(asyncio.Protocol, "none.test", port_of(worker), None)
     assert [why.errno for why in error.value.errors] == [errno.ECONNREFUSED] * 2
 
@@ -255,7 +261,7 @@ async def hole() -> AsyncIterator[FakeWorker]:
     await fake.stop()
 
 
-async def test_the_next_address_has_its_own_time(resolver: Resolver, hole: FakeWorker) -> None:
+async def test_the_next_address_has_its_own_time(resolver: FakeResolver, hole: FakeWorker) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hole.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -271,9 +277,9 @@ async def test_the_next_address_has_its_own_time(resolver: Resolver, hole: FakeW
 
 
 async def test_one_that_is_slow_to_answer_is_waited_for(
-    resolver: Resolver, hole: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    resolver: FakeResolver, hole: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "HEAD_START_S", 0.0)
+    monkeypatch.setattr(resolver_module, "HEAD_START_S", 0.0)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
     connecting = asyncio.create_task(connect(asyncio.Protocol, "w0.test", hole.port, None))
     await asyncio.wait([connecting], timeout=0.1)  # by then the other has refused
@@ -283,7 +289,7 @@ async def test_one_that_is_slow_to_answer_is_waited_for(
     transport.close()
 
 
-async def test_nothing_is_left_of_a_cancelled_one(resolver: Resolver, hole: FakeWorker) -> None:
+async def test_nothing_is_left_of_a_cancelled_one(resolver: FakeResolver, hole: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.1")
     before = sockets()
     with pytest.raises(TimeoutError):
@@ -295,9 +301,9 @@ async def test_nothing_is_left_of_a_cancelled_one(resolver: Resolver, hole: Fake
 
 
 async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
-    resolver: Resolver, hole: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resolver: FakeResolver, hole: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "HEAD_START_S", 0.0)
+    monkeypatch.setattr(resolver_module, "HEAD_START_S", 0.0)
     authority = Authority(tmp_path)
     hole.tls = server_context(authority.port("w0", host="w0.test"))
 
@@ -318,7 +324,7 @@ async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
 
 
 async def test_each_address_has_its_scope(
-    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[tuple[object, ...]] = []
 
@@ -327,7 +333,7 @@ async def test_each_address_has_its_scope(
             met.append(address)
             raise ConnectionRefusedError
 
-    monkeypatch.setattr(names.socket, "socket", Refused)
+    monkeypatch.setattr(resolver_module.socket, "socket", Refused)
     resolver.known["w0.test"] = ("fe80::1%1", "fe80::2%1")
     with pytest.raises(OSError, match="; "):
         async with asyncio.timeout(10):
@@ -335,16 +341,16 @@ async def test_each_address_has_its_scope(
     assert met[0] == ("fe80::1", 9, 0, 1)
 
 
-async def test_a_worker_that_moved_is_found(resolver: Resolver, worker: FakeWorker) -> None:
+async def test_a_worker_that_moved_is_found(resolver: FakeResolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2",)
-    with closing(Asker(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
+    with closing(HttpClient(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
         with pytest.raises(ConnectionRefusedError):
             await asker.get("/health", MOST)
         resolver.known["w0.test"] = ("127.0.0.1",)
         assert (await asker.get("/health", MOST))[0] == 200
 
 
-async def test_one_on_ipv6(resolver: Resolver) -> None:
+async def test_one_on_ipv6(resolver: FakeResolver) -> None:
     try:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "::1", 0)
     except OSError:
@@ -360,7 +366,7 @@ async def test_one_on_ipv6(resolver: Resolver) -> None:
 
 @pytest.mark.parametrize("before", [(), ("127.0.0.2",)], ids=["one", "two"])
 async def test_certificates_are_for_names(
-    resolver: Resolver, tmp_path: Path, before: Addresses
+    resolver: FakeResolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)
     met = client_context(authority.meeting())

@@ -18,7 +18,14 @@ from cryptography.hazmat.primitives import serialization
 from proxy.app import App
 from proxy.config import FleetConfig, TlsConfig, WorkerTlsConfig, load, parse
 from proxy.errors import ConfigError
-from proxy.net.tls import Shown, TlsError, check_tls, client_context, server_context, to_worker
+from proxy.net.tls import (
+    ServedContext,
+    TlsError,
+    check_tls,
+    client_context,
+    server_context,
+    to_worker,
+)
 from tests.proxy.certificates import Authority
 from tests.proxy.test_app import ready
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -101,7 +108,7 @@ def test_failed_renewals_are_kept_out(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = authority.port("a")
-    shown = Shown(config)
+    shown = ServedContext(config)
     other = authority.issue("b")
     shutil.copy(other[0], config.cert_file)  # its key is yet to come
     shown.renew(config)

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Ask, Outcome
+from proxy.core.model.types import Outcome, RequestInfo
 from proxy.core.tenants.tenants import Tenant
 from tests.proxy.core.making import ask, placed
 from tests.proxy.processes.making import Crew
@@ -38,7 +38,7 @@ class Crowds:
 
     def comes(self, index: int, name: str) -> None:
         """Have one more wait, or go at once."""
-        asked: Ask = ask(100, 50)
+        asked: RequestInfo = ask(100, 50)
         asked.tenant = self.tenant(index, name)
         asked.rank = asked.tenant.spec.rank
         answer = self.crew.routers[index].submit(asked, self.crew.now)

@@ -8,12 +8,12 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Ticket
-from proxy.processes.shared.limits import Tenancy
-from proxy.processes.shared.load import LOOK_S, Sharing
-from proxy.processes.shared.prefixes import Prefixes
-from proxy.processes.shared.queue import Queues
-from proxy.processes.shared.shared_memory import LIFE, Table
-from proxy.processes.shared.traffic import Tides
+from proxy.processes.shared.limits import SharedLimits
+from proxy.processes.shared.load import LOOK_S, SharedLoad
+from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.shared_memory import LIFE, SharedTable
+from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 
@@ -21,7 +21,7 @@ class Crew:
     """Each event of one process's is told to the others when the turn ends."""
 
     def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
-        self.table = Table.make(size)
+        self.table = SharedTable.make(size)
         self.now = 1.0
         self.later: list[Callable[[], None]] = []
         self.lives = 0
@@ -29,22 +29,22 @@ class Crew:
         self.specs = specs
         self.settings = settings
         self.routers = [router_of(*specs, **settings) for _ in range(size)]
-        self.queues: list[Queues] = [None] * size  # type: ignore[list-item]
+        self.queues: list[SharedQueues] = [None] * size  # type: ignore[list-item]
         self.sharings = [self.join(i) for i in range(size)]
 
-    def join(self, index: int) -> Sharing:
+    def join(self, index: int) -> SharedLoad:
         """Have a process share."""
         router = self.routers[index]
         fleet = router.fleet
-        sharing = Sharing(self.table, index, fleet, lambda: self.now, self.later.append)
+        sharing = SharedLoad(self.table, index, fleet, lambda: self.now, self.later.append)
         self.lives += 1
         sharing.sheet.write_count(LIFE, self.lives)
-        queues = self.queues[index] = Queues(router.queue, sharing)
+        queues = self.queues[index] = SharedQueues(router.queue, sharing)
         sharing.parts += (
             queues,
-            Tenancy(router.tenants, router.queue.turns, self.table, sharing),
-            Tides(router, sharing),
-            Prefixes(fleet, sharing),
+            SharedLimits(router.tenants, router.queue.turns, self.table, sharing),
+            SharedTraffic(router, sharing),
+            SharedPrefixes(fleet, sharing),
         )
         for row, worker in enumerate(fleet):
             sharing.place(worker, row, 0.0)

@@ -10,17 +10,17 @@ import pytest
 
 from proxy.config import parse
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_links import Links
+from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.roster import WAITED_S
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Role
 from proxy.core.router import Router, RouterSettings
 from proxy.discovery.discovery import Discovery
-from proxy.processes.fleet_replica import Mirror
+from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.shared import load as sharing_module
-from proxy.processes.shared.load import Sharing
-from proxy.processes.shared.shared_memory import Table
+from proxy.processes.shared.load import SharedLoad
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.app import _spec
 from tests.proxy.core.making import spec
 
@@ -30,15 +30,15 @@ CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml"
 class Process:
     """A router and its mirror."""
 
-    def __init__(self, table: Table, index: int) -> None:
+    def __init__(self, table: SharedTable, index: int) -> None:
         self.now = 1.0
         self.fleet = Fleet(clock=lambda: self.now)
         self.router = Router(RouterSettings(), self.fleet)
         self.later: list[Callable[[], None]] = []
-        self.sharing = Sharing(table, index, self.fleet, lambda: self.now, self.later.append)
+        self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.later.append)
         self.fleet.others = self.sharing
         discovery = Discovery(self.fleet, CONFIG, {}, _spec)
-        self.mirror = Mirror(self.router, discovery, self.sharing, lambda: self.now)
+        self.mirror = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
 
     def up(self, name: str) -> Worker:
         """Add a worker and find it well."""
@@ -59,7 +59,7 @@ class Process:
 @pytest.fixture
 def pair() -> Iterator[tuple[Process, Process]]:
     """Make a leader and another."""
-    table = Table.make(3)
+    table = SharedTable.make(3)
     leader, other = Process(table, 0), Process(table, 1)
     leader.mirror.lead()
     yield leader, other
@@ -228,7 +228,7 @@ def test_what_is_connected_is_known_to_all(pair: tuple[Process, Process]) -> Non
     pass_on(leader, other)
     assert not other.router.links.are_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # nothing has changed: no pair is looked at
-        patch.setattr(Links, "knows", lambda *_: pytest.fail("looked"))
+        patch.setattr(KvLinks, "knows", lambda *_: pytest.fail("looked"))
         assert not pass_on(leader, other)
     leader.fleet.remove("d")
     pass_on(leader, other)
@@ -242,7 +242,7 @@ def test_more_workers_than_rows_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leader, other = pair
-    monkeypatch.setattr(sharing_module.Rows, "of", lambda *_: None)
+    monkeypatch.setattr(sharing_module.WorkerRows, "of", lambda *_: None)
     leader.up("a")
     with caplog.at_level(logging.ERROR):
         assert pass_on(leader, other)

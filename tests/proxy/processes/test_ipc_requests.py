@@ -11,9 +11,9 @@ import pytest
 
 from proxy.processes import ipc_requests as module
 from proxy.processes.child import Child
-from proxy.processes.ipc_messages import Ask
-from proxy.processes.ipc_requests import Questions
-from proxy.processes.metrics_totals import Totals
+from proxy.processes.ipc_messages import IpcQuestion
+from proxy.processes.ipc_requests import PendingQuestions
+from proxy.processes.metrics_totals import MetricsTotals
 from tests.proxy.processes.test_metrics_merge import page
 from tests.proxy.processes.test_metrics_totals import summed
 from tests.proxy.wire.site import eventually
@@ -31,16 +31,18 @@ class Asked:
         return cast("Child", SimpleNamespace(index=index, channel=channel))
 
     async def under_way(
-        self, questions: Questions, number: int = 77
+        self, questions: PendingQuestions, number: int = 77
     ) -> asyncio.Task[dict[int, Any]]:
         """Put one to all."""
-        putting = asyncio.create_task(questions.put(Ask(number, "page", True), self.children))
+        putting = asyncio.create_task(
+            questions.put(IpcQuestion(number, "page", True), self.children)
+        )
         await eventually(lambda: len(self.heard) >= len(self.children))
         return putting
 
 
 async def test_answers_come_in_the_order_of_who_was_asked() -> None:
-    questions, asked = Questions(), Asked(2, 0, 1)
+    questions, asked = PendingQuestions(), Asked(2, 0, 1)
     putting = await asked.under_way(questions)
     (number,) = {message.number for _, message in asked.heard}
     assert all((m.what, m.given) == ("page", True) for _, m in asked.heard)
@@ -50,7 +52,7 @@ async def test_answers_come_in_the_order_of_who_was_asked() -> None:
 
 
 async def test_questions_at_once_are_told_apart() -> None:
-    questions, first, second = Questions(), Asked(0), Asked(0)
+    questions, first, second = PendingQuestions(), Asked(0), Asked(0)
     one, other = await first.under_way(questions, 1), await second.under_way(questions, 2)
     questions.answered(0, second.heard[0][1].number, "second")
     questions.answered(0, first.heard[0][1].number, "first")
@@ -58,7 +60,7 @@ async def test_questions_at_once_are_told_apart() -> None:
 
 
 async def test_nobody_waits_for_one_that_is_no_more() -> None:
-    questions, asked = Questions(), Asked(0, 1)
+    questions, asked = PendingQuestions(), Asked(0, 1)
     putting = await asked.under_way(questions)
     questions.answered(1, asked.heard[0][1].number, "here")
     questions.gone(0)
@@ -66,7 +68,7 @@ async def test_nobody_waits_for_one_that_is_no_more() -> None:
 
 
 async def test_nobody_waits_for_one_that_has_no_answer() -> None:
-    questions, asked = Questions(), Asked(0, 1)
+    questions, asked = PendingQuestions(), Asked(0, 1)
     putting = await asked.under_way(questions)
     questions.unanswered(0, 77)
     questions.answered(1, 77, "here")
@@ -76,7 +78,7 @@ async def test_nobody_waits_for_one_that_has_no_answer() -> None:
 
 async def test_what_one_said_who_is_no_more_is_not_taken() -> None:
     """Its counts are in the past's by then: with its answer they would count twice."""
-    questions, asked, totals = Questions(), Asked(0, 1), Totals()
+    questions, asked, totals = PendingQuestions(), Asked(0, 1), MetricsTotals()
     pages = {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)}
     summed(totals, pages)
     putting = await asked.under_way(questions)
@@ -92,7 +94,7 @@ async def test_who_is_late_is_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
-    questions, asked = Questions(), Asked(0, 1, 2)
+    questions, asked = PendingQuestions(), Asked(0, 1, 2)
     number = 77
 
     def answers(_: Any) -> None:
@@ -100,11 +102,11 @@ async def test_who_is_late_is_left_out_and_named(
 
     asked.children[1].channel = cast("Any", SimpleNamespace(say=answers))
     with caplog.at_level(logging.WARNING):
-        found = await questions.put(Ask(number, "page", True), asked.children)
+        found = await questions.put(IpcQuestion(number, "page", True), asked.children)
     assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
     questions.answered(0, number, "too late")  # and is heard by nobody
 
 
 async def test_of_nobody_nothing_is_waited_for() -> None:
-    assert await Questions().put(Ask(1, "page"), []) == {}
+    assert await PendingQuestions().put(IpcQuestion(1, "page"), []) == {}

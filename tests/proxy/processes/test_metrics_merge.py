@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 import proxy.metrics
 from proxy.core.model.types import Reason
-from proxy.metrics.exposition import OPENMETRICS, TEXT, Family, Page
+from proxy.metrics.exposition import OPENMETRICS, TEXT, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 from proxy.metrics.registry import Metrics
 from proxy.processes import metrics_merge
@@ -40,7 +40,7 @@ BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("
 
 def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -> str:
     """Write what one process would."""
-    found = Page(openmetrics=False)
+    found = MetricsPage(openmetrics=False)
     found.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
     found.values(INFLIGHT, [(("a",), inflight)])
     found.values(CLIENTS, [((), clients)])
@@ -127,7 +127,7 @@ def test_a_breaker_has_the_state_that_the_leader_knows() -> None:
     states = Family("proxy_worker_breaker_state", "gauge", "How it is.", ("worker", "state"))
 
     def told(*rows: tuple[str, str]) -> str:
-        found = Page(openmetrics=False)
+        found = MetricsPage(openmetrics=False)
         found.values(states, ((row, 1) for row in rows))
         return written(found)
 

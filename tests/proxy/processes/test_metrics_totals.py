@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 
 from proxy.core.model.types import Reason
-from proxy.metrics.exposition import Family, Page
+from proxy.metrics.exposition import Family, MetricsPage
 from proxy.metrics.registry import Metrics
-from proxy.processes.metrics_totals import Totals
+from proxy.processes.metrics_totals import MetricsTotals
 from tests.proxy.core.making import router_of, spec
 from tests.proxy.metrics.scraped import scraped, written
 from tests.proxy.processes.test_metrics_merge import page
@@ -17,7 +17,7 @@ from tests.proxy.processes.test_metrics_merge import page
 NUMBERS = count(1)
 
 
-def summed(totals: Totals, found: dict[int, str], number: int = 0) -> dict[str, str]:
+def summed(totals: MetricsTotals, found: dict[int, str], number: int = 0) -> dict[str, str]:
     """Add up what was said, and read the lines."""
     number = number or next(NUMBERS)
     written, _ = totals.page(found, number=number, serving=2, restarts=4, openmetrics=False)
@@ -26,13 +26,13 @@ def summed(totals: Totals, found: dict[int, str], number: int = 0) -> dict[str, 
 
 
 def test_it_says_how_many_serve_and_began_again() -> None:
-    found = summed(Totals(), {0: page({"a": 1}, 1, 1)})
+    found = summed(MetricsTotals(), {0: page({"a": 1}, 1, 1)})
     assert float(found["proxy_processes"]) == 2
     assert float(found["proxy_process_restarts_total"]) == 4
 
 
 def test_one_that_is_late_counts_as_it_did_last() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     found = summed(totals, {0: page({"a": 5}, 1, 1)})
     assert float(found['proxy_requests_total{worker="a"}']) == 7
@@ -40,7 +40,7 @@ def test_one_that_is_late_counts_as_it_did_last() -> None:
 
 
 def test_one_that_is_no_more_leaves_its_counts_and_no_gauges() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     totals.gone(1)
     found = summed(totals, {0: page({"a": 1}, 1, 1)})
@@ -68,7 +68,7 @@ def told(counts: Metrics) -> str:
 
 
 def test_pods_that_come_and_go_leave_no_series_once_who_served_them_is_dead_too() -> None:
-    totals, before = Totals(), process("pod-1")
+    totals, before = MetricsTotals(), process("pod-1")
     for worker in ("pod-1", "none", "other"):
         serve(before, worker)
     summed(totals, {0: told(before), 1: told(process("pod-1"))})
@@ -86,7 +86,7 @@ def test_pods_that_come_and_go_leave_no_series_once_who_served_them_is_dead_too(
 
 def test_a_worker_that_left_keeps_what_the_dead_counted_while_another_process_shows_it() -> None:
     """The sum would fall, which is a restart to whoever reads it."""
-    totals, dead, alive = Totals(), process("pod-1"), process("pod-1")
+    totals, dead, alive = MetricsTotals(), process("pod-1"), process("pod-1")
     serve(dead, "pod-1", 100)
     serve(alive, "pod-1", 50)
     summed(totals, {0: told(dead), 1: told(alive)})
@@ -99,7 +99,7 @@ def test_a_worker_that_left_keeps_what_the_dead_counted_while_another_process_sh
 
 
 def test_nothing_is_forgotten_while_nobody_knows_a_worker() -> None:
-    totals, dead = Totals(), process("pod-1")
+    totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
     summed(totals, {0: told(dead)})
     totals.gone(0)
@@ -110,7 +110,7 @@ def test_nothing_is_forgotten_while_nobody_knows_a_worker() -> None:
 
 
 def test_what_one_process_does_not_know_yet_another_or_a_late_one_does() -> None:
-    totals, dead = Totals(), process("pod-1")
+    totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
     old = told(process("listed", "pod-1"))
     summed(totals, {0: told(dead), 1: old})
@@ -121,7 +121,7 @@ def test_what_one_process_does_not_know_yet_another_or_a_late_one_does() -> None
 
 
 def test_a_name_with_quotes_is_one_of_the_fleet() -> None:
-    name, totals = 'a,worker="b"\\', Totals()
+    name, totals = 'a,worker="b"\\', MetricsTotals()
     dead = process(name)
     serve(dead, name)
     summed(totals, {0: told(dead)})
@@ -143,7 +143,7 @@ NO_A = page({"b": 2}, 1, 1)
 
 
 def test_a_sum_does_not_fall_while_processes_drop_series_one_by_one() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     assert counted(summed(totals, {0: A_100, 1: A_50}), '"a"') == [150]
     assert counted(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
     found = summed(totals, {0: NO_A, 1: A_51})
@@ -158,12 +158,12 @@ def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: boo
     """Models too, of which nobody lists those that there are."""
 
     def told(model: str) -> str:
-        told = Page(openmetrics=False)
+        told = MetricsPage(openmetrics=False)
         told.values(Family("proxy_requests", "counter", "R.", ("model",)), [((model,), 7)])
         told.values(Family("proxy_worker_up", "gauge", "U.", ("worker",)), [(("w",), 1)])
         return written(told)
 
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: told("m"), 1: told("m"), 2: told("m")})
     totals.gone(2)
     if not at_once:
@@ -173,7 +173,7 @@ def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: boo
 
 
 def test_a_series_that_is_dropped_and_begun_anew_between_two_pages_does_not_fall() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
     assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
     assert counted(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
@@ -182,7 +182,7 @@ def test_a_series_that_is_dropped_and_begun_anew_between_two_pages_does_not_fall
 
 def test_of_a_histogram_that_is_begun_anew_all_buckets_count_on() -> None:
     """Those too that have as many again: a wider one never has less."""
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: page({}, 1, 1, 0.05, 0.5, 0.5, 5.0)})
     found = summed(totals, {0: page({}, 1, 1, 0.05, 0.05, 0.05)})
     shown = [float(n) for series, n in found.items() if "ttft" in series and "sum" not in series]
@@ -190,14 +190,14 @@ def test_of_a_histogram_that_is_begun_anew_all_buckets_count_on() -> None:
 
 
 def test_a_sum_that_a_rounding_error_makes_less_is_not_begun_anew() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: page({}, 1, 1, 0.0)})
     found = summed(totals, {0: page({}, 1, 1, 0.0, -1e-17)})
     assert found['proxy_ttft_seconds_count{pool="short"}'] == "2"
 
 
 def test_an_answer_that_was_overtaken_by_a_later_one_is_not_taken() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
     first, second = next(NUMBERS), next(NUMBERS)
     assert counted(summed(totals, {0: NO_A, 1: A_50}, second), '"a"') == [150]
@@ -206,7 +206,7 @@ def test_an_answer_that_was_overtaken_by_a_later_one_is_not_taken() -> None:
 
 
 def test_a_worker_that_came_back_counts_on_from_what_is_there_still() -> None:
-    totals = Totals()
+    totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
     summed(totals, {0: NO_A, 1: A_50})
     assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]

@@ -18,12 +18,12 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Refusal, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
-from proxy.processes.shared.load import Sharing
-from proxy.processes.shared.queue import Queues
-from proxy.processes.shared.shared_memory import LIFE, Table
-from proxy.processes.shared.traffic import Tides
+from proxy.processes.shared.load import SharedLoad
+from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.shared_memory import LIFE, SharedTable
+from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Speed, Toy, p99
 
@@ -39,7 +39,7 @@ class Together:
 
     def __init__(self, toy: Toy, count: int, specs: tuple[WorkerSpec, ...], policy: str) -> None:
         self.settings = RouterSettings(policy)
-        self.table = Table.make(count)
+        self.table = SharedTable.make(count)
         self._toy = toy
         self._rng = random.Random(11)
         self._routers = []
@@ -49,10 +49,10 @@ class Together:
                 fleet.add(each)
                 fleet.probe_ok(each.name, 0.0)
             router = Router(self.settings, fleet)
-            sharing = Sharing(self.table, index, fleet, lambda: toy.now, self._later)
+            sharing = SharedLoad(self.table, index, fleet, lambda: toy.now, self._later)
             sharing.sheet.write_count(LIFE, index + 1)
-            queues = Queues(router.queue, sharing)
-            sharing.parts += (queues, Tides(router, sharing))
+            queues = SharedQueues(router.queue, sharing)
+            sharing.parts += (queues, SharedTraffic(router, sharing))
             for row, worker in enumerate(fleet):
                 sharing.place(worker, row, 0.0)
             fleet.others, router.queue.elsewhere = sharing, queues
@@ -67,7 +67,7 @@ class Together:
         if isinstance(placed, Lease):
             self._whose[placed] = router
 
-    def submit(self, asked: Ask, now: float) -> Lease | Ticket | Refusal:
+    def submit(self, asked: RequestInfo, now: float) -> Lease | Ticket | Refusal:
         router = self._rng.choice(self._routers)
         placed = router.submit(asked, now)
         self._placed(router, placed)
@@ -161,6 +161,6 @@ def test_under_overload_limits_hold_and_no_request_waits_longer() -> None:
 
 
 def test_without_telling_each_other_they_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sharing, "look", lambda *_: None)
-    monkeypatch.setattr(Sharing, "have_filled", lambda *_: False)
+    monkeypatch.setattr(SharedLoad, "look", lambda *_: None)
+    monkeypatch.setattr(SharedLoad, "have_filled", lambda *_: False)
     assert play(4, ALIKE, 34.0, 0.0, "adaptive", 60.0).most > 2 * MOST

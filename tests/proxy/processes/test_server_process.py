@@ -14,10 +14,19 @@ import pytest
 from proxy.config import load, parse
 from proxy.core.model.types import Reason
 from proxy.processes.channel import Channel
-from proxy.processes.ipc_messages import Answer, Ask, Begin, Drain, Message, Stop, Unanswered, What
-from proxy.processes.server_process import Member
-from proxy.processes.shared.shared_memory import Table
-from proxy.setup.secrets import Keys
+from proxy.processes.ipc_messages import (
+    Begin,
+    Drain,
+    IpcAnswer,
+    IpcNoAnswer,
+    IpcQuestion,
+    Message,
+    Stop,
+    What,
+)
+from proxy.processes.server_process import ServerProcess
+from proxy.processes.shared.shared_memory import SharedTable
+from proxy.setup.secrets import SecretKeys
 from tests.proxy.core.making import ask
 from tests.proxy.wire.site import eventually
 
@@ -33,11 +42,11 @@ class Line:
 
 
 @pytest.fixture
-async def member() -> AsyncIterator[Member]:
-    table = Table.make(1)
-    keys = Keys.read(CONFIG, "fleet.yaml")
+async def member() -> AsyncIterator[ServerProcess]:
+    table = SharedTable.make(1)
+    keys = SecretKeys.read(CONFIG, "fleet.yaml")
     begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
-    member = Member(begin, 0, table.fd, cast("Channel", Line()))
+    member = ServerProcess(begin, 0, table.fd, cast("Channel", Line()))
     yield member
     member.app.logs.close()
 
@@ -60,7 +69,10 @@ WHAT = {
 
 @pytest.mark.parametrize("what", WHAT)
 async def test_what_can_t_be_answered_ends_no_process(
-    member: Member, what: What, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    member: ServerProcess,
+    what: What,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     said = cast("Line", member._channel).said
 
@@ -71,31 +83,31 @@ async def test_what_can_t_be_answered_ends_no_process(
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         *whose, name = place.split(".")
         patch.setattr(attrgetter(".".join(whose))(member.app), name, fails)
-        member.heard(Ask(1, what, given))
+        member.heard(IpcQuestion(1, what, given))
         await asyncio.gather(*member._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # for who is told of its end
     assert f"process 0 has no answer: {what}" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert not member.ended.is_set()
     assert not member.failed
-    assert await said.get() == Unanswered(1)
-    member.heard(Ask(2, "page"))
+    assert await said.get() == IpcNoAnswer(1)
+    member.heard(IpcQuestion(2, "page"))
     answer = await said.get()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, IpcAnswer)
     assert answer.number == 2
 
 
 async def test_nor_does_what_can_t_be_told_on() -> None:
     """Which is found as late as it is written."""
-    table, keys = Table.make(1), Keys.read(CONFIG, "fleet.yaml")
+    table, keys = SharedTable.make(1), SecretKeys.read(CONFIG, "fleet.yaml")
     ours, theirs = socket.socketpair()
     heard: asyncio.Queue[Message] = asyncio.Queue()
     there = await Channel.open(ours, heard.put_nowait, lost)
     here = await Channel.open(theirs, deaf, lost)
-    member = Member(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
+    member = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
     member.app.recent.add(ask(), "short", None, cast("Reason", lambda: None), 200, None, 0.1, 0.0)
-    member.heard(Ask(1, "decisions", (1, {})))
-    assert await asyncio.wait_for(heard.get(), 5.0) == Unanswered(1)
+    member.heard(IpcQuestion(1, "decisions", (1, {})))
+    assert await asyncio.wait_for(heard.get(), 5.0) == IpcNoAnswer(1)
     assert not member.ended.is_set()
     for channel in (here, there):
         channel.close()

@@ -21,11 +21,11 @@ from proxy.errors import ProxyError
 from proxy.processes import ipc_requests
 from proxy.processes import supervisor as module
 from proxy.processes.child import Child
-from proxy.processes.ipc_messages import Ask, Known, Reloaded, Workers
-from proxy.processes.server_process import Member
-from proxy.processes.shared.shared_memory import ALIVE, Table
+from proxy.processes.ipc_messages import ConfigReloaded, IpcQuestion, KnownWorker, WorkersChanged
+from proxy.processes.server_process import ServerProcess
+from proxy.processes.shared.shared_memory import ALIVE, SharedTable
 from proxy.processes.supervisor import Supervisor
-from proxy.setup.secrets import Keys
+from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind
 from tests.proxy.core.making import spec
 from tests.proxy.wire.site import eventually
@@ -57,7 +57,7 @@ async def test_one_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
         pids = kept.pids
         os.kill(pids[0], signal.SIGSTOP)
         # Meanwhile nobody waits for its answers.
-        assert set(await kept.gather(Ask(1, "page"))) == {1}
+        assert set(await kept.gather(IpcQuestion(1, "page"))) == {1}
         await eventually(lambda: kept.restarts == 1, within=DEADLINE_S)
         await eventually(lambda: len(kept.pids) == 2, within=DEADLINE_S)
         assert pids[0] not in kept.pids
@@ -68,11 +68,11 @@ async def test_one_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
 
 async def test_what_can_t_be_done_with_the_first_words_ends_no_process() -> None:
     kept = Supervisor(config(1), None)
-    kept._logs = Ask(1, "logs", "nothing of the kind")
+    kept._logs = IpcQuestion(1, "logs", "nothing of the kind")
     await kept.start()
     try:
         assert (len(kept.pids), kept.restarts) == (1, 0)
-        assert set(await kept.gather(Ask(2, "page"))) == {0}
+        assert set(await kept.gather(IpcQuestion(2, "page"))) == {0}
     finally:
         await kept.stop()
 
@@ -86,17 +86,17 @@ async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() 
         child.serving = index == 0
         kept._children[index] = child
     leader = kept._children[0]
-    kept._heard(leader, Ask(1, "logs", (True, {"": "debug"})))
-    kept._heard(leader, Ask(2, "logs", (None, {"proxy": "error"})))
-    kept._heard(leader, Ask(3, "logs", (False, {})))
+    kept._heard(leader, IpcQuestion(1, "logs", (True, {"": "debug"})))
+    kept._heard(leader, IpcQuestion(2, "logs", (None, {"proxy": "error"})))
+    kept._heard(leader, IpcQuestion(3, "logs", (False, {})))
     assert told[1] == [
-        Ask(0, "logs", (True, {"": "debug"})),
-        Ask(0, "logs", (True, {"": "debug", "proxy": "error"})),
-        Ask(0, "logs", (False, {"": "debug", "proxy": "error"})),
+        IpcQuestion(0, "logs", (True, {"": "debug"})),
+        IpcQuestion(0, "logs", (True, {"": "debug", "proxy": "error"})),
+        IpcQuestion(0, "logs", (False, {"": "debug", "proxy": "error"})),
     ]
-    kept._heard(leader, Reloaded(config(), Keys({}, None, {})))
-    kept._heard(leader, Ask(4, "logs", (None, {"proxy": "info"})))
-    assert told[1][-1] == Ask(0, "logs", (None, {"proxy": "info"}))
+    kept._heard(leader, ConfigReloaded(config(), SecretKeys({}, None, {})))
+    kept._heard(leader, IpcQuestion(4, "logs", (None, {"proxy": "info"})))
+    assert told[1][-1] == IpcQuestion(0, "logs", (None, {"proxy": "info"}))
     for task in kept._tasks:
         task.cancel()
     await asyncio.gather(*kept._tasks, return_exceptions=True)
@@ -197,7 +197,7 @@ async def test_after_a_pause_of_all_none_is_killed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "STILL_S", 0.1)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     kept = Supervisor(config(), None)
-    kept._table = Table.make(1)
+    kept._table = SharedTable.make(1)
     kept._table.sheet(0).write_count(ALIVE, 1000)
     child = SimpleNamespace(index=0, serving=True, process=SimpleNamespace(kill=killed.set))
     looks = 0
@@ -228,7 +228,7 @@ async def test_a_failed_watch_ends_its_process(caplog: pytest.LogCaptureFixture)
     async def watch() -> None:
         raise RuntimeError("a mistake of ours")
 
-    member = Member.__new__(Member)
+    member = ServerProcess.__new__(ServerProcess)
     stub: Any = member
     stub._tasks, stub.ended, stub.failed = set(), asyncio.Event(), False
     stub.app = SimpleNamespace(open_admin=lambda _: None)
@@ -242,13 +242,13 @@ async def test_a_failed_watch_ends_its_process(caplog: pytest.LogCaptureFixture)
 
 
 async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None:
-    member = Member.__new__(Member)
+    member = ServerProcess.__new__(ServerProcess)
     stub: Any = member
     stub.app, stub._listens = App(config()), True
     stub._mirror = SimpleNamespace(take=lambda _: None)
     added = replace(spec("added"), api_key="of-this-worker")
-    known = Known(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
-    member.heard(Workers((known,)))
+    known = KnownWorker(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
+    member.heard(WorkersChanged((known,)))
     record = logging.makeLogRecord({"msg": "sent of-this-worker"})
     assert stub.app.logs.line_of(record, "").endswith(b"sent ***\n")
 

@@ -17,10 +17,10 @@ from cryptography import x509
 
 from proxy.config import FleetConfig, load, parse
 from proxy.processes.channel import Channel
-from proxy.processes.ipc_messages import Begin, Reloaded
-from proxy.processes.server_process import Member
-from proxy.processes.shared.shared_memory import Table
-from proxy.setup.secrets import Keys
+from proxy.processes.ipc_messages import Begin, ConfigReloaded
+from proxy.processes.server_process import ServerProcess
+from proxy.processes.shared.shared_memory import SharedTable
+from proxy.setup.secrets import SecretKeys
 from tests.proxy.certificates import Authority
 from tests.proxy.processes.crew import DEADLINE_S, Crew, mark_of
 from tests.proxy.wire.raw_client import Client
@@ -106,30 +106,30 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-async def follower(authority: Authority) -> AsyncIterator[Member]:
-    config, table = of(authority, "first", "1"), Table.make(2)
-    begin = Begin(2, config, config, Keys.read(config, "fleet.yaml"), None, load, ())
+async def follower(authority: Authority) -> AsyncIterator[ServerProcess]:
+    config, table = of(authority, "first", "1"), SharedTable.make(2)
+    begin = Begin(2, config, config, SecretKeys.read(config, "fleet.yaml"), None, load, ())
 
     class Line:
         """Hears what is said, and does nothing."""
 
         def say(self, message: object) -> None: ...
 
-    member = Member(begin, 1, table.fd, cast("Channel", Line()))
+    member = ServerProcess(begin, 1, table.fd, cast("Channel", Line()))
     yield member
     member.app.logs.close()
 
 
 async def test_who_finds_no_certificate_takes_the_rest_and_says_so(
-    follower: Member, authority: Authority, caplog: pytest.LogCaptureFixture
+    follower: ServerProcess, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = of(authority, "second", "2")
     tls = config.router.tls
     assert tls is not None
     tls.key_file.write_text("half a k")
     with caplog.at_level(logging.WARNING):
-        follower.heard(Reloaded(config, Keys.read(config, "fleet.yaml")))
+        follower.heard(ConfigReloaded(config, SecretKeys.read(config, "fleet.yaml")))
     assert follower.app.config is config
-    assert follower.app._keys.tenants == Keys.read(config, "fleet.yaml").tenants
+    assert follower.app._keys.tenants == SecretKeys.read(config, "fleet.yaml").tenants
     assert f"router.tls.key_file: {str(tls.key_file)!r}: holds no private key" in caplog.text
     assert "what was shown before stays" in caplog.text

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank
 from proxy.http.request import Request, RequestHead
 from proxy.metrics.registry import Metrics
 from proxy.status_page import live, recorder
-from proxy.status_page.live import Live, Viewer
-from proxy.status_page.recorder import Part, Wanted
+from proxy.status_page.live import LiveView, Viewer
+from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 from proxy.status_page.snapshot import LiveState
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
 from tests.proxy.wire.site import eventually
 
 
-class Still(Live):
+class Still(LiveView):
     """One that tells when the test says so."""
 
     async def _run(self) -> None:
@@ -36,17 +36,17 @@ class Site:
         self.now = 1000.0
         self.metrics = Metrics(router_of(spec("s0", SHORT), spec("l0", LONG)))
         self.metrics.recent._clock = self.clock
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         self.metrics.under_way = lambda: self.records
-        self.live: Live = Still(self.metrics, LiveState(self.metrics), self.clock, self.clock)
+        self.live: LiveView = Still(self.metrics, LiveState(self.metrics), self.clock, self.clock)
 
     def clock(self) -> float:
         """Tell the time."""
         return self.now
 
-    def request(self, worker: str | None = "s0", **fields: Any) -> Record:
+    def request(self, worker: str | None = "s0", **fields: Any) -> RequestRecord:
         """Begin a request."""
-        record = Record()
+        record = RequestRecord()
         record.started = self.now
         record.ask = ask(**fields)
         self.records.append(record)
@@ -55,7 +55,7 @@ class Site:
             record.place(self.now, Decision(found, Reason.SHORT_POOL))
         return record
 
-    def end(self, record: Record, status: int = 200) -> None:
+    def end(self, record: RequestRecord, status: int = 200) -> None:
         """End one."""
         self.records.remove(record)
         record.close(self.now, self.metrics, "completions", status, None)
@@ -80,7 +80,7 @@ async def viewer(site: Site) -> AsyncIterator[Viewer]:
     site.live.close()
 
 
-def look(live: Live) -> Viewer:
+def look(live: LiveView) -> Viewer:
     """Open a page."""
     viewer = live.join()
     assert viewer is not None
@@ -146,7 +146,8 @@ async def test_one_that_waits_is_shown_then_where_it_went(site: Site, viewer: Vi
     workers = worker_of(site.metrics.router, "l0"), worker_of(site.metrics.router, "s0")
     record.queue_s = 0.25
     record.place(
-        site.now, Decision(workers[0], Reason.HANDOVER, handover=Handover(workers[1], 0, 9, 1, 1))
+        site.now,
+        Decision(workers[0], Reason.HANDOVER, handover=HandoverDecision(workers[1], 0, 9, 1, 1)),
     )
     await site.beat()
     row = named((await told(viewer))[1]["rows"][0])
@@ -278,7 +279,7 @@ async def test_what_clients_choose_is_cut_and_made_text(site: Site, viewer: View
 
 
 async def test_nothing_is_kept_once_nobody_looks(site: Site) -> None:
-    site.live = Live(site.metrics, LiveState(site.metrics), site.clock, site.clock)
+    site.live = LiveView(site.metrics, LiveState(site.metrics), site.clock, site.clock)
     viewer = look(site.live)
     assert site.metrics.live is site.live.notes
     assert site.live._task is not None
@@ -303,7 +304,7 @@ async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyP
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
-    async def ask_all(wanted: Wanted) -> list[Part]:
+    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         return [each.live.notes.part(each.now, wanted) for each in sites]
 
     leader.ask_all = ask_all
@@ -336,7 +337,7 @@ async def crew(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibl
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
-    async def ask_all(wanted: Wanted) -> list[Part]:
+    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         return [each.live.notes.part(sites[0].now, wanted) for each in sites]
 
     leader.ask_all = ask_all
@@ -382,7 +383,7 @@ async def test_a_part_that_came_too_late_is_made_good(
     await sites[0].beat()
     await told(viewer)
     sites[1].end(record)
-    lost = Wanted(sites[0].live._zero, whole=False, figures=False)
+    lost = UpdateRequest(sites[0].live._zero, whole=False, figures=False)
     assert len(sites[1].live.notes.part(sites[0].now, lost).rows) == 1
     await sites[0].beat()
     assert (await shown(viewer, sites[0]))["l0"]["status"] == 200
@@ -390,7 +391,7 @@ async def test_a_part_that_came_too_late_is_made_good(
 
 async def test_all_is_told_anew_once_a_second_at_most(site: Site, viewer: Viewer) -> None:
     names = []
-    lost = Wanted(site.live._zero, whole=False, figures=False)
+    lost = UpdateRequest(site.live._zero, whole=False, figures=False)
     for _ in range(20):
         site.live.notes.part(site.now, lost)
         await site.beat(0.125)
@@ -427,7 +428,7 @@ async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None
 
 
 async def test_a_process_that_does_not_answer_is_left_out(site: Site) -> None:
-    async def ask_all(wanted: Wanted) -> list[Part]:
+    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         del wanted
         raise TimeoutError
 

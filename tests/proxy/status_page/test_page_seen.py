@@ -15,7 +15,7 @@ from proxy.config import load
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.types import Reason
 from proxy.setup.app import App
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask
 from tests.proxy.status_page.browser import Page, browser
 from tests.proxy.wire import scripts
@@ -263,7 +263,7 @@ async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
     await page.until("statusPage.state === 'up'")
     worker, began = next(iter(place.app.fleet)), place.app.wire.clock() - 10.0
     for at in range(1250):  # all at once, so each has a lane of its own
-        record, now = Record(), began + at / 1000
+        record, now = RequestRecord(), began + at / 1000
         record.started, record.ask = now, ask(prompt=200)
         record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
         record.close(now + 5.0, place.app.metrics, "completions", 200, None)
@@ -334,7 +334,7 @@ async def test_five_thousand_requests_a_minute(
     workers = list(app.fleet)
     for count in range(MINUTE):
         now = app.wire.clock() - dice.uniform(2.0, 30.0)  # none grows too old before all are there
-        record = Record()
+        record = RequestRecord()
         record.started, record.ask = now, ask(prompt=200)
         record.place(now + 0.01, Decision(dice.choice(workers), Reason.LEAST_LOADED))
         for _ in range(30):

@@ -15,14 +15,14 @@ from fastapi import FastAPI
 
 from proxy.admin.log_routes import log_routes
 from proxy.config import parse
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.http.request import Request, RequestHead
 from proxy.metrics.registry import Metrics
 from proxy.telemetry.log_writer import LogWriter
 from proxy.telemetry.logs import Logs, one_line
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
 
 FLEET = """
@@ -48,9 +48,9 @@ class Site:
         """Read the file anew, with these settings."""
         self.logs.reconfigure(parse(FLEET % settings, "fleet.yaml"))
 
-    def request(self, body: bytes = b"{}", **headers: bytes) -> Record:
+    def request(self, body: bytes = b"{}", **headers: bytes) -> RequestRecord:
         """Begin a request."""
-        record, head = Record(), RequestHead()
+        record, head = RequestRecord(), RequestHead()
         head.special.update({name.encode(): value for name, value in headers.items()})
         request = Request(head, body)
         request.id = b"req-1"
@@ -90,7 +90,7 @@ def test_a_request_has_one_line(site: Site) -> None:
     site.said("format: json, requests: true")
     record = site.request(traceparent=TRACE)
     router = site.metrics.router
-    halves = Handover(worker_of(router, "l0"), 0, 9, 1.0, 1.0)
+    halves = HandoverDecision(worker_of(router, "l0"), 0, 9, 1.0, 1.0)
     record.queue_s = 0.5
     record.place(10.5, Decision(worker_of(router, "s0"), Reason.HANDOVER, 1.25, handover=halves))
     record.prefilled_at = 11.0

@@ -19,7 +19,7 @@ from proxy.http.trace import Trace, id_in
 from proxy.setup.app import App
 from proxy.telemetry import tracing
 from proxy.telemetry.tracing import Tracing
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.collector import Collector, Span
 from tests.proxy.metrics.scraped import scraped
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -192,7 +192,7 @@ async def test_one_that_is_refused_is_traced_too(
 
 
 def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
-    record = Record()
+    record = RequestRecord()
     record.request = Request(RequestHead(), b"")
     record.request.trace = Trace.begin(None, sample=True)
     record.started, record.queue_s = 10.0, 2.0
@@ -205,7 +205,7 @@ def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
 
 
 def test_what_a_worker_took_that_failed_is_no_wait() -> None:
-    record = Record()
+    record = RequestRecord()
     record.request = Request(RequestHead(), b"")
     record.request.trace = Trace.begin(None, sample=True)
     record.started, record.queue_s, record.placed_at = 10.0, 0.5, 17.0

@@ -11,7 +11,7 @@ from proxy.core.model.types import Usage
 from proxy.core.request import split_check
 from proxy.transfer.legs import LIMITS, decode_body, prefill_body
 from proxy.transfer.registry import CONNECTORS
-from proxy.transfer.types import Taken, usage_of
+from proxy.transfer.types import PrefillResult, usage_of
 from tests.present import present
 from tests.proxy.core.making import ask
 from tests.proxy.transfer.making import PAIR, make
@@ -90,15 +90,15 @@ def test_a_leg_is_marked_by_what_vllm_reads(connector: str) -> None:
 
 def test_the_decode_leg_is_the_clients_body_and_the_parameters() -> None:
     nixl = make("nixl")
-    leg = decode_body(nixl, PAIR, Taken(b'{"do_remote_prefill":true}'), ask(100), BODY)
+    leg = decode_body(nixl, PAIR, PrefillResult(b'{"do_remote_prefill":true}'), ask(100), BODY)
     assert leg == BODY[:-1] + b',"kv_transfer_params":{"do_remote_prefill":true}}'
-    assert decode_body(nixl, PAIR, Taken(), ask(100), BODY) is BODY
+    assert decode_body(nixl, PAIR, PrefillResult(), ask(100), BODY) is BODY
 
 
 def test_what_a_client_may_have_said_is_replaced() -> None:
     """Where the operator lets it through, such a request is served whole; this is the backstop."""
     body = b'{"kv_transfer_params":{"a":1},"prompt":"x","kv_transfer_params":{"b":2}}'
-    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), ask(100), body)
+    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), ask(100), body)
     assert leg.count(b'{"c":3}') == 2
     assert b'"a"' not in leg
 
@@ -115,7 +115,7 @@ def test_what_a_client_may_have_said_is_replaced() -> None:
     ],
 )
 def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None:
-    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), ask(100), body)
+    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), ask(100), body)
     pairs = json.loads(leg, object_pairs_hook=list)
     assert [value for name, value in pairs if name == "kv_transfer_params"] == [[("c", 3)]]
     theirs = json.loads(body)
@@ -143,7 +143,7 @@ def test_both_legs_go_by_one_id_where_that_pairs_them(
     one.route = route
     body = b'{"input":"x"}'
     first = json.loads(prefill_body(moves, PAIR, one, body))
-    second = json.loads(decode_body(moves, PAIR, Taken(b'{"c":3}'), one, body))
+    second = json.loads(decode_body(moves, PAIR, PrefillResult(b'{"c":3}'), one, body))
     assert first.get("request_id") == second.get("request_id")
     assert ("request_id" in first) == (paired and route == "responses")
     if "request_id" in first:
@@ -168,7 +168,7 @@ def test_to_know_a_bodys_names_changes_neither_leg(connector: str, route: str, m
     body = ("{" + more + '"x":"max_tokens","messages":[{"content":"stream"}]}').encode()
     moves, one = make(connector), ask(100)
     one.route, one.least_output = route, "min_tokens" in more
-    taken = Taken(b'{"c":3}')
+    taken = PrefillResult(b'{"c":3}')
     plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
     one.said = frozenset(json.loads(body))
     known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.config import TransferConfig
 from proxy.transfer.registry import connector
-from proxy.transfer.types import Pair, Side, Taken
+from proxy.transfer.types import Pair, PrefillResult, Side
 from tests.proxy.transfer.making import PAIR, make, params
 
 # From vLLM 0.32's answer to a prefill leg.
@@ -129,10 +129,10 @@ def test_an_address_where_a_decode_worker_finds_itself_is_doubted(
     hosts: tuple[str, str], told: str, wrong: bool
 ) -> None:
     pair = Pair(Side("p", hosts[0]), Side("d", hosts[1]), "1")
-    doubt = nixl.doubt(pair, Taken(orjson.dumps(TOLD | {"remote_host": told})))
+    doubt = nixl.doubt(pair, PrefillResult(orjson.dumps(TOLD | {"remote_host": told})))
     assert bool(doubt) == wrong
     assert not wrong or doubt.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
-    assert nixl.doubt(pair, Taken()) == ""
+    assert nixl.doubt(pair, PrefillResult()) == ""
 
 
 @pytest.mark.parametrize(("lease_s", "within_s"), [(None, 24.0), (60.0, 48.0)])

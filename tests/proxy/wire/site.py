@@ -20,7 +20,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.tenants import Tenant
 from proxy.metrics.registry import Metrics
 from proxy.transfer.registry import connector
-from proxy.wire.server import Wire
+from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 from tests.present import present
 from tests.proxy.wire import scripts
@@ -51,7 +51,7 @@ class Site:
         self.router = Router(RouterSettings(**router), self.fleet)
         self.metrics = Metrics(self.router)
         over = connector(TransferConfig(connector="nixl")) if router.get("transfer") else None
-        self.wire = Wire(self.router, WireSettings(**wire), self.metrics, self.clock, over)
+        self.wire = WireServer(self.router, WireSettings(**wire), self.metrics, self.clock, over)
         self.skipped = 0.0
         self.stands_at: float | None = None
         self.fakes: dict[str, FakeWorker] = {}

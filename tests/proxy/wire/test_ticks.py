@@ -10,7 +10,7 @@ from typing import Any
 from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.metrics.registry import Metrics
-from proxy.wire.server import STOOD_STILL_S, SWEEP_S, TICK_S, Wire
+from proxy.wire.server import STOOD_STILL_S, SWEEP_S, TICK_S, WireServer
 from proxy.wire.settings import WireSettings
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get
@@ -21,7 +21,7 @@ HEAD = get("/health")
 
 async def test_it_looks_more_often_while_something_waits() -> None:
     router = Router(RouterSettings(), Fleet())
-    wire: Any = Wire(router, WireSettings(), Metrics(router))
+    wire: Any = WireServer(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 0)
     idle = wire._timer.when()
     assert idle - asyncio.get_running_loop().time() < 0.5
@@ -70,7 +70,7 @@ async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(sta
 
 async def test_when_every_tick_is_late_deadlines_hold_in_every_second() -> None:
     router = Router(RouterSettings(), Fleet())
-    wire: Any = Wire(router, WireSettings(), Metrics(router))
+    wire: Any = WireServer(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 0)
     expired: list[float] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.wire.write_batch import MOST, Outbox
+from proxy.wire.write_batch import MOST, WriteBatch
 
 
 class Transport:
@@ -24,7 +24,7 @@ class Transport:
 async def test_the_first_goes_at_once_and_the_rest_in_order_when_the_turn_ends() -> None:
     log: list[Any] = []
     a, b = Transport("a", log), Transport("b", log)
-    outbox: Any = Outbox()
+    outbox: Any = WriteBatch()
     outbox.write(a, b"1", b"2")
     outbox.write(b, b"3")
     outbox.write(a, b"4")
@@ -38,7 +38,7 @@ async def test_the_first_goes_at_once_and_the_rest_in_order_when_the_turn_ends()
 async def test_what_is_much_goes_before_the_turn_ends_and_in_order() -> None:
     log: list[Any] = []
     a, b = Transport("a", log), Transport("b", log)
-    outbox: Any = Outbox()
+    outbox: Any = WriteBatch()
     outbox.write(a, b"1")
     outbox.write(b, b"2")
     outbox.write(a, b"head", b"x" * (MOST - 1))
@@ -54,7 +54,7 @@ async def test_what_is_much_goes_before_the_turn_ends_and_in_order() -> None:
 async def test_a_flush_before_a_close_leaves_nothing_for_later() -> None:
     log: list[Any] = []
     a = Transport("a", log)
-    outbox: Any = Outbox()
+    outbox: Any = WriteBatch()
     outbox.write(a, b"1")
     outbox.write(a, b"2")
     outbox.flush()
@@ -66,7 +66,7 @@ async def test_a_flush_before_a_close_leaves_nothing_for_later() -> None:
 async def test_nothing_is_written_to_a_connection_that_is_gone() -> None:
     log: list[Any] = []
     gone, here = Transport("gone", log), Transport("here", log)
-    outbox: Any = Outbox()
+    outbox: Any = WriteBatch()
     outbox.write(here, b"1")
     outbox.write(gone, b"2")
     outbox.write(here, b"3")

@@ -14,7 +14,7 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
-from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.types import Event, Job, Leg, WorkerModel
 
 PLAIN = StepTime(
@@ -35,7 +35,7 @@ def model(**given: Any) -> WorkerModel:
     return WorkerModel(**settings | given)
 
 
-def play(engine: Fluid, jobs: list[tuple[float, Job]]) -> dict[str, list[Event]]:
+def play(engine: FluidEngine, jobs: list[tuple[float, Job]]) -> dict[str, list[Event]]:
     """Play jobs at their times, until all is over."""
     told: dict[str, list[Event]] = {}
     last = 0.0
@@ -77,7 +77,7 @@ def crowd(count: int, seed: int = 0, most: int = 3000) -> list[tuple[float, Job]
 
 
 def test_a_lone_request_takes_its_prefill_and_its_steps() -> None:
-    told = play(Fluid(model()), [(1.0, Job("a", 500, 11))])
+    told = play(FluidEngine(model()), [(1.0, Job("a", 500, 11))])
     first, last, tokens = ends(told)["a"]
     assert first == pytest.approx(1.0 + 0.011 + 500 * 1e-4)
     assert last == pytest.approx(first + 10 * (0.010 + 1e-4))
@@ -86,12 +86,12 @@ def test_a_lone_request_takes_its_prefill_and_its_steps() -> None:
 
 
 def test_a_prompt_beyond_the_budget_comes_in_chunks() -> None:
-    told = play(Fluid(model()), [(0.0, Job("a", 2500, 1))])
+    told = play(FluidEngine(model()), [(0.0, Job("a", 2500, 1))])
     assert ends(told)["a"][0] == pytest.approx(3 * 0.011 + 2500 * 1e-4)
 
 
 def test_who_comes_amid_a_step_waits_for_its_end() -> None:
-    told = play(Fluid(model()), [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))])
+    told = play(FluidEngine(model()), [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))])
     first = 0.011 + 100 * 1e-4
     step = 0.010 + 1e-4
     steps = -(-(0.5003 - first) // step)
@@ -101,8 +101,8 @@ def test_who_comes_amid_a_step_waits_for_its_end() -> None:
 
 def test_with_steps_scheduled_ahead_it_waits_for_one_more() -> None:
     jobs = [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))]
-    at_once = ends(play(Fluid(model()), jobs))["b"][0]
-    ahead = ends(play(Fluid(model(async_scheduling=True)), jobs))["b"][0]
+    at_once = ends(play(FluidEngine(model()), jobs))["b"][0]
+    ahead = ends(play(FluidEngine(model(async_scheduling=True)), jobs))["b"][0]
     assert ahead == pytest.approx(at_once + 0.010 + 1e-4)
 
 
@@ -129,8 +129,8 @@ def test_runs_have_the_times_of_their_steps(
     worker = model(time=time, policies=policies, max_num_seqs=8, async_scheduling=ahead)
     jobs = crowd(150)
     longest: dict[str, float] = {}
-    by_step = Fluid(worker, each_token=True)
-    by_run = Fluid(worker, ended=lambda job, gap: longest.update({job.id: gap}))
+    by_step = FluidEngine(worker, each_token=True)
+    by_run = FluidEngine(worker, ended=lambda job, gap: longest.update({job.id: gap}))
     each = play(by_step, jobs)
     slow, fast = ends(each), ends(play(by_run, jobs))
     assert slow.keys() == fast.keys() == {job.id for _, job in jobs}
@@ -152,7 +152,7 @@ def test_runs_have_the_times_of_their_steps(
 
 def test_a_pause_for_prefill_is_a_gap_in_every_stream() -> None:
     longest: dict[str, float] = {}
-    engine = Fluid(
+    engine = FluidEngine(
         model(policies={"prefill_first": {}}, max_num_batched_tokens=4000),
         ended=lambda job, gap: longest.update({job.id: gap}),
     )
@@ -164,57 +164,57 @@ def test_a_pause_for_prefill_is_a_gap_in_every_stream() -> None:
 def test_a_pause_has_its_bound_though_each_step_is_longer_than_the_one_before() -> None:
     bound_s = 2.0
     policies = {"prefill_first": {"max_pause_s": bound_s}}
-    engine = Fluid(model(time=replace(PLAIN, pair_s=1e-8), policies=policies))
+    engine = FluidEngine(model(time=replace(PLAIN, pair_s=1e-8), policies=policies))
     play(engine, [(0.0, Job("a", 10, 400)), (0.3, Job("b", 32_000, 1))])
     a_step_s = 0.011 + 1000 * 1e-4 + 1000 * 32_000 * 1e-8
     assert bound_s < engine.gaps.most < bound_s + a_step_s
 
 
 def test_chunks_do_not_pause_the_streams_for_so_long() -> None:
-    engine = Fluid(model(policies={"chunk_budget": {"chunk": 200}}))
+    engine = FluidEngine(model(policies={"chunk_budget": {"chunk": 200}}))
     play(engine, [(0.0, Job("a", 10, 100)), (0.3, Job("b", 4000, 1))])
     assert engine.gaps.most == pytest.approx(0.002 + 0.010 + 1e-4 + 200 * 1e-4)
 
 
 def test_a_batch_waits_for_its_last_member() -> None:
     jobs = [(0.0, Job("a", 10, 5)), (0.0, Job("b", 10, 300)), (0.1, Job("c", 10, 5))]
-    static = ends(play(Fluid(model(policies={"static_batching": {}})), jobs))
-    flowing = ends(play(Fluid(model()), jobs))
+    static = ends(play(FluidEngine(model(policies={"static_batching": {}})), jobs))
+    flowing = ends(play(FluidEngine(model()), jobs))
     assert static["c"][0] > static["b"][1]
     assert flowing["c"][1] < flowing["b"][1]
 
 
 def test_nobody_enters_without_room_for_all_of_it() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 900, 100)), (0.0, Job("c", 900, 100))]
-    found = ends(play(Fluid(model(kv_tokens=2000)), jobs))
+    found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["b"][0] < found["a"][1]
     assert found["c"][0] > found["a"][1]
 
 
 def test_what_is_larger_than_the_cache_runs_alone() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 5000, 100)), (0.0, Job("c", 900, 100))]
-    found = ends(play(Fluid(model(kv_tokens=2000)), jobs))
+    found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["a"][1] < found["b"][0] < found["b"][1] < found["c"][0]
 
 
 def test_slots_bound_those_that_run() -> None:
-    found = ends(play(Fluid(model(max_num_seqs=2)), [(0.0, Job(n, 10, 50)) for n in "abc"]))
+    found = ends(play(FluidEngine(model(max_num_seqs=2)), [(0.0, Job(n, 10, 50)) for n in "abc"]))
     assert found["c"][0] > found["a"][1]
 
 
 def test_a_prompt_that_begins_alike_is_computed_once() -> None:
     shared = (("head", 800),)
     jobs = [(0.0, Job("a", 900, 2, 1, shared)), (1.0, Job("b", 900, 2, 2, shared))]
-    told = play(Fluid(model()), jobs)
+    told = play(FluidEngine(model()), jobs)
     assert told["b"][0].cached_tokens == 800
     found = ends(told)
     assert found["b"][0] - 1.0 == pytest.approx(0.011 + 100 * 1e-4)
-    without = play(Fluid(model(prefix_caching=False)), jobs)
+    without = play(FluidEngine(model(prefix_caching=False)), jobs)
     assert without["b"][0].cached_tokens == 0
 
 
 def test_a_hand_over_keeps_the_cache_until_it_is_fetched() -> None:
-    engine = Fluid(model(kv_tokens=1000))
+    engine = FluidEngine(model(kv_tokens=1000))
     engine.submit(Job("a", 900, 1, leg=Leg.PREFILL), 0.0)
     (event,) = engine.advance(1.0)
     assert event.finished
@@ -229,7 +229,7 @@ def test_a_hand_over_keeps_the_cache_until_it_is_fetched() -> None:
 
 def test_decode_legs_are_fetched_one_after_another_and_computed_from_there() -> None:
     worker = model(kv_token_bytes=1000, kv_pieces=0, transfer=TransferTime(0.1, 0.0, 1e-7))
-    engine = Fluid(worker)
+    engine = FluidEngine(worker)
     told = play(engine, [(0.0, Job(n, 1600, 3, leg=Leg.DECODE)) for n in "ab"])
     fetched = [told[name][0] for name in "ab"]
     assert all(event.fetched for event in fetched)
@@ -241,7 +241,7 @@ def test_decode_legs_are_fetched_one_after_another_and_computed_from_there() -> 
 
 @pytest.mark.parametrize("at", [0.01, 0.3, 0.6])
 def test_one_that_is_gone_leaves_nothing_behind(at: float) -> None:
-    engine = Fluid(model(kv_tokens=6000))
+    engine = FluidEngine(model(kv_tokens=6000))
     engine.submit(Job("a", 3000, 30), 0.0)
     engine.submit(Job("b", 2500, 30), 0.0)
     engine.submit(Job("c", 2500, 30), 0.0)
@@ -261,8 +261,8 @@ def test_one_that_is_gone_leaves_nothing_behind(at: float) -> None:
 def test_longs_take_turns_and_shorts_pass() -> None:
     jobs = [(0.0, Job("a", 20_000, 2)), (0.0, Job("b", 20_000, 2)), (0.2, Job("s", 100, 2))]
     worker = {"long_prompt": {"long_prefill_token_threshold": 1500}}
-    ours = ends(play(Fluid(model(policies=worker)), jobs))
-    theirs = ends(play(Fluid(model()), jobs))
+    ours = ends(play(FluidEngine(model(policies=worker)), jobs))
+    theirs = ends(play(FluidEngine(model()), jobs))
     assert ours["s"][0] < 0.6 < 4 < theirs["s"][0]
     assert ours["a"][0] < ours["b"][0]
 
@@ -272,7 +272,7 @@ def test_holding_admissions_pays_where_mixed_steps_cost_extra() -> None:
     jobs = [(0.0, Job(f"j{i}", 50, 1 + i * 37 % 100)) for i in range(600)]
 
     def whole_s(**policies: Any) -> float:
-        engine = Fluid(model(time=dear, policies=policies))
+        engine = FluidEngine(model(time=dear, policies=policies))
         return max(last for _, last, _ in ends(play(engine, jobs)).values())
 
     at_once = whole_s()
@@ -298,7 +298,7 @@ def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclu
             "max_delay_steps": 10**6,
         }
     }  # fmt: skip
-    engine = Fluid(
+    engine = FluidEngine(
         model(time=time, policies=policies, max_num_seqs=slots, kv_tokens=10**7,
               max_num_batched_tokens=10**6)
     )  # fmt: skip
@@ -314,7 +314,7 @@ def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclu
 def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
     rng = random.Random(seed)
     policies = WAYS[seed % len(WAYS)]
-    engine = Fluid(
+    engine = FluidEngine(
         model(
             policies=policies,
             max_num_seqs=rng.choice((2, 8, 32)),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_sched.bench.traffic.types import Piece
-from vllm_sched.sim.engines.kv_blocks import Prefixes, Room, Task
+from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, Task
 from vllm_sched.sim.types import Job
 
 
@@ -16,8 +16,8 @@ def task(need: int, *shared: Piece) -> Task:
     return Task(Job("a", need - 10, 10, shared=shared), 1, 0.0, need)
 
 
-def room_of(tokens: int) -> Room:
-    return Room(tokens, Prefixes(tokens))
+def room_of(tokens: int) -> KvBlocks:
+    return KvBlocks(tokens, CachedPrefixes(tokens))
 
 
 def test_what_several_begin_with_takes_room_once() -> None:
@@ -47,7 +47,7 @@ def test_what_is_not_computed_yet_is_shared_by_nobody() -> None:
 
 
 def test_without_a_cache_of_prefixes_each_has_its_own() -> None:
-    room = Room(1500, Prefixes(0))
+    room = KvBlocks(1500, CachedPrefixes(0))
     first = task(1000, ("system", 800))
     room.take(first)
     room.computed(first)
@@ -83,7 +83,7 @@ def test_whoever_left_last_is_forgotten_last() -> None:
 
 
 def test_of_a_prompt_its_end_is_forgotten_first() -> None:
-    prefixes = Prefixes(1000)
+    prefixes = CachedPrefixes(1000)
     chain = (("a", 300), ("b", 300), ("c", 300))
     prefixes.keep(chain, 1000)
     prefixes.keep((), 700)
@@ -114,6 +114,6 @@ def test_whoever_comes_and_goes_all_room_is_free_in_the_end(
     assert room.used == 0
 
 
-def _taken(room: Room, each: Task) -> Task:
+def _taken(room: KvBlocks, each: Task) -> Task:
     room.take(each)
     return each

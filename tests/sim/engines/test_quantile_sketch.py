@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vllm_sched.bench.results.stats import percentile_of_sorted
-from vllm_sched.sim.engines.quantile_sketch import WIDTH, Sketch
+from vllm_sched.sim.engines.quantile_sketch import WIDTH, QuantileSketch
 
 
 def samples(count: int = 20_000) -> list[float]:
@@ -18,7 +18,7 @@ def samples(count: int = 20_000) -> list[float]:
 
 def test_quantiles_are_within_half_a_bin() -> None:
     drawn = samples()
-    sketch = Sketch()
+    sketch = QuantileSketch()
     for value in drawn:
         sketch.add(value)
     for share in (0.01, 0.5, 0.9, 0.99, 0.999):
@@ -32,7 +32,7 @@ def test_quantiles_are_within_half_a_bin() -> None:
 
 
 def test_weights_count_as_so_many_samples() -> None:
-    sketch = Sketch()
+    sketch = QuantileSketch()
     sketch.add(0.01, 99)
     sketch.add(5.0)
     assert sketch.count == 100
@@ -43,7 +43,7 @@ def test_weights_count_as_so_many_samples() -> None:
 
 def test_two_become_one() -> None:
     drawn = samples(2000)
-    one, other, both = Sketch(), Sketch(), Sketch()
+    one, other, both = QuantileSketch(), QuantileSketch(), QuantileSketch()
     for index, value in enumerate(drawn):
         (one if index % 3 else other).add(value)
         both.add(value)
@@ -54,7 +54,7 @@ def test_two_become_one() -> None:
 
 
 def test_nothing_and_next_to_nothing() -> None:
-    sketch = Sketch()
+    sketch = QuantileSketch()
     assert (sketch.quantile(0.5), sketch.mean, sketch.at_most(1.0)) == (0.0, 0.0, 1.0)
     sketch.add(0.0)
     sketch.add(1e-9)

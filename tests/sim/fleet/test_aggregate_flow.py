@@ -18,11 +18,11 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
-from vllm_sched.sim.engines.fluid_engine import Fluid
-from vllm_sched.sim.fleet.aggregate_flow import Flow, Placed, Run
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
-from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, Shape
+from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, FleetShape
 from vllm_sched.sim.types import WorkerModel
 
 if TYPE_CHECKING:
@@ -32,23 +32,23 @@ TIME = StepTime(decode_fixed_s=0.01, decode_s=1e-4, prefill_fixed_s=0.011, prefi
 NONE = Targets()
 
 
-def placed(name: str, role: Role = Role.GENERAL, **given: Any) -> Placed:
+def placed(name: str, role: Role = Role.GENERAL, **given: Any) -> PlacedWorker:
     """Make a worker."""
     settings: dict[str, Any] = {
         "time": TIME, "max_model_len": 131_072, "kv_tokens": 400_000, "async_scheduling": False,
         "kv_token_bytes": 1000, "transfer": TransferTime(0.01, 0.0, 1e-9),
     }  # fmt: skip
-    return Placed(WorkerModel(name=name, **settings | given), role)
+    return PlacedWorker(WorkerModel(name=name, **settings | given), role)
 
 
 def play(
-    workers: list[Placed],
+    workers: list[PlacedWorker],
     requests: Iterable[Request],
     targets: Targets = NONE,
     **settings: Any,
-) -> Run:
+) -> FlowResult:
     """Play requests on a fresh fleet."""
-    return Flow(workers, RouterSettings(**settings), targets).play(requests)
+    return AggregateFlow(workers, RouterSettings(**settings), targets).play(requests)
 
 
 def traffic(count: int, rate: float, workload: str = "azure-conv", seed: int = 0) -> Schedule:
@@ -138,20 +138,20 @@ def test_conversations_come_back_to_the_worker_that_has_them() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(general=3),
-        Shape(short=1, long=2, short_limit=3000, policy=BOTH),
-        Shape(prefill=1, decode=2, policy=LONG_PROMPT),
+        FleetShape(general=3),
+        FleetShape(short=1, long=2, short_limit=3000, policy=BOTH),
+        FleetShape(prefill=1, decode=2, policy=LONG_PROMPT),
     ],
     ids=str,
 )
-def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: Shape) -> None:
+def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: FleetShape) -> None:
     machine = of_profile("h100-8b")
     schedule = traffic(500, 9, "azure-conv:0.9,mooncake-conv:0.1")
-    counted = Flow(shape.placed(machine), shape.settings(), NONE).play(schedule)
+    counted = AggregateFlow(shape.placed(machine), shape.settings(), NONE).play(schedule)
     config = FleetConfig(**shape.to_fleet(machine, "m", 1))
     models = {each.model.name: each.model for each in shape.placed(machine)}
     # Transfers are the fleet file's; both take them to be the machine's.
-    kept = SimulatedFleet(config, models, partial(Fluid, each_token=True)).play(schedule)
+    kept = SimulatedFleet(config, models, partial(FluidEngine, each_token=True)).play(schedule)
     outcomes = [each for each in kept.outcomes if each.good]
     assert len(outcomes) == counted.all.done == 500
     ttft = sum(each.ttft for each in outcomes) / len(outcomes)

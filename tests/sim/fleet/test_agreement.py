@@ -23,7 +23,7 @@ from benchmarks.agreement import (
 )
 from tests.sim.making import ends, firsts, run, worker
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.engines.fluid_engine import Fluid
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.types import Job
 
 
@@ -74,7 +74,7 @@ def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
     gaps = [at - before for each in ticks for before, at in pairwise(each)]
     assert sum(gap > itl_ms / 1000 for gap in gaps) < 0.01 * len(gaps)
     longest: list[float] = []
-    plain = Fluid(model, ended=lambda _job, gap: longest.append(gap))
+    plain = FluidEngine(model, ended=lambda _job, gap: longest.append(gap))
     told = run(plain, jobs)
     arrived = {each.id: at for at, each in jobs}
     first = firsts(told)
@@ -99,7 +99,7 @@ def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[
         (10.5, Job("again", 14_000, 2, 3, shared=(("a", 10_000),))),
     ]
     gaps: dict[str, float] = {}
-    plain = Fluid(model, ended=lambda job, gap: gaps.update({job.id: gap}))
+    plain = FluidEngine(model, ended=lambda job, gap: gaps.update({job.id: gap}))
     told = run(plain, jobs)
     assert any(event.cached_tokens >= 10_000 for event in told if event.job_id == "again")
     assert 0.03 < gaps["decodes"] <= 0.04
@@ -120,7 +120,7 @@ def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> N
     ]
     exact, plain = (
         figures(run(engine, jobs), jobs)
-        for engine in (ExactEngine(model), Fluid(model, each_token=True))
+        for engine in (ExactEngine(model), FluidEngine(model, each_token=True))
     )
     assert plain == pytest.approx(exact, rel=0.1)
 
@@ -136,7 +136,7 @@ def test_what_ran_longest_is_in_the_cache_longest() -> None:
         (60.0, Job("large", 6000, 2, 3)),
         (70.0, Job("again", 8016, 2, 4, (("a", 8000),))),
     ]
-    for engine in (ExactEngine(model), Fluid(model, each_token=True)):
+    for engine in (ExactEngine(model), FluidEngine(model, each_token=True)):
         told = run(engine, jobs)
         done = ends(told)
         assert done["leaves"] < done["stays"] < 60

@@ -13,12 +13,14 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.fleet.fleet import Played, SimulatedFleet
+from vllm_sched.sim.fleet.fleet import PlayedFleet, SimulatedFleet
 
 LONG, SHORT = 20_000, 100
 
 
-def play(fleet: SimulatedFleet, *requests: Request, told: Any = None, **settings: Any) -> Played:
+def play(
+    fleet: SimulatedFleet, *requests: Request, told: Any = None, **settings: Any
+) -> PlayedFleet:
     return fleet.play(Schedule(source=Listed(*requests), **settings), told)
 
 

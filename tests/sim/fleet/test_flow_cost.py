@@ -15,7 +15,7 @@ from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import Flow
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow
 
 SIZES = (16, 64, 256)
 BEGINS_S, LASTS_S = FIRST / RATE, 1.0  # once each worker is known, as in `benchmarks.fluid`
@@ -56,7 +56,7 @@ def lines_a_request(workers: int) -> float:
         with lines:  # of what is called from here on
             yield from arrivals[first:]
 
-    run = Flow(fleet(workers), RouterSettings(), parse(TARGETS.split())).play(marked())
+    run = AggregateFlow(fleet(workers), RouterSettings(), parse(TARGETS.split())).play(marked())
     assert run.all.done == run.all.arrived
     return lines.count / (len(arrivals) - first)
 

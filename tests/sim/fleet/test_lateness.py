@@ -6,12 +6,12 @@ import pytest
 
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.lateness import Flight, Lateness
+from vllm_sched.sim.fleet.lateness import Lateness, ObservedFlight
 
 
-def flight(late: Lateness, at: float = 0.0, output: int = 11) -> Flight:
+def flight(late: Lateness, at: float = 0.0, output: int = 11) -> ObservedFlight:
     """Let one arrive."""
-    made = Flight(Request(at, "long", 1000, output), counts=True)
+    made = ObservedFlight(Request(at, "long", 1000, output), counts=True)
     late.arrived(made)
     return made
 
@@ -74,7 +74,7 @@ def test_each_is_counted_once_and_those_that_find_the_fleet_empty_never() -> Non
     each = flight(late)
     late.look(9.0)
     late.ended(each, met=False, kept=False)
-    warming = Flight(Request(0.0, "long", 1000, 11), counts=False)
+    warming = ObservedFlight(Request(0.0, "long", 1000, 11), counts=False)
     late.arrived(warming)
     late.look(9.0)
     late.ended(warming, met=False, kept=False)

@@ -13,14 +13,20 @@ from proxy.errors import ConfigError
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import MACHINES, Assumed, of_profile, transfer_of, worker_models
+from vllm_sched.sim.fleet.models import (
+    MACHINES,
+    AssumedWorker,
+    of_profile,
+    transfer_of,
+    worker_models,
+)
 from vllm_sched.sim.types import WorkerModel
 
 
 def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any) -> Any:
     each = [{"name": f"w{number}", **given} for number, given in enumerate(workers)]
     config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
-    return worker_models(config, source, Assumed(profile="h100-8b"))
+    return worker_models(config, source, AssumedWorker(profile="h100-8b"))
 
 
 def test_every_profile_has_sizes() -> None:
@@ -152,7 +158,7 @@ def test_of_two_files_of_a_name_it_is_the_one_that_was_meant(
     monkeypatch.chdir(here)
     workers = [{"name": "w0", "profile": "cost.json"}, {"name": "w1", "url": "http://a:1"}]
     config = FleetConfig.model_validate({"model": "m", "workers": workers})
-    shell = Assumed(profile="cost.json")
+    shell = AssumedWorker(profile="cost.json")
 
     def sizes() -> list[int]:
         found = worker_models(config, beside / "fleet.yaml", shell)
@@ -173,7 +179,7 @@ def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
     source, workers = tmp_path / "fleet.yaml", [{"name": "w0", "profile": "cost.json"}]
     config = FleetConfig.model_validate({"model": "m", "workers": workers})
     assert worker_models(config, source)["w0"].front_s == 0.004
-    assert worker_models(config, source, Assumed(front_s=0.0))["w0"].front_s == 0.0
+    assert worker_models(config, source, AssumedWorker(front_s=0.0))["w0"].front_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,20 @@ from itertools import pairwise
 import pytest
 
 from tests.present import present
-from vllm_sched.sim.engines.quantile_sketch import Sketch
-from vllm_sched.sim.fleet.aggregate_flow import Figures, Run, together
-from vllm_sched.sim.planning.capacity_search import STEP, Judge, Verdict, rate_at
-from vllm_sched.sim.planning.fleet_shapes import Shape
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult, together
+from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch, CapacityVerdict, rate_at
+from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
-SHAPE = Shape(general=1)
+SHAPE = FleetShape(general=1)
 
 
-def run(met: int = 9, growth: float = 0.0) -> Run:
+def run(met: int = 9, growth: float = 0.0) -> FlowResult:
     """Make a run of ten requests."""
-    figures = Figures(arrived=10, done=10, met=met)
-    return Run(figures, {"long": Figures(arrived=1, kept=1)}, 0, 1.0, 2.0, Sketch(), growth)
+    figures = ClassFigures(arrived=10, done=10, met=met)
+    return FlowResult(
+        figures, {"long": ClassFigures(arrived=1, kept=1)}, 0, 1.0, 2.0, QuantileSketch(), growth
+    )
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Draws:
     lucky: dict[int, float] = field(default_factory=dict)
     played: list[tuple[float, int]] = field(default_factory=list)
 
-    def play(self, _shape: Shape, rate: float, draw: int) -> Run | None:
+    def play(self, _shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         """Say whether it bears a rate."""
         self.played.append((rate, draw))
         near = abs(rate / self.lucky.get(draw, 1e-9) - 1) < 0.02
@@ -38,9 +40,9 @@ class Draws:
 
     def highest(
         self, start: float, least: float = 0.0, most: float = 1e9, alike: float = 1e9
-    ) -> Verdict | None:
+    ) -> CapacityVerdict | None:
         """Have them judged; together they have enough up to a rate, too."""
-        judge = Judge(
+        judge = CapacitySearch(
             len(self.limits), self.play, lambda _whole: self.played[-1][0] <= alike
         )  # fmt: skip
         return judge.highest(SHAPE, start, least=least, most=most)
@@ -58,7 +60,7 @@ def test_a_rate_that_one_draw_bears_by_luck_is_not_named(start: float) -> None:
 
 def test_what_is_too_high_is_asked_of_who_failed() -> None:
     draws = Draws({1: 90.0, 2: 90.0, 3: 90.0, 4: 10.0})
-    judge = Judge(4, draws.play, lambda _whole: True)
+    judge = CapacitySearch(4, draws.play, lambda _whole: True)
     assert judge.highest(SHAPE, 20.0) is not None
     del draws.played[:]
     present(judge.highest(SHAPE, 20.0))
@@ -72,11 +74,11 @@ def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
     limits = {1: 90.0, 2: 90.0, 3: 90.0, 4: 90.0, 5: 12.0, 6: 12.0}
     played: list[int] = []
 
-    def play(_shape: Shape, rate: float, draw: int) -> Run | None:
+    def play(_shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         played.append(draw)
         return run(9 if rate > limits[draw] / 2 else 10) if rate <= limits[draw] else None
 
-    judge = Judge(6, play, lambda _whole: True)
+    judge = CapacitySearch(6, play, lambda _whole: True)
     assert judge.highest(SHAPE, 13.0) is not None
     del played[:]
     limits[6] = 11.0  # as another fleet may have it

@@ -20,8 +20,8 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.fleet import narrow, read, unshared
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.engines.quantile_sketch import Sketch
-from vllm_sched.sim.fleet.aggregate_flow import Figures, Run
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.fleet_shapes import (
     BOTH,
@@ -33,17 +33,17 @@ from vllm_sched.sim.planning.fleet_shapes import (
     PREFILL_DECODE,
     SHORT_APART,
     SHORT_LONG,
-    Seen,
-    Shape,
+    FleetShape,
+    TrafficHints,
     shapes,
 )
 from vllm_sched.sim.planning.plan import machine_of, plan, workers_of, write
 from vllm_sched.sim.planning.search import (
     LONG,
     REST,
-    Question,
-    Search,
-    Served,
+    FleetSearch,
+    PlanQuestion,
+    ServedRate,
     longest_kept,
     ordered,
 )
@@ -53,25 +53,25 @@ if TYPE_CHECKING:
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
 LONGS = "300x60:0.95,40000x20:0.05"
-NOTHING = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
+NOTHING = FlowResult(ClassFigures(), {}, 0, 1.0, 1.0, QuantileSketch())
 
 
-def question(workload: str, targets: str, **given: Any) -> Question:
+def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
     """Ask of H100s with an 8B model, roughly: the order is known, and not near."""
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload), "machine": replace(machine_of("h100-8b")[0], transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
-    return Question(**settings | given)
+    return PlanQuestion(**settings | given)
 
 
-def families(ranking: list[Served]) -> list[str]:
+def families(ranking: list[ServedRate]) -> list[str]:
     """Name the families, best first."""
     return [served.shape.family for served in ranking]
 
 
-def no_split_is_better(search: Search, best: Served, *splits: Shape) -> None:
+def no_split_is_better(search: FleetSearch, best: ServedRate, *splits: FleetShape) -> None:
     """Play every way to divide the workers among two pools, those left out by the search too."""
     for each in splits:
         split = replace(each, policy=best.shape.policy)
@@ -89,7 +89,7 @@ def test_where_all_are_short_one_pool_is_best() -> None:
 
 def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
     # The shorts' first tokens must not wait behind a long's, and the network is no way out.
-    search = Search(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
+    search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
     ranking = search.best(3)
     best = ranking[0]
     assert families(ranking)[0] == SHORT_LONG
@@ -97,24 +97,24 @@ def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
     limits = {1000, best.shape.short_limit, 39_000}
     no_split_is_better(
         search, best,
-        *(Shape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
+        *(FleetShape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
     )  # fmt: skip
     (one_pool,) = (served for served in ranking if served.shape.family == ONE_POOL)
     assert best.rate > 1.3 * one_pool.rate
 
 
 def test_where_prompts_are_large_and_gaps_must_be_small_prefill_is_apart() -> None:
-    search = Search(question("8000x100", "ttft:4000 tpot:20", effort=0.15, draws=2))
+    search = FleetSearch(question("8000x100", "ttft:4000 tpot:20", effort=0.15, draws=2))
     best, *others = search.best(3)
     assert best.shape.family == PREFILL_DECODE
-    no_split_is_better(search, best, *(Shape(prefill=n, decode=3 - n) for n in (1, 2)))
+    no_split_is_better(search, best, *(FleetShape(prefill=n, decode=3 - n) for n in (1, 2)))
     assert best.rate > 1.2 * others[0].rate
     assert best.run.all.handed_over > 0
 
 
 def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
-    best = Search(asked).family(ONE_POOL, 2, (0, 1))[0]
+    best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -122,13 +122,15 @@ def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
 def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
     monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
 ) -> None:
-    def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
+    def served(
+        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
+    ) -> Any:
         of_it = (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
-        return Served(shape, of_it, NOTHING) if of_it >= least else None
+        return ServedRate(shape, of_it, NOTHING) if of_it >= least else None
 
-    monkeypatch.setattr(Search, "rate_of", served)
-    monkeypatch.setattr(Search, "judged", served)
-    search = Search(question(LONGS, "ttft:250"))
+    monkeypatch.setattr(FleetSearch, "rate_of", served)
+    monkeypatch.setattr(FleetSearch, "judged", served)
+    search = FleetSearch(question(LONGS, "ttft:250"))
     others = [ONE_POOL, SHORT_LONG, PREFILL_DECODE]
     assert [each.shape.family for each in search.best(2)] == others  # that takes three workers
     found = [each.shape.family for each in search.best(4)]
@@ -140,7 +142,9 @@ def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
 
 def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
     given = {"families": (SHORT_APART,), "effort": 0.15, "draws": 2}
-    best, *_ = Search(question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", **given)).best(3)
+    best, *_ = FleetSearch(question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", **given)).best(
+        3
+    )
     assert best.shape.pools == {Role.SHORT: 1, Role.PREFILL: 1, Role.DECODE: 1}
     figures = best.run.classes
     # Longs are handed over, shorts are not.
@@ -151,8 +155,8 @@ def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
 
 def test_nobody_is_starved_for_the_others_sake() -> None:
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
-    search = Search(asked)
-    shape = Shape(short=1, long=1, short_limit=2000)
+    search = FleetSearch(asked)
+    shape = FleetShape(short=1, long=1, short_limit=2000)
     served = present(search.rate_of(shape, 2.0))
     beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
@@ -172,14 +176,14 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
 def test_the_longest_are_told_apart_where_many_are_as_long(
     workload: str, of_300: str, of_20000: str
 ) -> None:
-    search = Search(question(workload, "ttft:2500"))
+    search = FleetSearch(question(workload, "ttft:2500"))
     assert [search.class_of(tokens) for tokens in (300, 20_000)] == [of_300, of_20000]
 
 
 @pytest.mark.parametrize("targets", ["ttft:250", "ttft:1000 tpot:12", "e2el:1500", "itl:60"])
 def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> None:
-    search = Search(question(LONGS, targets))
-    shape = Shape(general=2)
+    search = FleetSearch(question(LONGS, targets))
+    shape = FleetShape(general=2)
     served = present(search.rate_of(shape, 10.0))
     spared = 0
     for load in (1.0, 1.15, 3.0):
@@ -197,14 +201,14 @@ def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> 
 def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     # One prompt in twenty makes most of the work: some draws have half as many again as others.
     asked = question(LONGS, "ttft:500", draws=6)
-    shape, search = Shape(general=2), Search(asked)
+    shape, search = FleetShape(general=2), FleetSearch(asked)
     found = present(search.judged(shape, 4.0))
     assert len(found.shares) == 6
     assert 0.9 <= found.spread[0] < found.spread[1]
 
     def served(rate: float) -> int:
         """Count those of six others that have enough in time."""
-        others = (Search(replace(asked, seed=seed)) for seed in range(100, 106))
+        others = (FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106))
         runs = [each.play(shape, rate, fine=True) for each in others]
         return sum(search.enough(run, strict=False) for run in runs)
 
@@ -217,18 +221,20 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
 
 
 def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = Search(question("300x60", "ttft:500"))
-    best = Served(Shape(prefill=1, decode=1), 10.0, NOTHING)
+    search = FleetSearch(question("300x60", "ttft:500"))
+    best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
     asked: list[tuple[str, float, float]] = []
 
-    def judged(_search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+    def judged(
+        _search: FleetSearch, shape: FleetShape, start: float, *, least: float = 0.0
+    ) -> ServedRate | None:
         asked.append((str(shape).partition(";")[0], start, least))
         return replace(best, shape=shape, rate=12.0) if shape.decode == serves else None
 
-    monkeypatch.setattr(Search, "judged", judged)
+    monkeypatch.setattr(FleetSearch, "judged", judged)
     serves = 2
     found = present(search.more(best, (0.0, 1.0)))
-    assert (found.shape, found.rate) == (Shape(prefill=1, decode=2), 12.0)
+    assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
     assert asked[:2] == [
         ("2 prefill + 1 decode", 15.0, 10.0),
         ("1 prefill + 2 decode", 15.0, 10.0),
@@ -239,11 +245,13 @@ def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_of_the_longest_say_little() -> None:
-    search = Search(question(LONGS, "ttft:250"))
+    search = FleetSearch(question(LONGS, "ttft:250"))
 
-    def run(kept: int, of: int) -> Run:
-        longs = Figures(arrived=of, kept=kept)
-        return Run(Figures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
+    def run(kept: int, of: int) -> FlowResult:
+        longs = ClassFigures(arrived=of, kept=kept)
+        return FlowResult(
+            ClassFigures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
+        )
 
     # Of nine in ten, 44 are 4.5 % more or less by chance.
     assert search.enough(run(38, 44), strict=False)
@@ -255,7 +263,7 @@ def test_few_of_the_longest_say_little() -> None:
 # What cannot be had
 
 
-def refusal(asked: Question, gpus: int = 2, gpus_each: int = 1, **given: Any) -> str:
+def refusal(asked: PlanQuestion, gpus: int = 2, gpus_each: int = 1, **given: Any) -> str:
     """Return the error's line."""
     with pytest.raises(UsageError) as caught:
         plan(asked, gpus, gpus_each, **given)
@@ -276,35 +284,35 @@ def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> 
     # Nineteen in twenty are in time on an idle worker, of the longest tenth nobody ever.
     asked = question(LONGS, "ttft:3000 tpot:8.5")
     with pytest.raises(UsageError) as caught:
-        Search(asked).check()
+        FleetSearch(asked).check()
     text = str(caught.value)
     assert f"on an idle worker 0% of the longest of {LONGS} are in time" in text
     wanted = text.partition("ask for ")[2].partition(" at the least")[0]
     assert wanted.startswith("tpot:")
-    Search(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
+    FleetSearch(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
 
 
 def test_a_whole_answer_that_no_machine_has_in_time_is_refused_with_what_could_be_asked() -> None:
     asked = question("1500x60", "e2el:100")
     with pytest.raises(UsageError) as caught:
-        Search(asked).check()
+        FleetSearch(asked).check()
     wanted = str(caught.value).partition("ask for ")[2].partition(" at the least")[0]
     assert re.fullmatch(r"e2el:\d+", wanted)
-    Search(replace(asked, targets=parse([wanted]))).check()
+    FleetSearch(replace(asked, targets=parse([wanted]))).check()
 
 
 def test_targets_that_are_met_each_but_not_together_are_to_be_looser() -> None:
     # The one tenth has too long a prompt, the other too long an answer.
     asked = question("300x60:0.88,20000x20:0.06,300x600:0.06", "ttft:500 e2el:2000")
     with pytest.raises(UsageError, match=r"; ask for looser targets$"):
-        Search(asked).check()
+        FleetSearch(asked).check()
 
 
 @pytest.mark.parametrize("borne", [True, False])
 def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
     # About one request in ten can't be in time: it matters whose.
     for seed in range(500):
-        search = Search(question("300x60:0.9,40000x20:0.1", "ttft:250", seed=seed))
+        search = FleetSearch(question("300x60:0.9,40000x20:0.1", "ttft:250", seed=seed))
         searched, judging = (
             sum(each.prompt_tokens > 300 for each in islice(search.question.shapes(draw), count))
             / count
@@ -323,11 +331,11 @@ def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
 
 def test_who_all_come_at_once_are_no_matter_of_an_idle_worker() -> None:
     asked = question("1500x60", "ttft:500 tpot:40", burstiness=0.01)
-    search = Search(asked)
+    search = FleetSearch(asked)
     search.check()
     # One worker is never in time with them, forty are.
-    assert search.serves(Shape(general=1), 0.2) is None
-    assert search.serves(Shape(general=40), 0.2) is not None
+    assert search.serves(FleetShape(general=1), 0.2) is None
+    assert search.serves(FleetShape(general=40), 0.2) is not None
 
 
 def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
@@ -357,27 +365,27 @@ def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plainly() -> tuple[Question, list[Served]]:
+def plainly() -> tuple[PlanQuestion, list[ServedRate]]:
     """Return a question, and what plain workers answer: short and long are best."""
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
-    ranking = Search(asked).best(2)
+    ranking = FleetSearch(asked).best(2)
     assert families(ranking)[0] == SHORT_LONG
     return asked, ranking
 
 
 def test_real_schedulers_have_the_last_word(
-    plainly: tuple[Question, list[Served]], monkeypatch: pytest.MonkeyPatch
+    plainly: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slower(search: Search, shape: Shape, rate: float) -> Run:
+    def slower(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
         """Play one pool truly, and have all others fail."""
         if shape.family != ONE_POOL:
-            return Run(Figures(arrived=1), {}, 0, 1.0, 1.0, Sketch())
+            return FlowResult(ClassFigures(arrived=1), {}, 0, 1.0, 1.0, QuantileSketch())
         return truly(search, shape, rate)
 
     truly = planning.play_exactly
     asked, ranking = plainly
     monkeypatch.setattr(planning, "play_exactly", slower)
-    monkeypatch.setattr(Search, "best", lambda *_: ranking)
+    monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
     # The best of plain workers was short and long: with real ones it served nothing.
     assert families(found.ranking) == [ONE_POOL]
@@ -394,17 +402,17 @@ def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[tuple[str, float]] = []
-    search = Search(question("300x60", "ttft:500"), lambda *what: told.append(what))
+    search = FleetSearch(question("300x60", "ttft:500"), lambda *what: told.append(what))
     draws: list[int] = []
-    schedule = Question.schedule
+    schedule = PlanQuestion.schedule
 
-    def drawn(asked: Question, rate: float, count: int, draw: int = 0) -> Schedule:
+    def drawn(asked: PlanQuestion, rate: float, count: int, draw: int = 0) -> Schedule:
         draws.append(draw)
         return schedule(asked, rate, count, draw)
 
-    monkeypatch.setattr(Question, "schedule", drawn)
+    monkeypatch.setattr(PlanQuestion, "schedule", drawn)
     search.tell("before", 0.7)
-    run = planning.play_exactly(search, Shape(general=1), 10.0)
+    run = planning.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
     assert draws == [search.question.draws + 1]  # not searched with, and no judge's
     assert {share for _, share in told} == {0.7}
@@ -416,26 +424,28 @@ def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are
 
 
 def test_real_schedulers_are_asked_of_the_longest_too(
-    plainly: tuple[Question, list[Served]], monkeypatch: pytest.MonkeyPatch
+    plainly: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def starving(shape: Shape) -> Run:
+    def starving(shape: FleetShape) -> FlowResult:
         """Let all be in time, but the longest where there are two pools."""
-        longs = Figures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
-        return Run(Figures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
+        longs = ClassFigures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
+        return FlowResult(
+            ClassFigures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
+        )
 
     asked, ranking = plainly
     monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
-    monkeypatch.setattr(Search, "best", lambda *_: ranking)
+    monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
     assert families(found.ranking) == [ONE_POOL]
     told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
-    monkeypatch.setattr(Search, "best", lambda *_: ranking[:1])
+    monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking[:1])
     assert "and as many of the longest, at" in refusal(asked, exact=True)
 
 
 def test_what_was_kept_is_counted_as_in_the_search() -> None:
-    search = Search(question(LONGS, "ttft:250 tpot:100", effort=0.1))
+    search = FleetSearch(question(LONGS, "ttft:250 tpot:100", effort=0.1))
     alone_s = search.borne_s(40_000)
     assert alone_s > 0.25
 
@@ -460,7 +470,7 @@ def test_what_was_kept_is_counted_as_in_the_search() -> None:
 
 
 def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Run(Figures(arrived=1), {}, 1, 1.0, 1.0, Sketch())
+    nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
     monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
     assert "none of the best fleets has 90% in time" in refusal(asked, 1, exact=True)
@@ -469,7 +479,7 @@ def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) ->
 # Shapes
 
 
-SEEN = Seen(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
+SEEN = TrafficHints(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
 
 
 LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
@@ -490,17 +500,17 @@ def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) 
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(general=2, policy=BOTH, itl_ms=60),
-        Shape(short=1, long=2, short_limit=3000, policy=LONG_PROMPT),
-        Shape(prefill=1, decode=2, policy=CHUNKS, disaggregate_above=512),
-        Shape(short=2, prefill=1, decode=1, short_limit=3000, policy=BOTH),
-        Shape(short=1, long=1, short_limit=3600),
-        Shape(short=1, long=1, short_limit=9999),
-        Shape(short=1, long=1, short_limit=100_000),
+        FleetShape(general=2, policy=BOTH, itl_ms=60),
+        FleetShape(short=1, long=2, short_limit=3000, policy=LONG_PROMPT),
+        FleetShape(prefill=1, decode=2, policy=CHUNKS, disaggregate_above=512),
+        FleetShape(short=2, prefill=1, decode=1, short_limit=3000, policy=BOTH),
+        FleetShape(short=1, long=1, short_limit=3600),
+        FleetShape(short=1, long=1, short_limit=9999),
+        FleetShape(short=1, long=1, short_limit=100_000),
     ],
     ids=str,
 )
-def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -> None:
+def test_every_shape_is_a_fleet_that_check_takes(shape: FleetShape, tmp_path: Path) -> None:
     machine, gpus = machine_of("h100-70b-tp4")
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet(machine, "m", gpus)))
@@ -518,8 +528,8 @@ def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -
 
 
 def test_of_equals_the_simplest_is_best() -> None:
-    def served(rate: float, **given: Any) -> Served:
-        return Served(Shape(**given), rate, NOTHING)
+    def served(rate: float, **given: Any) -> ServedRate:
+        return ServedRate(FleetShape(**given), rate, NOTHING)
 
     far = served(10.0, prefill=1, decode=1)
     equal = served(9.8, general=2, policy=BOTH)
@@ -532,35 +542,41 @@ def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -
     # All serve the same. Roughly, who is tried later seems to serve more.
     after = iter(range(100))
 
-    def rough(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Served:
-        return Served(shape, max(10.0 * 1.015 ** next(after), least), NOTHING)
+    def rough(
+        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
+    ) -> ServedRate:
+        return ServedRate(shape, max(10.0 * 1.015 ** next(after), least), NOTHING)
 
-    def exact(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
-        return Served(shape, 10.0, NOTHING) if least <= 10.0 else None
+    def exact(_search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
+        return ServedRate(shape, 10.0, NOTHING) if least <= 10.0 else None
 
-    monkeypatch.setattr(Search, "rate_of", rough)
-    monkeypatch.setattr(Search, "judged", exact)
-    search = Search(question(LONGS, "ttft:250", policies=POLICIES))
+    monkeypatch.setattr(FleetSearch, "rate_of", rough)
+    monkeypatch.setattr(FleetSearch, "judged", exact)
+    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
     (best,) = search.family(ONE_POOL, 2, (0, 1))
     assert best.shape.policy == DEFAULT
 
 
 def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = list[Shape]()
+    judged = list[FleetShape]()
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
 
-    def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
+    def served(
+        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
+    ) -> Any:
         # Of a fleet with a pool too small, roughly nothing.
         rate = rates[shape.policy] / (1 + shape.long / 1000)
-        return Served(shape, rate, NOTHING) if rate >= least else None
+        return ServedRate(shape, rate, NOTHING) if rate >= least else None
 
-    def exact(search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Any:
+    def exact(search: FleetSearch, shape: FleetShape, start: float, *, least: float = 0.0) -> Any:
         judged.append(shape)
         return served(search, shape, start, least=least)
 
-    monkeypatch.setattr(Search, "rate_of", served)
-    monkeypatch.setattr(Search, "judged", exact)
-    best, *_ = Search(question(LONGS, "ttft:250", policies=POLICIES)).family(SHORT_LONG, 4, (0, 1))
+    monkeypatch.setattr(FleetSearch, "rate_of", served)
+    monkeypatch.setattr(FleetSearch, "judged", exact)
+    best, *_ = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES)).family(
+        SHORT_LONG, 4, (0, 1)
+    )
     # The policies that are not near are not judged; of those that are each has its best.
     assert best.shape.policy == CHUNKS
     assert {each.policy for each in judged} == {LONG_PROMPT, CHUNKS, BOTH}
@@ -568,7 +584,7 @@ def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_traffic_is_known_by_its_requests() -> None:
-    traffic = Search(question("100x10:0.5,900x90:0.5", "ttft:500")).traffic
+    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).traffic
     assert traffic.largest == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
@@ -597,9 +613,9 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
     targets = "ttft:2000 tpot:60"
 
     def rate_of(workload: str) -> float:
-        search = Search(question(workload, targets, prefix_hit=0.0))
+        search = FleetSearch(question(workload, targets, prefix_hit=0.0))
         search.check()
-        served = present(search.rate_of(Shape(general=2), 20.0))
+        served = present(search.rate_of(FleetShape(general=2), 20.0))
         return served.rate
 
     assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
@@ -607,8 +623,8 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
 
 @pytest.mark.parametrize("targets", ["itl:80", "tpot:100", "ttft:10000"])
 def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
-    search = Search(question("1500x100", targets, policies=(CHUNKS,)))
-    shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
+    search = FleetSearch(question("1500x100", targets, policies=(CHUNKS,)))
+    shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
     served = present(search.judged(shape, 2 * allowed))
@@ -627,10 +643,10 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
     class BegunError(Exception):
         pass
 
-    def begun(_search: Search) -> None:
+    def begun(_search: FleetSearch) -> None:
         raise BegunError
 
-    monkeypatch.setattr(Search, "check", begun)
+    monkeypatch.setattr(FleetSearch, "check", begun)
     asked = question("1500x60", "ttft:30000", effort=effort)
     with pytest.raises(UsageError, match="one simulation") as caught:
         plan(asked, 1_000_000, gpus_each)
@@ -642,15 +658,15 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
     with pytest.raises(UsageError, match=f"plan for {fits:,} at most"):
         plan(asked, fits + gpus_each, gpus_each)
     # What one worker more would serve is played too.
-    search = Search(asked)
+    search = FleetSearch(asked)
     most = (fits // gpus_each + 1) * search.traffic.most_each
     assert Schedule(source=asked.source, count=search.count(most, fine=True)).count
 
 
 def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
     # No target sees how long anybody waits for the first token.
-    search = Search(question("1500x100", "itl:80", policies=(CHUNKS,)))
-    shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
+    search = FleetSearch(question("1500x100", "itl:80", policies=(CHUNKS,)))
+    shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.traffic.most_each
     for fine in (False, True):
         run = search.play(shape, 1.2 * allowed, fine=fine)
@@ -662,7 +678,7 @@ def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
 
 def test_what_is_in_caches_need_not_be_computed() -> None:
     plain, cached = (
-        Search(question("8000x20", "ttft:4000", prefix_hit=hit)).traffic.most_each
+        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).traffic.most_each
         for hit in (0.0, 0.8)
     )
     assert 3 < cached / plain < 5
@@ -678,15 +694,15 @@ def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
         )
     )
     for seed in (0, 1):
-        search = Search(question(str(path), "ttft:3000 tpot:60", seed=seed, effort=0.4))
+        search = FleetSearch(question(str(path), "ttft:3000 tpot:60", seed=seed, effort=0.4))
         assert search.traffic.prompt == pytest.approx(10_150)
-        run = search.play(Shape(general=2), 1.0, fine=False, whole=True)
+        run = search.play(FleetShape(general=2), 1.0, fine=False, whole=True)
         mean = run.all.prompt_tokens / run.all.done
         assert mean == pytest.approx(10_150, rel=0.25)
 
 
 def test_a_run_lasts_longer_than_its_target_however_large_the_fleet() -> None:
-    search = Search(question("1500x30", "ttft:5000", effort=1.0))
+    search = FleetSearch(question("1500x30", "ttft:5000", effort=1.0))
     for rate in (1.0, 100.0, 1e6):
         for fine in (False, True):
             assert search.count(rate, fine=fine) >= 20 * rate

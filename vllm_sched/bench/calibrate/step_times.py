@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self
 
-from vllm_sched.bench.calibrate.token_times import Api, MeasureError, Stream, session
+from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, session
 from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
 
@@ -49,7 +49,7 @@ TOGETHER: Final = 0.3
 
 
 @dataclass(frozen=True)
-class Plan:
+class CalibrationPlan:
     """What is measured."""
 
     batches: tuple[int, ...]
@@ -84,7 +84,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Lone:
+class LonePrompt:
     """A whole prompt that had the worker to itself, from the request to its token."""
 
     tokens: int
@@ -92,17 +92,17 @@ class Lone:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredSteps:
     """What was measured."""
 
     steps: list[Measured]
-    lone: list[Lone]
+    lone: list[LonePrompt]
 
 
-class Meter(Api):
+class StepMeter(TokenApi):
     """A worker, and the requests that measure it."""
 
-    async def measure(self, plan: Plan, tell: Callable[[str], None]) -> Seen:
+    async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
         """Measure everything, after a warm-up that is thrown away."""
         tell("warming up")
         await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
@@ -127,7 +127,7 @@ class Meter(Api):
         tell("both: the ends of long prompts beside 1 decoding")
         found += await self._ends(plan)
         tell("whole prompts")
-        return Seen(found, [await self._lone(tokens) for tokens in self._alone(plan)])
+        return MeasuredSteps(found, [await self._lone(tokens) for tokens in self._alone(plan)])
 
     # One kind of step each
 
@@ -153,7 +153,7 @@ class Meter(Api):
             found.append(Measured(StepShape(decodes=batch, context_tokens=batch * each), seconds))
         return found
 
-    async def _mixed(self, batch: int, plan: Plan) -> list[Measured]:
+    async def _mixed(self, batch: int, plan: CalibrationPlan) -> list[Measured]:
         rounds = [tokens for tokens in plan.prompts for _ in range(REPEATS)]
         found: list[Measured] = []
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
@@ -176,7 +176,9 @@ class Meter(Api):
                 found.append(Measured(shape, statistics.median(seen)))
         return found
 
-    async def _beside(self, streams: Sequence[Stream], tokens: int) -> tuple[float, int] | None:
+    async def _beside(
+        self, streams: Sequence[TimedStream], tokens: int
+    ) -> tuple[float, int] | None:
         """Time the step that prefills one prompt beside running streams."""
         newcomer = await self.stream(self.prompt(tokens), 1)
         (found,) = await _before(streams, newcomer.ticks[0], 1)
@@ -204,14 +206,14 @@ class Meter(Api):
         seconds = then.ticks[0] - first.ticks[0]
         return seconds if then.ticks[-1] - then.ticks[0] < TOGETHER * seconds else None
 
-    def _most_chunks(self, batch: int, plan: Plan, prompts: int) -> int:
+    def _most_chunks(self, batch: int, plan: CalibrationPlan, prompts: int) -> int:
         """Count the steps of the longest prompt for which streams leave room, so many times."""
         room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - 2 - plan.budget
         # Streams write on for as long as the prompts last.
         spare = batch * (plan.contexts[0] + prompts * BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
-    async def _ends(self, plan: Plan) -> list[Measured]:
+    async def _ends(self, plan: CalibrationPlan) -> list[Measured]:
         """Time small parts of prompts that have a long context: their last steps."""
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= LEAST_PART]
@@ -234,7 +236,7 @@ class Meter(Api):
                         found.append(Measured(shape, seconds))
         return found
 
-    async def _chunks(self, batch: int, plan: Plan, part: float) -> list[Measured]:
+    async def _chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[Measured]:
         """Time the steps of one long prompt, each of which has all that streams leave it."""
         chunk, own = plan.budget - batch, plan.contexts[0]
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
@@ -276,24 +278,24 @@ class Meter(Api):
             if seconds is not None
         ]
 
-    def _alone(self, plan: Plan) -> list[int]:
+    def _alone(self, plan: CalibrationPlan) -> list[int]:
         """Choose whole prompts: of one step, and two of many."""
         most = self.max_model_len - 2
         longs = [each for each in (most // 4, most) if each > plan.budget]
         return [*plan.prompts[::3], *longs]
 
-    async def _lone(self, tokens: int) -> Lone:
+    async def _lone(self, tokens: int) -> LonePrompt:
         """Time a prompt that has the worker to itself, from the request to its token."""
         times = []
         for _ in range(LONG_REPEATS if tokens > LONG else LONE_REPEATS):
             await asyncio.sleep(IDLE_S)  # a worker that has just done the like is quicker
             began = time.perf_counter()
             times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
-        return Lone(tokens, statistics.median(times))
+        return LonePrompt(tokens, statistics.median(times))
 
 
 async def _before(
-    streams: Sequence[Stream], moment: float, steps: int
+    streams: Sequence[TimedStream], moment: float, steps: int
 ) -> list[tuple[float, int] | None]:
     """Give the last steps until a moment: how long each took, and the context that it read."""
     # Its tokens come with the newcomer's, a little before or after.
@@ -313,10 +315,10 @@ async def _before(
 
 
 @asynccontextmanager
-async def meter(url: str, seed: int = 0) -> AsyncIterator[Meter]:
+async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
     """Meet a worker."""
     async with session() as found:
-        worker = Meter(found, url, seed)
+        worker = StepMeter(found, url, seed)
         await worker.meet()
         await worker.read_cache()
         yield worker

@@ -36,7 +36,7 @@ class MeasureError(VllmSchedError):
 
 
 @dataclass
-class Stream:
+class TimedStream:
     """One streamed answer: when its tokens came, and how many there were by then."""
 
     prompt_tokens: int
@@ -87,7 +87,7 @@ class Stream:
             await self._news.wait()
 
 
-class Api:
+class TokenApi:
     """A worker that is asked for tokens, whose prompts nobody has seen before."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int = 0) -> None:
@@ -126,9 +126,11 @@ class Api:
                 self.block_tokens = block
 
     @asynccontextmanager
-    async def streams(self, count: int, context: int, tokens: int) -> AsyncIterator[list[Stream]]:
+    async def streams(
+        self, count: int, context: int, tokens: int
+    ) -> AsyncIterator[list[TimedStream]]:
         """Have so many answers streamed inside the block; they are cut off at its end."""
-        streams = [Stream(context) for _ in range(count)]
+        streams = [TimedStream(context) for _ in range(count)]
         # All but the end of the prompt is one, and cached: a decode reads its context all the same,
         # and hundreds of long prompts need not be computed for the sake of what follows them.
         *shared, _ = self.prompt(context)
@@ -154,11 +156,11 @@ class Api:
         prompt: Sequence[int] | Sequence[Sequence[int]],
         tokens: int,
         *,
-        into: Stream | None = None,
+        into: TimedStream | None = None,
         after_s: float = 0.0,
-    ) -> Stream:
+    ) -> TimedStream:
         """Ask for tokens, and note when each comes."""
-        stream = into or Stream(0)
+        stream = into or TimedStream(0)
         if after_s:
             await asyncio.sleep(after_s)
         body = {

@@ -44,7 +44,7 @@ class EndpointError(VllmSchedError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class EndpointOptions:
     """What the command line says of an endpoint."""
 
     url: str
@@ -94,7 +94,7 @@ class Endpoint:
         return self.body(prompt, request.output_tokens, request.tenant)
 
 
-async def learn(asked: Asked) -> Endpoint:
+async def learn(asked: EndpointOptions) -> Endpoint:
     """Ask an endpoint for all that a load needs to know; one line of an error if it can not be."""
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
     if asked.explain:
@@ -118,7 +118,7 @@ async def learn(asked: Asked) -> Endpoint:
     return replace(endpoint, measure=measure, doubts=tuple(doubts))
 
 
-def _remedy(asked: Asked, address: Address, words: str) -> str:
+def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
     """Say what to do about an error, where that is known."""
     refused = REFUSED.search(words)
     match refused and int(refused[1]):

@@ -34,7 +34,7 @@ BUSY_LIMIT: Final = 0.8
 
 
 @dataclass
-class Tally:
+class RunProgress:
     """How far a run is, for those who watch."""
 
     began: float = field(default_factory=time.perf_counter)
@@ -55,7 +55,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedRun:
     """A finished run, or the part of one until the user had enough."""
 
     outcomes: tuple[Outcome, ...]
@@ -113,9 +113,9 @@ async def play(
     *,
     salt: str = "",
     timeout_s: float = TIMEOUT_S,
-    tally: Tally | None = None,
+    tally: RunProgress | None = None,
     stop: asyncio.Event | None = None,
-) -> Played:
+) -> PlayedRun:
     """Play it to its end, or until `stop` is set; a failed request is an outcome, no exception.
 
     The schedule fixes lengths and times, `salt` the words: under another one, a server's prefix
@@ -124,7 +124,7 @@ async def play(
     _allow_many_connections()
     texts = Texts(f"{schedule.seed}/{salt}")
     player = _Player(
-        endpoint, schedule, texts, timeout_s, tally or Tally(), stop or asyncio.Event()
+        endpoint, schedule, texts, timeout_s, tally or RunProgress(), stop or asyncio.Event()
     )
     with ahead_of_others():
         return await player.run()
@@ -137,7 +137,7 @@ class _Player:
         schedule: Schedule,
         texts: Texts,
         timeout_s: float,
-        tally: Tally,
+        tally: RunProgress,
         stop: asyncio.Event,
     ) -> None:
         self._endpoint = endpoint
@@ -149,7 +149,7 @@ class _Player:
         self._outcomes: list[Outcome] = []
         self._cut = self._uncounted = 0
 
-    async def run(self) -> Played:
+    async def run(self) -> PlayedRun:
         wire = self._endpoint.wire()
         stall = _Stall()
         watch = asyncio.create_task(stall.watch())
@@ -173,7 +173,7 @@ class _Player:
                 await sending
             wire.close()
         duration = self._now()
-        return Played(
+        return PlayedRun(
             outcomes=tuple(self._outcomes),
             duration=duration,
             busy=(time.process_time() - cpu) / duration if duration else 0.0,

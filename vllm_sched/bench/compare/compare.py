@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from vllm_sched.bench.compare.runner import Record
+    from vllm_sched.bench.compare.runner import RequestTimes
     from vllm_sched.bench.compare.workloads import Workload
     from vllm_sched.bench.results.engine_trace import Stories
 
@@ -41,7 +41,7 @@ STALL_LIMIT_S = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What both sides of a comparison share."""
 
     model: str
@@ -63,12 +63,12 @@ class Contender:
     stories: Stories = field(default_factory=dict)  # what is read there
 
     @property
-    def failed(self) -> list[Record]:
+    def failed(self) -> list[RequestTimes]:
         """Its failed requests, over all rounds."""
         return [record for played in self.rounds for record in played.failed]
 
 
-class Narrator:
+class ProgressReporter:
     """Says what is going on: a live line on a terminal, an occasional line elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -110,7 +110,7 @@ class Narrator:
 
 
 def contender(
-    role: str, side: Side, plan: Plan, *, sharing: int = 2, trace: Path | None = None
+    role: str, side: Side, plan: ComparisonPlan, *, sharing: int = 2, trace: Path | None = None
 ) -> Contender:
     """Describe a worker for a side, one of `sharing` alive at once on this machine."""
     if trace is not None:
@@ -128,7 +128,7 @@ def contender(
 
 
 @asynccontextmanager
-async def running(workers: Sequence[Worker], narrator: Narrator) -> AsyncIterator[None]:
+async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> AsyncIterator[None]:
     """Have all workers up inside the block and none after it, however it ends."""
     try:
         narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
@@ -147,7 +147,9 @@ async def running(workers: Sequence[Worker], narrator: Narrator) -> AsyncIterato
         await asyncio.gather(*(asyncio.to_thread(each.stop) for each in workers))
 
 
-async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrator) -> None:
+async def measure(
+    contenders: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+) -> None:
     """Play the rounds against running workers, the order turned round every time."""
     for each in contenders:
         narrator.step(f"warming up {each.role}")
@@ -162,8 +164,8 @@ async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrato
 async def compare(
     baseline: Side,
     candidate: Side,
-    plan: Plan,
-    narrator: Narrator,
+    plan: ComparisonPlan,
+    narrator: ProgressReporter,
     *,
     trace: Path | None = None,
 ) -> Comparison:
@@ -185,7 +187,7 @@ async def compare(
 class Comparison:
     """A finished comparison."""
 
-    plan: Plan
+    plan: ComparisonPlan
     baseline: Contender
     candidate: Contender
 
@@ -277,14 +279,18 @@ def _side_json(each: Contender) -> dict[str, Any]:
 
 
 async def play_round(
-    each: Contender, plan: Plan, workload: Workload, number: int, narrator: Narrator
+    each: Contender,
+    plan: ComparisonPlan,
+    workload: Workload,
+    number: int,
+    narrator: ProgressReporter,
 ) -> Round:
     """Play a round against one of them; round 0 warms up."""
     await asyncio.sleep(REST_S)
     each.worker.check()  # a dead worker is one clear error, not one for every request
     done = 0
 
-    def count(_: Record) -> None:
+    def count(_: RequestTimes) -> None:
         nonlocal done
         done += 1
         narrator.detail(f"{done} requests done")

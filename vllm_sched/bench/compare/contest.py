@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vllm_sched.bench.compare.compare import Contender, Plan
+    from vllm_sched.bench.compare.compare import ComparisonPlan, Contender
 
 # What is left out of the table: it is the same server every time, or follows from the rest.
 HIDDEN = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
@@ -28,7 +28,7 @@ HIDDEN = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT 
 class Contest:
     """A finished contest; the first contender is what the others are measured by."""
 
-    plan: Plan
+    plan: ComparisonPlan
     contenders: Sequence[Contender]
 
     @property

@@ -22,7 +22,7 @@ from vllm_sched.bench.results import stats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_sched.bench.compare.runner import Record, Round
+    from vllm_sched.bench.compare.runner import RequestTimes, Round
 
     Samples = Callable[[Sequence[Round], str], list[float]]
 
@@ -273,7 +273,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float | None]:
     }
 
 
-def _of_class(rounds: Sequence[Round], klass: str) -> list[Record]:
+def _of_class(rounds: Sequence[Round], klass: str) -> list[RequestTimes]:
     return [r for played in rounds for r in (*played.records, *played.lone) if r.klass == klass]
 
 

@@ -21,14 +21,14 @@ from vllm_sched.bench.results.error_excerpt import excerpt
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from vllm_sched.bench.compare.workloads import Arrival, Workload
+    from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 
 REQUEST_TIMEOUT_S = 600.0
 WATCH_S = 0.02
 
 
 @dataclass
-class Record:
+class RequestTimes:
     """What happened to one request; times in seconds after its round's start."""
 
     klass: str
@@ -66,21 +66,21 @@ class Round:
     """One playing of a workload against one worker."""
 
     number: int
-    records: tuple[Record, ...]
-    lone: tuple[Record, ...] = ()
+    records: tuple[RequestTimes, ...]
+    lone: tuple[RequestTimes, ...] = ()
     stall: float = 0.0  # the longest time that this client, not the worker, was held up
     began: float = 0.0  # its start, by the machine's monotonic clock
 
     @property
-    def failed(self) -> list[Record]:
+    def failed(self) -> list[RequestTimes]:
         """The requests that did not get every token they asked for."""
         return [record for record in (*self.records, *self.lone) if record.error]
 
 
-class Stream:
+class EventReader:
     """Reads server-sent events from chunks of bytes; one instance per response."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RequestTimes) -> None:
         self._record = record
         self._rest = b""
         self.done = False
@@ -136,7 +136,7 @@ async def play(
     number: int,
     *,
     lone_samples: int = 0,
-    on_done: Callable[[Record], None] = lambda _: None,
+    on_done: Callable[[RequestTimes], None] = lambda _: None,
 ) -> Round:
     """Play round `number`; a failed request is a record with an error, never an exception.
 
@@ -155,7 +155,7 @@ async def play(
             client = _Client(session, f"{url}/v1/completions", on_done)
             records = await client.play(workload.arrivals, bodies, number)
             lone = [
-                await client.one(body, Record("lone", workload.lone_prompt_tokens, 1))
+                await client.one(body, RequestTimes("lone", workload.lone_prompt_tokens, 1))
                 for body in lone_bodies
             ]
     return Round(number, tuple(records), tuple(lone), watch.stall, client.began)
@@ -165,7 +165,7 @@ class _Client:
     """Sends one round's requests and keeps its clock."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, on_done: Callable[[Record], None]
+        self, session: aiohttp.ClientSession, url: str, on_done: Callable[[RequestTimes], None]
     ) -> None:
         self._session = session
         self._url = url
@@ -178,10 +178,10 @@ class _Client:
         return self._start
 
     async def play(
-        self, arrivals: Sequence[Arrival], bodies: Sequence[bytes], number: int
-    ) -> list[Record]:
+        self, arrivals: Sequence[PlannedRequest], bodies: Sequence[bytes], number: int
+    ) -> list[RequestTimes]:
         records = [
-            Record(a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
+            RequestTimes(a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
             for index, a in enumerate(arrivals)
         ]
         jobs = list(zip(arrivals, bodies, records, strict=True))
@@ -204,11 +204,11 @@ class _Client:
         return records
 
     async def one(
-        self, body: bytes, record: Record, running: asyncio.Event | None = None
-    ) -> Record:
+        self, body: bytes, record: RequestTimes, running: asyncio.Event | None = None
+    ) -> RequestTimes:
         """Send one request now; set `running` at its first token, or when there will be none."""
         record.sent = self._now()
-        stream = Stream(record)
+        stream = EventReader(record)
         try:
             async for chunk in self._chunks(body, record.name):
                 stream.feed(chunk, self._now())
@@ -224,7 +224,7 @@ class _Client:
         self._on_done(record)
         return record
 
-    async def _later(self, at: float, body: bytes, record: Record) -> None:
+    async def _later(self, at: float, body: bytes, record: RequestTimes) -> None:
         await asyncio.sleep(at - self._now())
         await self.one(body, record)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_sched.bench.compare.compare import Comparison
-    from vllm_sched.bench.compare.runner import Record, Round
+    from vllm_sched.bench.compare.runner import RequestTimes, Round
     from vllm_sched.bench.results.engine_trace import Stories
 
 SUFFIXES = (".html", ".svg")
@@ -90,7 +90,7 @@ class Panel:
         meant = MEANT.get(self.label.split(" ")[0])
         return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
-    def phases(self, record: Record) -> list[Phase]:
+    def phases(self, record: RequestTimes) -> list[Phase]:
         """Return what the engine did with a request, on the round's clock."""
         began = self.played.began
         return [
@@ -221,7 +221,9 @@ def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
     return "\n".join(parts), bottom + AXIS - top
 
 
-def _lane(record: Record, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()) -> str:
+def _lane(
+    record: RequestTimes, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()
+) -> str:
     middle = top + LANE / 2
     waited_until = record.first_token if record.first_token is not None else scale.until
     if phases:
@@ -253,7 +255,9 @@ def _lane(record: Record, name: str, scale: Scale, top: float, phases: Sequence[
     return f'<g class="lane">{"".join(parts)}</g>'
 
 
-def _boxes(record: Record, phases: Sequence[Phase], scale: Scale, middle: float) -> Iterator[str]:
+def _boxes(
+    record: RequestTimes, phases: Sequence[Phase], scale: Scale, middle: float
+) -> Iterator[str]:
     """Draw the chunks of its prompt, and the times that it was out."""
     styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
     for phase in phases:
@@ -266,7 +270,7 @@ def _boxes(record: Record, phases: Sequence[Phase], scale: Scale, middle: float)
         )
 
 
-def _pauses(record: Record, scale: Scale, middle: float) -> Iterator[str]:
+def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
     for sooner, later in zip(record.ticks, record.ticks[1:], strict=False):
         if later - sooner <= scale.pause or later <= 0 or sooner >= scale.until:
             continue
@@ -275,7 +279,7 @@ def _pauses(record: Record, scale: Scale, middle: float) -> Iterator[str]:
         yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
 
 
-def _story(record: Record, name: str, phases: Sequence[Phase] = ()) -> str:
+def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
     """Tell what happened to a request, for the tooltip."""
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
@@ -366,7 +370,7 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
         )
 
 
-def _crowd(records: Sequence[Record]) -> str:
+def _crowd(records: Sequence[RequestTimes]) -> str:
     """Say who is in the picture."""
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []

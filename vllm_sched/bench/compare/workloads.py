@@ -28,7 +28,7 @@ STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PlannedRequest:
     """One request: when, of which class, how many tokens in and out."""
 
     at: float  # seconds after the round's start; of no meaning for the background
@@ -48,7 +48,7 @@ class Workload:
     """Arrivals, background first, and the seed of their prompts."""
 
     name: str
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[PlannedRequest, ...]
     seed: int
     lone_prompt_tokens: int  # the prompt that is also timed with nothing else running
     worker_flags: tuple[str, ...] = ()
@@ -94,10 +94,10 @@ def long_blocks_short(
         lone_prompt_tokens=short_tokens,
         worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
         arrivals=(
-            *(Arrival(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
-            *(Arrival(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
+            *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
+            *(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
             *(
-                Arrival(
+                PlannedRequest(
                     round(first_short_at + i * short_every, 6), SHORT, short_tokens, output_tokens
                 )
                 for i in range(shorts)
@@ -115,7 +115,7 @@ def equal_prompts(
         seed=seed,
         lone_prompt_tokens=long_tokens,
         worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
-        arrivals=tuple(Arrival(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
+        arrivals=tuple(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
     )
 
 
@@ -144,9 +144,11 @@ def chat_beside_batch(
             *("--max-num-seqs", "16"),
         ),
         arrivals=(
-            *(Arrival(0.0, BATCH, batch_tokens, batch_output, BATCH) for _ in range(longs)),
+            *(PlannedRequest(0.0, BATCH, batch_tokens, batch_output, BATCH) for _ in range(longs)),
             *(
-                Arrival(round(first_chat_at + i * chat_every, 6), SHORT, chat_tokens, output_tokens)
+                PlannedRequest(
+                    round(first_chat_at + i * chat_every, 6), SHORT, chat_tokens, output_tokens
+                )
                 for i in range(chats)
             ),
         ),
@@ -173,7 +175,7 @@ def saturated(
         lone_prompt_tokens=mean_prompt,
         worker_flags=("--max-num-seqs", str(slots), "--no-enable-prefix-caching"),
         arrivals=tuple(
-            Arrival(
+            PlannedRequest(
                 0.0,
                 BATCH,
                 rng.randint(mean_prompt // 2, mean_prompt * 3 // 2),

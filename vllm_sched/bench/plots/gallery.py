@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.plots.curves import Curve
     from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.results.result import Result
+    from vllm_sched.bench.results.result import BenchResult
 
 CLASSES: Final = 6  # lines that a picture of a run tells apart
 
 
-def draw_run(result: Result, folder: Path) -> list[Path]:
+def draw_run(result: BenchResult, folder: Path) -> list[Path]:
     """Draw a run: the tails always; tenants and workers where it had any."""
     good = [each for each in result.outcomes if each.good]
     classes = _by_class(good)

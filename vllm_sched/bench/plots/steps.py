@@ -21,7 +21,7 @@ MICRO: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlottedStep:
     """One step, in seconds and tokens."""
 
     start: float
@@ -31,10 +31,10 @@ class Step:
     budget: float
 
 
-def steps_of(events: Iterable[Mapping[str, Any]]) -> list[Step]:
+def steps_of(events: Iterable[Mapping[str, Any]]) -> list[PlottedStep]:
     """Find the steps in a trace that an engine wrote, or a simulated one (`engine/trace`)."""
     return [
-        Step(
+        PlottedStep(
             event["ts"] / MICRO,
             (event["ts"] + event["dur"]) / MICRO,
             facts["prefill_tokens"],
@@ -46,7 +46,7 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> list[Step]:
     ]
 
 
-def draw_steps(stem: Path, title: str, steps: Sequence[Step]) -> None:
+def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
     """Draw them over time."""
     shown = columns(steps)
     x: list[float] = []
@@ -79,17 +79,17 @@ def draw_steps(stem: Path, title: str, steps: Sequence[Step]) -> None:
         axes.legend(loc="upper right", ncols=3, handlelength=2.4)
 
 
-def columns(steps: Sequence[Step], most: int = COLUMNS) -> list[Step]:
+def columns(steps: Sequence[PlottedStep], most: int = COLUMNS) -> list[PlottedStep]:
     """Put steps that no eye could tell apart into one."""
     if len(steps) <= most:
         return list(steps)
     start = steps[0].start
     width = (steps[-1].end - start) / most or 1.0
-    found: dict[int, list[Step]] = {}
+    found: dict[int, list[PlottedStep]] = {}
     for step in steps:
         found.setdefault(int((step.start - start) / width), []).append(step)
     return [
-        Step(
+        PlottedStep(
             start + column * width,
             max(start + (column + 1) * width, inside[-1].end),
             fmean(step.prefill for step in inside),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What was played, and what came of it."""
 
     schedule: Schedule

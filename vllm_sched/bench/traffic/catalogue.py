@@ -8,8 +8,8 @@ from typing import Final
 from vllm_sched.bench.traffic.fixed import LENGTHS, Fixed, LongBlocksShort
 from vllm_sched.bench.traffic.mixture import Mixture
 from vllm_sched.bench.traffic.tables import TABLES
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, Trace
-from vllm_sched.bench.traffic.types import Source
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, RequestTrace
+from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.errors import UsageError
 
 NAMES: Final = (*TABLES, LongBlocksShort.name)
@@ -18,10 +18,10 @@ FORMS: Final = (
 )
 
 
-def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> Source:
+def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> TrafficSource:
     """Find the source that a name, a mixture or a file means."""
     if _is_trace(workload) and not _mixes_traces(workload):
-        return Trace(Path(workload), block_tokens)
+        return RequestTrace(Path(workload), block_tokens)
     if "," in workload or ":" in workload:
         return Mixture(workload, [_part(workload, part) for part in workload.split(",")])
     return _single(workload)
@@ -46,7 +46,7 @@ def _is_known(name: str) -> bool:
     return name.endswith(".jsonl") or name in NAMES or LENGTHS.fullmatch(name) is not None
 
 
-def _part(workload: str, part: str) -> tuple[Source, float]:
+def _part(workload: str, part: str) -> tuple[TrafficSource, float]:
     name, colon, share = part.strip().partition(":")
     if _is_trace(name):
         raise UsageError(
@@ -61,7 +61,7 @@ def _part(workload: str, part: str) -> tuple[Source, float]:
         raise UsageError(f"{workload}: the share of {name} is {share!r}; give a number") from None
 
 
-def _single(name: str) -> Source:
+def _single(name: str) -> TrafficSource:
     if name in TABLES:
         return TABLES[name]
     if name == LongBlocksShort.name:

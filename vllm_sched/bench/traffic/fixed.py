@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.types import MOST_TOKENS, Request, Source
+from vllm_sched.bench.traffic.types import MOST_TOKENS, Request, TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LENGTHS: Final = re.compile(r"(\d{1,9})x(\d{1,9})")
 
 
-class Fixed(Source):
+class Fixed(TrafficSource):
     """Every request alike: `3000x100` reads 3,000 tokens and writes 100."""
 
     rate = 1.0
@@ -37,7 +37,7 @@ class Fixed(Source):
             yield Request(0.0, self.name, self.prompt, self.output)
 
 
-class LongBlocksShort(Source):
+class LongBlocksShort(TrafficSource):
     """Two long prompts at once, eight short ones on their heels, again every six seconds.
 
     The same scene as `vllm-sched compare` plays in rounds. At a rate of somebody's choosing the

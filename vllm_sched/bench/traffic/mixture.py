@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.traffic.types import Source
+from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
 
-class Mixture(Source):
+class Mixture(TrafficSource):
     """Each request comes from one of the parts, by their shares of the requests."""
 
-    def __init__(self, name: str, parts: Sequence[tuple[Source, float]]) -> None:
+    def __init__(self, name: str, parts: Sequence[tuple[TrafficSource, float]]) -> None:
         """Take sources with their shares, which need not add up to one."""
         for source, share in parts:
             if source.timed:

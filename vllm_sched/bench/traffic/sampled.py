@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 if TYPE_CHECKING:
     import random
@@ -26,10 +26,10 @@ GOLDEN: Final = (math.sqrt(5) - 1) / 2
 PARTS: Final = 5  # of a file, to tell whether it stays as it is
 
 
-class Sampled(Source):
+class Sampled(TrafficSource):
     """See the module's text."""
 
-    def __init__(self, source: Source, rng: random.Random) -> None:
+    def __init__(self, source: TrafficSource, rng: random.Random) -> None:
         """Read what has an end once."""
         self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
         self.lines = source.count or 0
@@ -73,7 +73,7 @@ class Sampled(Source):
         return itertools.chain.from_iterable(self._stretches)
 
 
-def without_end(source: Source, rng: random.Random) -> Source:
+def without_end(source: TrafficSource, rng: random.Random) -> TrafficSource:
     """Return a source that is never through: itself, or if it would be, stretches of it."""
     return source if source.count is None else Sampled(source, rng)
 

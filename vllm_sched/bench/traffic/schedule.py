@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-    from vllm_sched.bench.traffic.types import Request, Source
+    from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 DEFAULT_DURATION_S = 60.0
 # After a refusal a closed loop asks again when it was told to, and not before so many seconds.
@@ -36,7 +36,7 @@ class Schedule:
     own times, where it has some, and its published rate otherwise.
     """
 
-    source: Source
+    source: TrafficSource
     seed: int = 0
     rate: float | None = None
     burstiness: float | None = None

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.prefixes import sharing
 from vllm_sched.bench.traffic.quantiles import Quantiles
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(Source):
+class Table(TrafficSource):
     """Lengths by two tables of quantiles."""
 
     name: str

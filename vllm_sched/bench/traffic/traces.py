@@ -18,7 +18,7 @@ from sys import float_info
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.bench.traffic.schedule import MOST_DRAWN
-from vllm_sched.bench.traffic.types import MOST_TOKENS, Piece, Request, Source
+from vllm_sched.bench.traffic.types import MOST_TOKENS, Piece, Request, TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ BLOCK_TOKENS: Final = 512
 TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
 
 
-class Trace(Source):
+class RequestTrace(TrafficSource):
     """A file of requests with their times; read line by line, whenever it is played.
 
     A pipe brings them once: they are kept.

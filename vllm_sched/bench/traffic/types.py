@@ -69,7 +69,7 @@ def _scaled(tokens: int, factor: float) -> int:
     return max(1, round(min(tokens * factor, MOST_TOKENS)))
 
 
-class Source(ABC):
+class TrafficSource(ABC):
     """Where requests come from; the same random numbers give the same requests."""
 
     name: str

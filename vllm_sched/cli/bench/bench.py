@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from vllm_sched.bench.client.endpoint import CHAT, Asked, Endpoint, learn
-from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, learn
+from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
 from vllm_sched.bench.results import goodput
-from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.summary import table
 from vllm_sched.cli.bench.load import (
     add_endpoint,
@@ -85,14 +85,14 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def as_result(
-    played: Played,
+    played: PlayedRun,
     endpoint: Endpoint,
     schedule: Schedule,
     targets: goodput.Targets,
     notes: Mapping[str, object],
-) -> Result:
+) -> BenchResult:
     """Put a run together with what was played."""
-    return Result(
+    return BenchResult(
         schedule,
         targets,
         played.outcomes,
@@ -113,7 +113,7 @@ def as_result(
     )
 
 
-def tell(result: Result, played: Played, console: Console) -> None:
+def tell(result: BenchResult, played: PlayedRun, console: Console) -> None:
     """Print the figures, and what makes them doubtful."""
     if played.interrupted:
         console.print("interrupted: this is what there is", style="yellow")
@@ -131,14 +131,14 @@ def tell(result: Result, played: Played, console: Console) -> None:
 
 
 async def _measured(
-    asked: Asked,
+    asked: EndpointOptions,
     schedule: Schedule,
     args: argparse.Namespace,
     console: Console,
     stop: asyncio.Event,
-) -> tuple[Played, Endpoint]:
+) -> tuple[PlayedRun, Endpoint]:
     endpoint = await unless_stopped(stop, learn(asked))
-    tally = Tally()
+    tally = RunProgress()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     work = play(
         endpoint,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from vllm_sched.bench.compare import report, swimlane
-from vllm_sched.bench.compare.compare import Narrator, Plan, compare
+from vllm_sched.bench.compare.compare import ComparisonPlan, ProgressReporter, compare
 from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import WORKLOADS, build
 from vllm_sched.cli.exits import INTERRUPTED
@@ -108,18 +108,18 @@ def run_compare(args: argparse.Namespace) -> int:
     baseline = Side.parse(args.baseline, extra=args.baseline_arg)
     candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
     workload = build(args.workload, longs=args.longs, seed=args.seed)
-    plan = Plan(loadable(args.model), workload, args.rounds)
+    plan = ComparisonPlan(loadable(args.model), workload, args.rounds)
     return measured(partial(compare, baseline, candidate, plan, trace=args.trace), args)
 
 
 def measured(
-    measure: Callable[[Narrator], Coroutine[Any, Any, Comparison | Contest]],
+    measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison | Contest]],
     args: argparse.Namespace,
 ) -> int:
     """Measure, show and keep the result; 1 when a server or a request failed."""
     console = Console(markup=False)
     try:
-        with Narrator(console) as narrator:
+        with ProgressReporter(console) as narrator:
             result = asyncio.run(measure(narrator))
     except WorkerError as error:
         print(f"vllm-sched: {error}", file=sys.stderr)

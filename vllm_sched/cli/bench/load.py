@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked
+from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, EndpointOptions
 from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.paths import require_folders, require_place, writing
-from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_sched.bench.client.player import Played, Tally
+    from vllm_sched.bench.client.player import PlayedRun, RunProgress
     from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.results.result import Result
+    from vllm_sched.bench.results.result import BenchResult
 
 WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
@@ -169,13 +169,13 @@ def salt_of(args: argparse.Namespace) -> str:
     return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
 
 
-def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:
+def asked(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
     """Collect what the command line says of the endpoint."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
     # A file with a key in it often ends in a carriage return: no header may have one.
     key = (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip()
-    return Asked(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
+    return EndpointOptions(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
 
 
 def check_outputs(save: Path | None, plot: Path | None) -> None:
@@ -188,7 +188,7 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
         check_available()
 
 
-def require_some(result: Result) -> None:
+def require_some(result: BenchResult) -> None:
     """Refuse a run in which nothing was sent: there is nothing to tell of it."""
     if result.outcomes:
         return
@@ -204,7 +204,7 @@ def require_ended(outcomes: Sequence[Outcome]) -> None:
         raise KeyboardInterrupt
 
 
-def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
+def keep(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
     """Write and draw a run, where that was asked for."""
     if args.save:
         with writing(args.save):
@@ -262,13 +262,13 @@ async def watched(
     command: str,
     label: str,
     schedule: Schedule,
-    tally: Tally,
-    work: Awaitable[Played],
-) -> Played:
+    tally: RunProgress,
+    work: Awaitable[PlayedRun],
+) -> PlayedRun:
     """Show how far it is while it runs: on a terminal in a bar, else in a line now and then."""
     place = terminal(console)
     if place is None:
-        return await _in_lines(Lines(command), label, tally, work)
+        return await _in_lines(ProgressLines(command), label, tally, work)
     end = schedule.ends_after_s
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30),
@@ -287,7 +287,9 @@ async def watched(
         return await _beside(work, show)
 
 
-async def _in_lines(lines: Lines, label: str, tally: Tally, work: Awaitable[Played]) -> Played:
+async def _in_lines(
+    lines: ProgressLines, label: str, tally: RunProgress, work: Awaitable[PlayedRun]
+) -> PlayedRun:
     lines.say(label)
 
     def show() -> None:
@@ -298,7 +300,7 @@ async def _in_lines(lines: Lines, label: str, tally: Tally, work: Awaitable[Play
     return played
 
 
-async def _beside(work: Awaitable[Played], show: Callable[[], None]) -> Played:
+async def _beside(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
     async def again_and_again() -> None:
         while True:
             show()
@@ -311,6 +313,6 @@ async def _beside(work: Awaitable[Played], show: Callable[[], None]) -> Played:
         showing.cancel()
 
 
-def _how_far(tally: Tally) -> str:
+def _how_far(tally: RunProgress) -> str:
     failed = f", {tally.failed:,} failed" if tally.failed else ""
     return f"{tally.done:,} done, {tally.in_flight:,} under way{failed}"

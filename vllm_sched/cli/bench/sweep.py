@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from vllm_sched.bench.client.endpoint import Endpoint, learn
-from vllm_sched.bench.client.player import Tally, play
+from vllm_sched.bench.client.player import RunProgress, play
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.results.summary import summary
@@ -196,7 +196,7 @@ class _Runner:
             else:
                 schedule, unit = schedule.at_concurrency(int(load)), "at once"
             name = schedule.source.name
-            tally = Tally()
+            tally = RunProgress()
             label = f"{name} at {load:g} {unit}, seed {seed}"
             work = play(
                 endpoint,

@@ -25,7 +25,14 @@ from proxy.config import (
 )
 from proxy.errors import ConfigError, Problem
 from proxy.setup.app import url_of
-from vllm_sched.bench.compare.compare import Comparison, Contender, Narrator, Plan, measure, running
+from vllm_sched.bench.compare.compare import (
+    Comparison,
+    ComparisonPlan,
+    Contender,
+    ProgressReporter,
+    measure,
+    running,
+)
 from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
@@ -54,7 +61,7 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     if problems := [*absent(config)]:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
-    plan = Plan(config.model, workload, arguments.rounds)
+    plan = ComparisonPlan(config.model, workload, arguments.rounds)
     told: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
@@ -86,10 +93,10 @@ def _command() -> str:
 async def _play(
     beside: Path,
     config: FleetConfig,
-    plan: Plan,
+    plan: ComparisonPlan,
     folder: Path,
     told: list[str],
-    narrator: Narrator,
+    narrator: ProgressReporter,
 ) -> Comparison | Contest:
     """Measure all ways; what each handed over is added to `told`."""
     workers = [
@@ -116,7 +123,7 @@ def _page(router: Worker) -> str:
     return router.ask("/metrics", READY_S)[1].decode()
 
 
-def handed_over(page: str, plan: Plan) -> str:
+def handed_over(page: str, plan: ComparisonPlan) -> str:
     """Say how many prompts a router has handed over, by its metrics."""
     done = TRANSFERRED.search(page)
     longs = sum(each.klass == LONG for each in plan.workload.arrivals)

@@ -19,7 +19,7 @@ from proxy.admin.schemas import Explanation, Question, explanation
 from proxy.config import TlsConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router
-from proxy.core.routing.handover_cost import Why
+from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
@@ -41,12 +41,13 @@ HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note"
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
 # Why a prompt stays with who decodes, for people.
 WHOLE = {
-    Why.NOT_WORTH_IT: "it would gain too little while few decode there, or has no more tokens than "
+    HandoverVerdict.NOT_WORTH_IT: "it would gain too little while few decode there, or has no more "
+    "tokens than "
     "routing.disaggregate_above",
-    Why.CACHED: "most of it should be cached there",
-    Why.ELSEWHERE: "that worker serves it whole",
-    Why.NO_PREFILL: "no prefill worker is up",
-    Why.PREFILL_BUSY: "no prefill worker takes more, or is connected to it",
+    HandoverVerdict.CACHED: "most of it should be cached there",
+    HandoverVerdict.ELSEWHERE: "that worker serves it whole",
+    HandoverVerdict.NO_PREFILL: "no prefill worker is up",
+    HandoverVerdict.PREFILL_BUSY: "no prefill worker takes more, or is connected to it",
 }
 Answer = TypeVar("Answer")
 EXPLANATION = TypeAdapter(Explanation)
@@ -91,7 +92,7 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     admin = config.router.admin
     url = arguments.live or url_of(admin.host, admin.port, admin.tls)
     key = key_of(admin, str(arguments.fleet)) if arguments.live is not None else None
-    live = Live(url, key, admin.tls)
+    live = LiveRouter(url, key, admin.tls)
     status = 0
     if arguments.prompt_tokens is not None:
         status = _explain_one(arguments, config, live)
@@ -114,7 +115,7 @@ def _show_sides(sides: Sequence[BalanceShown]) -> None:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveRouter:
     """A running router's admin API."""
 
     url: str
@@ -142,7 +143,7 @@ class Live:
         )
 
 
-def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live) -> int:
+def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: LiveRouter) -> int:
     question = Question(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -189,17 +190,17 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
     return explanation(router, question, config.model, now=0.0)
 
 
-def asked(live: Live, question: Question) -> Explanation:
+def asked(live: LiveRouter, question: Question) -> Explanation:
     """Ask the admin API of a running router where a request would go."""
     return _ask(live, "explain", EXPLANATION, question.model_dump_json())
 
 
-def balances(live: Live) -> list[BalanceShown]:
+def balances(live: LiveRouter) -> list[BalanceShown]:
     """Ask it how busy prefill and decode workers are; nothing where there are none."""
     return _ask(live, "balance", BALANCES)
 
 
-def _ask(live: Live, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+def _ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
     url = live.url
     try:
         opener = live.opener()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import yaml
 
-from proxy.config import Check, Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
+from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerConfig, load, shown
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, a_few
 from vllm_sched.cli.fleet import demo, explain, up
@@ -62,7 +62,7 @@ def read(path: Path, *more: Check) -> FleetConfig:
     return load(path, also=[policies, agreement, *more])
 
 
-def files(draft: Draft) -> Iterator[Problem]:
+def files(draft: PartialConfig) -> Iterator[Problem]:
     """Check what a fleet file only points to: files and variables with keys."""
     from proxy.admin import key
     from proxy.net.tls import tls_problems
@@ -73,7 +73,7 @@ def files(draft: Draft) -> Iterator[Problem]:
     yield from key.key_problems(draft)
 
 
-def policies(draft: Draft) -> Iterator[Problem]:
+def policies(draft: PartialConfig) -> Iterator[Problem]:
     """Check the policies that workers are launched with."""
     for index, worker in draft.legible_workers.items():
         for name, given in (worker.launch.policies if worker.launch else {}).items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from rich.live import Live
 from rich.table import Table
 
-from vllm_sched.workers.supervise import News, State
+from vllm_sched.workers.supervise import KeeperNews, KeeperState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,21 +25,21 @@ LOOP = 3
 # A reader of our lines that is gone (rich makes an exit of a broken pipe) must not end the thread
 # that keeps a worker.
 GONE = (OSError, SystemExit)
-COLOURS = {State.READY: "green", State.DIED: "red", State.STARTING: "cyan"}
+COLOURS = {KeeperState.READY: "green", KeeperState.DIED: "red", KeeperState.STARTING: "cyan"}
 
 
 @dataclass
 class _Row:
     """A worker's line in the table."""
 
-    state: State = State.QUEUED
+    state: KeeperState = KeeperState.QUEUED
     since: float = 0.0
     took: float | None = None  # for the state that lasts, not for the one that goes on
     ready: bool = False  # at least once
 
 
 class Progress:
-    """Takes `News` from any thread; a context manager around the whole run."""
+    """Takes `KeeperNews` from any thread; a context manager around the whole run."""
 
     def __init__(
         self,
@@ -55,18 +55,18 @@ class Progress:
         self._lock = threading.Lock()
         self._live: Live | None = None
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: KeeperNews) -> None:
         """Show what happened to a worker."""
         with self._lock, suppress(*GONE):
             row = self._rows[news.worker]
             row.state, row.since = news.state, self._clock()
-            row.took = news.seconds if news.state is State.READY else None
+            row.took = news.seconds if news.state is KeeperState.READY else None
             self._write(news)
-            if news.state is State.READY and not row.ready:
+            if news.state is KeeperState.READY and not row.ready:
                 row.ready = True
                 if all(each.ready for each in self._rows.values()):
                     self._all_ready()
-            if all(each.state is State.STOPPED for each in self._rows.values()):
+            if all(each.state is KeeperState.STOPPED for each in self._rows.values()):
                 self._line("the workers are stopped", "dim")
 
     def say(self, text: str) -> None:
@@ -74,14 +74,14 @@ class Progress:
         with self._lock, suppress(*GONE):
             self._line(text, "dim")
 
-    def _write(self, news: News) -> None:
+    def _write(self, news: KeeperNews) -> None:
         name = news.worker
-        if news.state is State.DIED:
+        if news.state is KeeperState.DIED:
             self._line(_obituary(news, self._logs[name]), "red")
         elif self._live is None:
-            if news.state is State.STARTING:
+            if news.state is KeeperState.STARTING:
                 self._line(f"{name}: starting; log: {self._logs[name]}", "dim")
-            elif news.state is State.READY:
+            elif news.state is KeeperState.READY:
                 self._line(f"{name}: ready after {news.seconds:.0f} s", "green")
 
     def _all_ready(self) -> None:
@@ -133,7 +133,7 @@ class Progress:
             self._end_live()
 
 
-def _obituary(news: News, log: Path) -> str:
+def _obituary(news: KeeperNews, log: Path) -> str:
     what, *tail = news.error.splitlines()
     what = what.removesuffix("; the end of its log:")
     loop = f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= LOOP else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
-from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 from vllm_sched.workers import launch, transfer
@@ -63,7 +63,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     return replace(made, said=f"{made.said}, {worker.seats} seats for hand-overs and all others")
 
 
-def agreement(draft: Draft) -> Iterator[Problem]:
+def agreement(draft: PartialConfig) -> Iterator[Problem]:
     """Check that those which are to hand prompts over to each other will be able to."""
     if draft.transfer is None:
         return

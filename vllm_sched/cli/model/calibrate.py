@@ -17,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench.calibrate.step_times import Lone, Plan, Seen, meter
+from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
-from vllm_sched.bench.compare.compare import Narrator
+from vllm_sched.bench.compare.compare import ProgressReporter
 from vllm_sched.cli.bench import chart
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, writing
@@ -110,7 +110,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 @dataclass(frozen=True)
-class Source:
+class StepSource:
     """What was measured."""
 
     model: str
@@ -124,20 +124,22 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholePrompts:
     """Prompts that had the worker to themselves, against what their steps add up to."""
 
     front_s: float  # HTTP and all else around the steps, of a prompt of one step
-    prompts: tuple[tuple[Lone, float], ...]  # and the seconds that their steps are said to take
+    prompts: tuple[
+        tuple[LonePrompt, float], ...
+    ]  # and the seconds that their steps are said to take
 
     @classmethod
-    def of(cls, lone: Sequence[Lone], time: StepTime, budget: int) -> Self:
+    def of(cls, lone: Sequence[LonePrompt], time: StepTime, budget: int) -> Self:
         """Compare."""
         both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
         fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
         return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)
 
-    def errors(self) -> list[tuple[Lone, float, float]]:
+    def errors(self) -> list[tuple[LonePrompt, float, float]]:
         """Give what each should have taken, and how far off that is."""
         return [
             (each, expected := steps + self.front_s, expected / each.seconds - 1)
@@ -150,7 +152,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     check(args)
     console = Console(markup=False)
     try:
-        with Narrator(console) as narrator:
+        with ProgressReporter(console) as narrator:
             source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
@@ -159,7 +161,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         print("vllm-sched calibrate: interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     found = calibrate(seen.steps, seed=args.seed)
-    whole = Whole.of(seen.lone, found.time, args.budget)
+    whole = WholePrompts.of(seen.lone, found.time, args.budget)
     _tell(console, found)
     _tell_whole(console, whole)
     if args.save:
@@ -189,7 +191,7 @@ def check(args: argparse.Namespace) -> None:
 
 async def _measure(
     args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
-) -> tuple[Source, Seen]:
+) -> tuple[StepSource, MeasuredSteps]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
@@ -197,7 +199,7 @@ async def _measure(
             worker = await stack.enter_async_context(_worker(args))
             url = worker.url
         found = await stack.enter_async_context(meter(url, args.seed))
-        plan = Plan.of(
+        plan = CalibrationPlan.of(
             budget=args.budget,
             max_batch=args.max_batch,
             max_model_len=found.max_model_len,
@@ -205,7 +207,7 @@ async def _measure(
         )
         step("measuring (some minutes)")
         seen = await found.measure(plan, detail)
-        source = Source(
+        source = StepSource(
             args.model or found.model,
             args.url or "here",
             args.gpus,
@@ -232,7 +234,7 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
     return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 
-def to_json(source: Source, found: Calibration, whole: Whole) -> dict[str, Any]:
+def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict[str, Any]:
     """Give what `threshold --cost` and a fleet's `profile` read, and everything it came from."""
     return {
         **{name: value for name, value in asdict(source).items() if value is not None},
@@ -253,7 +255,7 @@ def to_json(source: Source, found: Calibration, whole: Whole) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def picture(source: Source, found: Calibration) -> chart.Chart:
+def picture(source: StepSource, found: Calibration) -> chart.Chart:
     """Draw measured steps against fitted ones, held-out ones included."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
@@ -313,7 +315,7 @@ def _tell(console: Console, found: Calibration) -> None:
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def _tell_whole(console: Console, whole: Whole) -> None:
+def _tell_whole(console: Console, whole: WholePrompts) -> None:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("a whole prompt, alone", "measured", "steps and front", "off by"):
         layout.add_column(heading, justify="right")

@@ -27,17 +27,17 @@ from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.model.simulate import EXACT, FLUID, MIXED_HELP
 from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
-from vllm_sched.sim.planning.search import DRAWS, FEW_DRAWS, SAME, Question
+from vllm_sched.sim.planning.search import DRAWS, FEW_DRAWS, SAME, PlanQuestion
 
 if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Source
-    from vllm_sched.sim.planning.plan import Plan
+    from vllm_sched.bench.traffic.types import TrafficSource
+    from vllm_sched.sim.planning.plan import FleetPlan
     from vllm_sched.sim.planning.search import Tell
 
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
@@ -115,7 +115,7 @@ def run_plan(args: argparse.Namespace) -> int:
     """Run the command; Ctrl-C shows and keeps the best by then."""
     _check(args)
     machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
-    question = Question(
+    question = PlanQuestion(
         source=find(args.workload, block_tokens=args.block_tokens),
         machine=machine,
         targets=goodput.parse(args.goodput),
@@ -183,7 +183,7 @@ def _said(args: argparse.Namespace) -> list[str]:
     return [*said, "--goodput", *args.goodput]
 
 
-def _traffic(args: argparse.Namespace, found: Plan, *, exact: bool) -> list[str]:
+def _traffic(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
     """Say to `simulate` what was planned for; to plain workers as many requests as to draws."""
     count = EXACT_REQUESTS if exact else found.requests
     said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
@@ -204,10 +204,10 @@ def _lengths(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def _watched(console: Console, question: Question) -> Iterator[Tell]:
+def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
     """Show how far it is: on a terminal at once, else in a line now and then."""
     if (place := terminal(console)) is None:
-        lines = Lines("plan")
+        lines = ProgressLines("plan")
         lines.say(f"planning for {question.source.name}")
 
         def tell(what: str, share: float) -> None:
@@ -227,7 +227,7 @@ def _watched(console: Console, question: Question) -> Iterator[Tell]:
 # What is shown
 
 
-def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
+def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
     if found.stopped_at is not None:
         console.print(
             f"interrupted at {found.stopped_at:.0%}: the best of what was judged by then; fleets "
@@ -281,7 +281,7 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
+def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     """Say how far to trust it, and the command that checks it."""
     question = found.question
     if not found.exactly:
@@ -318,7 +318,7 @@ def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     yield f"    {shlex.join(command)}"
 
 
-def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
+def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
     """Say what of a trace was played, if it was one."""
     if not isinstance(source, Sampled):
         return
@@ -336,7 +336,7 @@ def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
         )
 
 
-def _fleets(found: Plan) -> Table:
+def _fleets(found: FleetPlan) -> Table:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     layout.add_column("")
     layout.add_column("req./s", justify="right")
@@ -379,7 +379,7 @@ def _pair(one: float, other: float) -> str:
     return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
 
-def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
+def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
     each = found.gpus_each
     unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
     best = found.best
@@ -409,7 +409,7 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
         )
 
 
-def _capacity(found: Plan) -> Table:
+def _capacity(found: FleetPlan) -> Table:
     capacity, size = found.capacity, found.question.machine.kv_token_bytes
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
     layout.title = "one worker, by hand"

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
-from vllm_sched.bench.results.result import Result
+from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.summary import table
 from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.cli.bench.bench import complain
@@ -35,12 +35,12 @@ from vllm_sched.cli.bench.load import (
 from vllm_sched.cli.exits import INTERRUPTED, interruptible
 from vllm_sched.cli.fleet import fleet as fleet_file
 from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.progress_bar import Lines, terminal
+from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.fleet.fleet import TIMEOUT_S, Played, SimulatedFleet
-from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, Assumed, in_si, worker_models
+from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
+from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, in_si, worker_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,10 +129,10 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulationRun:
     """A simulation, and what it took."""
 
-    played: Played
+    played: PlayedFleet
     fleet: SimulatedFleet
     wall_s: float
     cpu_s: float
@@ -202,7 +202,9 @@ def _checked(
         )
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
-    assumed = Assumed(profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s)
+    assumed = AssumedWorker(
+        profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s
+    )
     models = worker_models(config, args.fleet, assumed)
     if not any(config.model_of(worker) == config.model for worker in config.workers):
         why = f"{config.model!r}: no worker serves it, and requests ask for it; name theirs"
@@ -223,9 +225,9 @@ def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) ->
                 "--engine fluid"
             )
         return partial(ExactEngine, traced=traced)
-    from vllm_sched.sim.engines.fluid_engine import Fluid
+    from vllm_sched.sim.engines.fluid_engine import FluidEngine
 
-    return partial(Fluid, each_token=each_token)
+    return partial(FluidEngine, each_token=each_token)
 
 
 def _run(
@@ -234,10 +236,10 @@ def _run(
     models: Mapping[str, WorkerModel],
     schedule: Schedule,
     console: Console,
-) -> Run:
+) -> SimulationRun:
     # What vLLM has to say of this machine is of no concern to one that is not there.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    place, lines = terminal(console), Lines("simulate")
+    place, lines = terminal(console), ProgressLines("simulate")
     if place is not None and args.engine == EXACT:
         place.print("loading vLLM's scheduler", style="dim")
     coarse = is_coarse(args.engine, schedule)
@@ -261,7 +263,7 @@ def _run(
     if place is None:
         ended = sum(not each.interrupted for each in played.outcomes)
         lines.say(_how_far(played.duration, len(played.outcomes), ended))
-    return Run(played, fleet, wall_s, cpu_s)
+    return SimulationRun(played, fleet, wall_s, cpu_s)
 
 
 def is_coarse(engine: str, schedule: Schedule) -> bool:
@@ -292,7 +294,7 @@ def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float,
         yield told
 
 
-def _in_lines(lines: Lines) -> Callable[[float, int, int], None]:
+def _in_lines(lines: ProgressLines) -> Callable[[float, int, int], None]:
     return lambda now, sent, done: lines.tell(_how_far(now, sent, done))
 
 
@@ -304,11 +306,13 @@ def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -
     """Draw the steps of the first few workers that kept a trace."""
     from vllm_sched.bench.plots.steps import draw_steps, steps_of
     from vllm_sched.bench.plots.style import files
-    from vllm_sched.sim.fleet.perfetto import Traced
+    from vllm_sched.sim.fleet.perfetto import TracedEngine
 
     drawn: list[Path] = []
     for name, engine in list(fleet.engines.items())[:DRAWN_WORKERS]:
-        if isinstance(engine, Traced) and (steps := steps_of(engine.trace_events(played_until))):
+        if isinstance(engine, TracedEngine) and (
+            steps := steps_of(engine.trace_events(played_until))
+        ):
             stem = folder / f"steps-{name}"
             draw_steps(stem, f"Tokens per step against the budget, {name}", steps)
             drawn += files(stem)
@@ -316,16 +320,16 @@ def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -
 
 
 def as_result(
-    run: Run,
+    run: SimulationRun,
     args: argparse.Namespace,
     config: FleetConfig,
     schedule: Schedule,
     targets: goodput.Targets,
-) -> Result:
+) -> BenchResult:
     """Put a simulation together with what was played."""
     played, models = run.played, run.fleet.models
     cut = played.cut
-    return Result(
+    return BenchResult(
         schedule,
         targets,
         played.outcomes,
@@ -386,7 +390,7 @@ def _warnings(
     return found
 
 
-def _tell(console: Console, result: Result, run: Run) -> None:
+def _tell(console: Console, result: BenchResult, run: SimulationRun) -> None:
     text = (
         f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
         f"{run.wall_s:.1f} s: {run.speed:.3g} times as fast as time"

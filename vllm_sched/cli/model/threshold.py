@@ -18,7 +18,7 @@ from vllm_sched.bench.compare.report import show
 from vllm_sched.cli.bench import chart
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
-from vllm_sched.cost.events import Played, play
+from vllm_sched.cost.events import EventRun, play
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -96,7 +96,7 @@ class Row:
     role: str
     k: int
     throughput: float
-    simulated: Played
+    simulated: EventRun
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import to_run
 
 if TYPE_CHECKING:
-    from vllm_sched.sim.engines.fluid_steps import Filling
+    from vllm_sched.sim.engines.fluid_steps import FluidSteps
     from vllm_sched.sim.engines.kv_blocks import Task
-    from vllm_sched.sim.engines.policy_effects import Way
+    from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
 RECKON_EVERY: Final = 64  # admissions
 FOREVER: Final = 1 << 40
 
 
-class Hold:
+class Deferral:
     """Whether somebody may enter."""
 
-    def __init__(self, model: WorkerModel, way: Way) -> None:
+    def __init__(self, model: WorkerModel, way: PolicyEffects) -> None:
         self.on = False
         self.threshold = max(way.departures, 1)
         self._model = model
@@ -51,7 +51,7 @@ class Hold:
         self._ended += 1
         self._outputs += task.job.output_tokens
 
-    def look(self, now: float, filling: Filling) -> None:
+    def look(self, now: float, filling: FluidSteps) -> None:
         """Begin a hold, or end it."""
         if not self.on:
             if self._full and self.threshold > 1 and filling.waiting:
@@ -64,13 +64,13 @@ class Hold:
         if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
             self.on = False
 
-    def filled(self, filling: Filling, *, refused: bool) -> None:
+    def filled(self, filling: FluidSteps, *, refused: bool) -> None:
         """See how full it is after a step's admissions."""
         if not self.on:
             self._slots_full = filling.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused
 
-    def steps(self, now: float, filling: Filling) -> int:
+    def steps(self, now: float, filling: FluidSteps) -> int:
         """How many steps until the hold has to be looked at again."""
         if not self.on:
             return FOREVER

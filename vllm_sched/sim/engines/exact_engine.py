@@ -38,7 +38,7 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
     """Make the scheduler; vLLM is imported here, which takes seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
-    from vllm_sched.engine.trace import Trace
+    from vllm_sched.engine.trace import EngineTrace
 
     engine = SimulatedEngine(
         EngineSettings(
@@ -56,7 +56,7 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
         )
     )
     if traced:
-        engine.trace = Trace()
+        engine.trace = EngineTrace()
     return engine
 
 

@@ -27,10 +27,10 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.sim.engines.fluid_steps import Filling, growth_of, shape_of
-from vllm_sched.sim.engines.kv_blocks import Prefixes, Room, Task
-from vllm_sched.sim.engines.policy_effects import Way
-from vllm_sched.sim.engines.quantile_sketch import Sketch
+from vllm_sched.sim.engines.fluid_steps import FluidSteps, growth_of, shape_of
+from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, Task
+from vllm_sched.sim.engines.policy_effects import PolicyEffects
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ NEVER = math.inf
 PEAKS = 4096  # of gaps remembered: more than a worker has unlike steps in one answer's time
 
 
-class Fluid:
+class FluidEngine:
     """See the module's text; the protocol is `Engine`."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Fluid:
         """Begin with nothing to do; `ended` hears of a request's end with its longest gap."""
         del seed  # nothing here is left to chance
         self.model = model
-        self.gaps = Sketch()
+        self.gaps = QuantileSketch()
         self._each = each_token
         self._ended = ended
         self._tasks: dict[str, Task] = {}
-        self._prefixes = Prefixes(model.kv_tokens if model.prefix_caching else 0)
-        self._room = Room(model.kv_tokens, self._prefixes)
-        self._filling = Filling(model, Way.of(model), self._room)
+        self._prefixes = CachedPrefixes(model.kv_tokens if model.prefix_caching else 0)
+        self._room = KvBlocks(model.kv_tokens, self._prefixes)
+        self._filling = FluidSteps(model, PolicyEffects.of(model), self._room)
         self._decoding: list[tuple[int, int, Task]] = []  # by the decode step that ends it
         self._kept: dict[str, Task] = {}  # finished prefill legs whose KV is still to be fetched
         self._fetching: list[tuple[float, int, Task]] = []

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.cost.pace import least_far_on, tiled
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
-from vllm_sched.sim.engines.deferral import Hold
+from vllm_sched.sim.engines.deferral import Deferral
 from vllm_sched.sim.types import Leg
 
 if TYPE_CHECKING:
     from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.sim.engines.kv_blocks import Room, Task
-    from vllm_sched.sim.engines.policy_effects import Way
+    from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
+    from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
 FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
@@ -45,10 +45,10 @@ def growth_of(time: StepTime, tokens: int) -> float:
     return (time.pair_s * tokens + time.read_s) * tokens
 
 
-class Filling:
+class FluidSteps:
     """Who waits, who is in prefill, and how many decode."""
 
-    def __init__(self, model: WorkerModel, way: Way, room: Room) -> None:
+    def __init__(self, model: WorkerModel, way: PolicyEffects, room: KvBlocks) -> None:
         self.model = model
         self.way = way
         self.room = room
@@ -60,7 +60,7 @@ class Filling:
         self._shorts: deque[Task] = deque()  # or all, where no size is told apart
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
-        self._hold = Hold(model, way)
+        self._hold = Deferral(model, way)
         self._forming, self._members = True, 0
         self._paused_since: float | None = None
         self._last_short = -math.inf

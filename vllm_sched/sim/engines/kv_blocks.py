@@ -52,7 +52,7 @@ class Task:
         return self.job.prompt_tokens - self.left
 
 
-class Prefixes:
+class CachedPrefixes:
     """Beginnings of prompts that a worker has in its cache, the one used last kept longest.
 
     And of a prompt its beginning: what follows is of no use without it.
@@ -113,7 +113,7 @@ class Prefixes:
             self._tokens -= held.pop(name)
 
 
-class Room:
+class KvBlocks:
     """What requests that run take of the cache: what several of them begin with, once.
 
     From when it is computed: those that compute the same at the same time have it each. Cost: a
@@ -121,7 +121,7 @@ class Room:
     of requests that share unlike parts of a piece the longest part is kept until the last leaves.
     """
 
-    def __init__(self, tokens: int, prefixes: Prefixes) -> None:
+    def __init__(self, tokens: int, prefixes: CachedPrefixes) -> None:
         self.tokens = tokens
         self.prefixes = prefixes
         self._own = self._shared = 0

@@ -24,7 +24,7 @@ MARGIN: Final = 1.05  # by which `chunk_budget` stays within its gap
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PolicyEffects:
     """How a worker makes its steps; as it stands here, as vLLM does."""
 
     batch: int = 0  # static batching: requests in a batch; 0 = continuous
@@ -44,7 +44,7 @@ class Way:
     hold_itl_s: float | None = None
 
     @classmethod
-    def of(cls, model: WorkerModel) -> Way:
+    def of(cls, model: WorkerModel) -> PolicyEffects:
         """Read a worker's policies; the error is that of the registry."""
         found: dict[str, float | int | bool | None] = {}
         for name, given in model.policies.items():

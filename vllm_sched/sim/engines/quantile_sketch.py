@@ -15,7 +15,7 @@ SCALE: Final = 1 / math.log1p(WIDTH)
 LEAST: Final = 1e-6  # what is smaller counts as that: a microsecond
 
 
-class Sketch:
+class QuantileSketch:
     """See the module's text."""
 
     __slots__ = ("bins", "count", "most", "total")
@@ -35,7 +35,7 @@ class Sketch:
         if value > self.most:
             self.most = value
 
-    def merge(self, other: Sketch) -> None:
+    def merge(self, other: QuantileSketch) -> None:
         """Count another's samples too."""
         for index, weight in other.bins.items():
             self.bins[index] = self.bins.get(index, 0.0) + weight

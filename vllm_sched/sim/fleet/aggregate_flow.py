@@ -23,10 +23,10 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.router import Router, RouterSettings
 from vllm_sched.bench.results.trend import Trend
-from vllm_sched.sim.engines.fluid_engine import Fluid
-from vllm_sched.sim.engines.quantile_sketch import Sketch
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.as_ask import ask_of
-from vllm_sched.sim.fleet.lateness import Flight, Lateness
+from vllm_sched.sim.fleet.lateness import Lateness, ObservedFlight
 from vllm_sched.sim.types import Event, Job, Leg
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedWorker:
     """A worker, and what the fleet file says of it."""
 
     model: WorkerModel
@@ -54,20 +54,20 @@ class Placed:
 
 
 @dataclass(slots=True)
-class Figures:
+class ClassFigures:
     """What came of the requests of a class, or of all."""
 
     arrived: int = 0
     done: int = 0
     met: int = 0  # done within the targets
-    kept: int = 0  # those, and those that were only as late as may be borne: see `Flow`
+    kept: int = 0  # those, and those that were only as late as may be borne: see `AggregateFlow`
     handed_over: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    ttft: Sketch = field(default_factory=Sketch)
-    tpot: Sketch = field(default_factory=Sketch)
-    longest: Sketch = field(default_factory=Sketch)  # gap of each request
-    e2el: Sketch = field(default_factory=Sketch)  # where that is a target
+    ttft: QuantileSketch = field(default_factory=QuantileSketch)
+    tpot: QuantileSketch = field(default_factory=QuantileSketch)
+    longest: QuantileSketch = field(default_factory=QuantileSketch)  # gap of each request
+    e2el: QuantileSketch = field(default_factory=QuantileSketch)  # where that is a target
 
     @property
     def share(self) -> float:
@@ -79,7 +79,7 @@ class Figures:
         """Of what arrived, that was done in time or nearly."""
         return self.kept / self.arrived if self.arrived else 0.0
 
-    def merge(self, other: Figures) -> None:
+    def merge(self, other: ClassFigures) -> None:
         """Count another run's too."""
         self.arrived += other.arrived
         self.done += other.done
@@ -95,15 +95,15 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Run:
+class FlowResult:
     """What came of a run."""
 
-    all: Figures
-    classes: dict[str, Figures]
+    all: ClassFigures
+    classes: dict[str, ClassFigures]
     refused: int
     span_s: float  # of arrivals
     duration_s: float  # until the last was done
-    gaps: Sketch  # between tokens, of all
+    gaps: QuantileSketch  # between tokens, of all
     growth: float = 0.0  # of the time to a first token, seconds a second: of a queue
     failed: bool = False  # too many were late, and it was not played to its end
 
@@ -124,15 +124,15 @@ class Run:
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
 
 
-def together(runs: Sequence[Run]) -> Run:
+def together(runs: Sequence[FlowResult]) -> FlowResult:
     """Count several runs of a fleet as one, whose queue grows as in the worst of them."""
-    whole, classes, gaps = Figures(), dict[str, Figures](), Sketch()
+    whole, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for run in runs:
         whole.merge(run.all)
         gaps.merge(run.gaps)
         for klass, figures in run.classes.items():
-            classes.setdefault(klass, Figures()).merge(figures)
-    return Run(
+            classes.setdefault(klass, ClassFigures()).merge(figures)
+    return FlowResult(
         whole,
         classes,
         refused=sum(run.refused for run in runs),
@@ -144,7 +144,7 @@ def together(runs: Sequence[Run]) -> Run:
     )
 
 
-class _Flight(Flight):
+class _Flight(ObservedFlight):
     """A request under way."""
 
     __slots__ = ("cached", "index", "lease", "longest")
@@ -157,7 +157,7 @@ class _Flight(Flight):
         self.cached = 0
 
 
-class Flow:
+class AggregateFlow:
     """A fleet that requests flow through.
 
     `borne_s` says for a prompt how late its first token may be where the target is less than that:
@@ -166,7 +166,7 @@ class Flow:
 
     def __init__(
         self,
-        workers: Sequence[Placed],
+        workers: Sequence[PlacedWorker],
         settings: RouterSettings,
         targets: Targets,
         borne_s: Callable[[int], float] = lambda _prompt: 0.0,
@@ -191,7 +191,7 @@ class Flow:
         self._names = [placed.model.name for placed in workers]
         self._rooms = [placed.model.kv_tokens for placed in workers]
         self._index = {name: index for index, name in enumerate(self._names)}
-        self.engines = [Fluid(placed.model, ended=self._noted) for placed in workers]
+        self.engines = [FluidEngine(placed.model, ended=self._noted) for placed in workers]
         self._due: list[tuple[float, int]] = []
         self._known = [NEVER] * len(workers)
         self._flights: dict[str, _Flight] = {}
@@ -201,9 +201,9 @@ class Flow:
         self._refused = 0
         self._last = 0.0
         self._lateness = Lateness(targets, borne_s)
-        self._all = Figures()
+        self._all = ClassFigures()
         self._trend = Trend()
-        self._classes: dict[str, Figures] = {}
+        self._classes: dict[str, ClassFigures] = {}
 
     def play(
         self,
@@ -212,7 +212,7 @@ class Flow:
         warm: int = 0,
         most_late: float = NEVER,
         most_lost: Mapping[str, float] | None = None,
-    ) -> Run:
+    ) -> FlowResult:
         """Play requests in the order of their times, until all are over.
 
         Or until more than so many are refused or late, or of a class later than may be borne: then
@@ -240,11 +240,11 @@ class Flow:
                 break
             self._until(soonest)
             late.look(soonest)
-        gaps = Sketch()
+        gaps = QuantileSketch()
         for engine in self.engines:
             gaps.merge(engine.gaps)
         growth = self._trend.growth
-        return Run(
+        return FlowResult(
             self._all, self._classes, self._refused, span, self._last, gaps, growth, late.too_many
         )
 
@@ -288,10 +288,10 @@ class Flow:
 
     # Requests
 
-    def _figures(self, klass: str) -> Figures:
+    def _figures(self, klass: str) -> ClassFigures:
         found = self._classes.get(klass)
         if found is None:
-            found = self._classes[klass] = Figures()
+            found = self._classes[klass] = ClassFigures()
         return found
 
     def _arrive(self, request: Request, now: float) -> None:

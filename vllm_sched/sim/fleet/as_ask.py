@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from proxy.core.request.parser import PRIORITIES
 from proxy.core.router import Router
 from vllm_sched.bench.traffic.types import Request
@@ -23,12 +23,14 @@ def apart(router: Router, request: Request) -> Request:
     return replace(request, shared=shared)
 
 
-def priority_of(router: Router, ask: Ask) -> int:
+def priority_of(router: Router, ask: RequestInfo) -> int:
     """Say what a worker is told of a request's class."""
     return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
 
 
-def ask_of(router: Router, model: str, request: Request, number: int, *, hashed: bool) -> Ask:
+def ask_of(
+    router: Router, model: str, request: Request, number: int, *, hashed: bool
+) -> RequestInfo:
     """Read a request; its size is taken to be known, as if a worker had counted its tokens.
 
     How long the answer will be the router learns as ever, up to the limit that the client states.
@@ -38,7 +40,9 @@ def ask_of(router: Router, model: str, request: Request, number: int, *, hashed:
     tenant = router.tenants.get(request.tenant)
     usual = router.sizer.learnt(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
-    ask = Ask(f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most)))
+    ask = RequestInfo(
+        f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most))
+    )
     ask.stream = ask.counted = True
     ask.long = ask.budget > router.settings.short_limit
     if router.settings.transfer and most <= 1:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 Call: TypeAlias = Callable[[float], None]
 
 
-class Agenda:
+class EventQueue:
     """Calls at their times; of one time those of a lower rank first, then as they were entered."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.as_ask import apart, ask_of, priority_of
-from vllm_sched.sim.fleet.events import Agenda
+from vllm_sched.sim.fleet.events import EventQueue
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
@@ -40,7 +40,7 @@ COMES, STEPS = 0, 1
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RequestFlight:
     """A request under way."""
 
     request: Request
@@ -60,7 +60,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Coarse(Outcome):
+class CoarseStream(Outcome):
     """One of which the first token and the end are all that was told: its gaps are not known."""
 
     @property
@@ -70,7 +70,7 @@ class Coarse(Outcome):
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedFleet:
     """A finished simulation, or the part of one until the user had enough."""
 
     outcomes: tuple[Outcome, ...]
@@ -115,11 +115,11 @@ class SimulatedFleet:
         self.longest = self.router.fleet.contexts().get(config.model) or 0
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
-        self._outcome = Coarse if coarse else Outcome
-        self._agenda = Agenda()
+        self._outcome = CoarseStream if coarse else Outcome
+        self._agenda = EventQueue()
         self._planned = dict.fromkeys(self.engines, inf)
-        self._flights: dict[str, Flight] = {}
-        self._queued: dict[core.Ticket, Flight] = {}
+        self._flights: dict[str, RequestFlight] = {}
+        self._queued: dict[core.Ticket, RequestFlight] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
         self._outcomes: list[Outcome] = []
         self._more = False  # whether requests are still to come
@@ -132,7 +132,7 @@ class SimulatedFleet:
         schedule: Schedule,
         told: Callable[[float, int, int], None] | None = None,
         stopped: Callable[[], bool] | None = None,
-    ) -> Played:
+    ) -> PlayedFleet:
         """Play a schedule to its end, or until somebody has `stopped` it.
 
         `told` hears of time, requests sent and requests ended.
@@ -153,13 +153,13 @@ class SimulatedFleet:
                 told(agenda.now, sent, sent - len(self._flights))
             if stopped is not None and not steps & 0x3F and stopped():
                 return self._broken_off(agenda.now)
-        return Played(tuple(self._outcomes), self._last, self._cut, self._facts())
+        return PlayedFleet(tuple(self._outcomes), self._last, self._cut, self._facts())
 
-    def _broken_off(self, now: float) -> Played:
+    def _broken_off(self, now: float) -> PlayedFleet:
         for flight in self._flights.values():
             flight.outcome.interrupted = True
         outcomes = tuple(self._outcomes)
-        return Played(outcomes, now, self._cut, self._facts(), interrupted=True)
+        return PlayedFleet(outcomes, now, self._cut, self._facts(), interrupted=True)
 
     # Who comes when
 
@@ -201,7 +201,7 @@ class SimulatedFleet:
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
         )
         self._outcomes.append(outcome)
-        flight = Flight(fitted, number, outcome, ended)
+        flight = RequestFlight(fitted, number, outcome, ended)
         self._flights[flight.id] = flight
         self._deadlines.append((now + self._timeout_s, flight.id))
         router = self.router
@@ -210,7 +210,7 @@ class SimulatedFleet:
         self._placed(flight, router.submit(ask, now), now)
 
     def _placed(
-        self, flight: Flight, answer: Lease | core.Ticket | core.Refusal, now: float
+        self, flight: RequestFlight, answer: Lease | core.Ticket | core.Refusal, now: float
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
@@ -236,7 +236,7 @@ class SimulatedFleet:
         for ticket, answer in list(self.router.due(now)):  # placing one may make room for more
             self._placed(self._queued.pop(ticket), answer, now)
 
-    def _send(self, flight: Flight, name: str, leg: Leg, now: float) -> None:
+    def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
         request = flight.request
         job = Job(
             flight.id,
@@ -280,7 +280,7 @@ class SimulatedFleet:
                 self._happened(flight, flight.lease, event, now)
         self._plan(name)
 
-    def _happened(self, flight: Flight, lease: Lease, event: Event, now: float) -> None:
+    def _happened(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is not None and not first.released:
             if event.finished:
@@ -304,7 +304,7 @@ class SimulatedFleet:
             router.finish(lease, now, core.Outcome.DONE, usage)
             self._over(flight, now)
 
-    def _handed_over(self, flight: Flight, lease: Lease, event: Event, now: float) -> None:
+    def _handed_over(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is None:
             return
@@ -323,7 +323,7 @@ class SimulatedFleet:
             self._placed(flight, anew, now)
         self._settle(now)
 
-    def _let_go(self, flight: Flight, now: float) -> None:
+    def _let_go(self, flight: RequestFlight, now: float) -> None:
         """Free what a prefill worker keeps for a request."""
         if flight.held_by:
             self.engines[flight.held_by].release(flight.id, now)
@@ -332,7 +332,7 @@ class SimulatedFleet:
 
     # Ends
 
-    def _over(self, flight: Flight, now: float, *, pause_s: float = 0.0) -> None:
+    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         del self._flights[flight.id]
         self._last = max(self._last, now)
         if flight.ended is not None:

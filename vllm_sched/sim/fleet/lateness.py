@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
 
-class Flight:
+class ObservedFlight:
     """What is told of a request under way."""
 
     __slots__ = ("counts", "first", "late", "lost", "over", "request")
@@ -64,10 +64,10 @@ class Lateness:
         self._lost: dict[str, int] = {}
         self._most_lost = most_lost or {}
         self._watches = most < math.inf or bool(most_lost)
-        self._due: list[tuple[float, int, Due, Flight]] = []
+        self._due: list[tuple[float, int, Due, ObservedFlight]] = []
         self._number = 0  # of equal times the first
 
-    def arrived(self, flight: Flight) -> None:
+    def arrived(self, flight: ObservedFlight) -> None:
         """Await its tokens."""
         if not (flight.counts and self._watches):
             return
@@ -77,7 +77,7 @@ class Lateness:
         if targets.e2el is not None:
             self._await(at + targets.e2el, Due.END, flight)
 
-    def first(self, flight: Flight) -> None:
+    def first(self, flight: ObservedFlight) -> None:
         """Note that its first token came."""
         if not (flight.counts and self._watches):
             return
@@ -90,7 +90,7 @@ class Lateness:
             due = flight.first + targets.tpot * (request.output_tokens - 1)
             self._await(due, Due.PACE, flight)
 
-    def ended(self, flight: Flight, *, met: bool, kept: bool) -> None:
+    def ended(self, flight: ObservedFlight, *, met: bool, kept: bool) -> None:
         """Learn what became of it: `met` within the targets, `kept` within what may be borne."""
         flight.over = True
         if flight.counts and not met:
@@ -106,7 +106,7 @@ class Lateness:
             if not flight.over:
                 self._overdue(flight, what, now)
 
-    def _overdue(self, flight: Flight, what: Due, now: float) -> None:
+    def _overdue(self, flight: ObservedFlight, what: Due, now: float) -> None:
         """Note who is late; compared as it will be at its end, of which now is no more than that.
 
         Where rounding has it otherwise, its end will tell.
@@ -128,17 +128,17 @@ class Lateness:
             elif what is Due.FIRST:
                 self._await(request.at + borne, Due.BORNE, flight)
 
-    def _await(self, at: float, what: Due, flight: Flight) -> None:
+    def _await(self, at: float, what: Due, flight: ObservedFlight) -> None:
         self._number += 1
         heappush(self._due, (at, self._number, what, flight))
 
-    def _is_late(self, flight: Flight) -> None:
+    def _is_late(self, flight: ObservedFlight) -> None:
         if not flight.late:
             flight.late = True
             self._late += 1
             self.too_many |= self._late > self._most
 
-    def _is_lost(self, flight: Flight) -> None:
+    def _is_lost(self, flight: ObservedFlight) -> None:
         if not flight.lost:
             flight.lost = True
             klass = flight.request.klass

@@ -121,7 +121,7 @@ MACHINES: Final[Mapping[str, Machine]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
+class AssumedWorker:
     """What the command line says of all workers."""
 
     profile: str | None = None  # of those that name none
@@ -131,10 +131,10 @@ class Assumed:
 
 
 def worker_models(
-    config: FleetConfig, source: Path, assumed: Assumed | None = None
+    config: FleetConfig, source: Path, assumed: AssumedWorker | None = None
 ) -> dict[str, WorkerModel]:
     """Describe a fleet's workers by name; `source` is the fleet file."""
-    assumed = assumed or Assumed()
+    assumed = assumed or AssumedWorker()
     problems: list[Problem] = []
     found: dict[str, WorkerModel] = {}
     if config.discovery is not None:
@@ -231,7 +231,7 @@ def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int
 
 
 def model_of(
-    worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: Assumed
+    worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: AssumedWorker
 ) -> WorkerModel:
     """Describe a worker: the machine, as its flags have it."""
     given = parse(worker.launch.args) if worker.launch else ()

@@ -27,7 +27,7 @@ FIRST_WORKER, GROUPS = 10, 10
 
 
 @runtime_checkable
-class Traced(Protocol):
+class TracedEngine(Protocol):
     """An engine that kept a trace."""
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
@@ -38,7 +38,7 @@ def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float)
     """Write all of it."""
     events = [*_clients(outcomes)]
     for number, (name, engine) in enumerate(engines.items()):
-        if isinstance(engine, Traced):
+        if isinstance(engine, TracedEngine):
             events += _moved(engine.trace_events(now), name, FIRST_WORKER + GROUPS * number)
     content = {
         "displayTimeUnit": "ms",

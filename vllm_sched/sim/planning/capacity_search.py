@@ -24,18 +24,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import Run, together
+from vllm_sched.sim.fleet.aggregate_flow import FlowResult, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_sched.sim.planning.fleet_shapes import Shape
+    from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
 STEP: Final = 1.03  # from rung to rung
 LEAST, MOST = 1e-4, 1e12  # requests a second that anybody asks for
 
 
-class Drawn:
+class DrawnRequests:
     """Requests of one seed: drawn once, and played at whatever rate."""
 
     def __init__(self, requests: Iterable[Request], class_of: Callable[[int], str]) -> None:
@@ -56,15 +56,15 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CapacityVerdict:
     """What all draws bear."""
 
     rate: float
-    runs: list[Run]  # one of each draw
-    run: Run  # all of them
+    runs: list[FlowResult]  # one of each draw
+    run: FlowResult  # all of them
 
 
-class Judge:
+class CapacitySearch:
     """See the module's text.
 
     `play` plays a fleet at a rate with the requests of a draw, and returns None where too few were
@@ -74,25 +74,25 @@ class Judge:
     def __init__(
         self,
         draws: int,
-        play: Callable[[Shape, float, int], Run | None],
-        enough: Callable[[Run], bool],
+        play: Callable[[FleetShape, float, int], FlowResult | None],
+        enough: Callable[[FlowResult], bool],
     ) -> None:
         self._order = list(range(1, draws + 1))  # draw 0 is what was searched with
         self._margins: dict[int, float] = {}  # of each, when it last had enough
         self._play, self._enough = play, enough
 
     def highest(
-        self, shape: Shape, start: float, *, least: float = 0.0, most: float = math.inf
-    ) -> Verdict | None:
+        self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
+    ) -> CapacityVerdict | None:
         """Find the rate, from `start` on down, or up where that holds; None if below the least."""
         bottom, top = _rung(max(least, LEAST)), _rung(min(most, MOST))
         while rate_at(top) > most:
             top -= 1
         if top < bottom:
             return None
-        played: dict[tuple[int, int], Run | None] = {}
+        played: dict[tuple[int, int], FlowResult | None] = {}
 
-        def play(rung: int, draw: int) -> Run | None:
+        def play(rung: int, draw: int) -> FlowResult | None:
             if (rung, draw) not in played:
                 played[rung, draw] = self._play(shape, rate_at(rung), draw)
             return played[rung, draw]
@@ -109,10 +109,10 @@ class Judge:
         return self._from(rung, bottom, failed - 1, play)
 
     def _from(
-        self, rung: int, bottom: int, top: int, play: Callable[[int, int], Run | None]
-    ) -> Verdict | None:
+        self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
+    ) -> CapacityVerdict | None:
         """Go down until all hold; or up, if they do where it begins."""
-        found: Verdict | None = None
+        found: CapacityVerdict | None = None
         while bottom <= rung <= top:
             if (verdict := self._at(rung, play)) is not None:
                 found, rung = verdict, rung + 1
@@ -122,8 +122,10 @@ class Judge:
                 top = rung = rung - 1
         return found
 
-    def _at(self, rung: int, play: Callable[[int, int], Run | None]) -> Verdict | None:
-        runs: list[Run] = []
+    def _at(
+        self, rung: int, play: Callable[[int, int], FlowResult | None]
+    ) -> CapacityVerdict | None:
+        runs: list[FlowResult] = []
         # Who had least to spare is next to fail: the others need not be played for nothing.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in tuple(self._order):
@@ -135,10 +137,10 @@ class Judge:
             self._margins[draw] = _margin(run)
             runs.append(run)
         whole = together(runs)
-        return Verdict(rate_at(rung), runs, whole) if self._enough(whole) else None
+        return CapacityVerdict(rate_at(rung), runs, whole) if self._enough(whole) else None
 
 
-def _margin(run: Run) -> float:
+def _margin(run: FlowResult) -> float:
     """Return the least share of a run: in time of all, or not too late of a class."""
     return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
 

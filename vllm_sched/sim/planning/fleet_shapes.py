@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.core.model.settings import HEADROOM
 from proxy.core.model.types import Role
 from proxy.core.router import RouterSettings
-from vllm_sched.sim.fleet.aggregate_flow import Placed
+from vllm_sched.sim.fleet.aggregate_flow import PlacedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ WITH_BOTH: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class FleetShape:
     """A fleet of like machines."""
 
     general: int = 0
@@ -67,7 +67,7 @@ class Shape:
         }
         return {role: count for role, count in counts.items() if count}
 
-    def with_more(self, role: Role, change: int) -> Shape:
+    def with_more(self, role: Role, change: int) -> FleetShape:
         """Return the same with so many more workers of a role that it has."""
         given: dict[str, Any] = {role.value: self.pools[role] + change}
         return replace(self, **given)
@@ -98,10 +98,10 @@ class Shape:
             return whole
         return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
 
-    def placed(self, machine: WorkerModel) -> list[Placed]:
+    def placed(self, machine: WorkerModel) -> list[PlacedWorker]:
         """Make the workers."""
         return [
-            Placed(
+            PlacedWorker(
                 replace(
                     machine,
                     name=f"{role.value}-{index}",
@@ -156,7 +156,7 @@ def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class TrafficHints:
     """What of the traffic says which fleets are worth a try."""
 
     boundaries: Mapping[int, float]  # tokens, and the share of the work above them
@@ -164,23 +164,23 @@ class Seen:
 
 
 def shapes(
-    family: str, workers: int, seen: Seen, policies: tuple[str, ...], itl_ms: int
-) -> Iterator[Shape]:
+    family: str, workers: int, seen: TrafficHints, policies: tuple[str, ...], itl_ms: int
+) -> Iterator[FleetShape]:
     """Give those of a family that may be best, the likeliest first."""
     if family == ONE_POOL:
-        splits = [Shape(general=workers, itl_ms=itl_ms)]
+        splits = [FleetShape(general=workers, itl_ms=itl_ms)]
     elif workers < 2:
         return
     elif family == SHORT_LONG:
         splits = [
-            Shape(short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms)
+            FleetShape(short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms)
             for limit, share in seen.boundaries.items()
             for longs in _near(share * workers, workers)
         ]
     elif family == SHORT_APART:
         # The likeliest two of either count: they are many, and seldom the best.
         splits = [
-            Shape(
+            FleetShape(
                 short=workers - rest, prefill=prefills, decode=rest - prefills,
                 short_limit=limit, itl_ms=itl_ms,
             )
@@ -190,7 +190,7 @@ def shapes(
         ]  # fmt: skip
     else:
         splits = [
-            Shape(prefill=prefills, decode=workers - prefills, itl_ms=itl_ms)
+            FleetShape(prefill=prefills, decode=workers - prefills, itl_ms=itl_ms)
             for prefills in _near(seen.prefill_share * workers, workers)
         ]
     for policy in policies:

@@ -22,18 +22,25 @@ from vllm_sched.bench.results.trend import Trend
 from vllm_sched.bench.traffic.schedule import MOST_DRAWN
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
-from vllm_sched.sim.engines.quantile_sketch import Sketch
-from vllm_sched.sim.fleet.aggregate_flow import Figures, Run
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import MACHINES, assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
-from vllm_sched.sim.planning.search import WARM, Question, Search, Served, longest_kept, ordered
+from vllm_sched.sim.planning.search import (
+    WARM,
+    FleetSearch,
+    PlanQuestion,
+    ServedRate,
+    longest_kept,
+    ordered,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.sim.planning.fleet_shapes import Shape
+    from vllm_sched.sim.planning.fleet_shapes import FleetShape
     from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
@@ -48,7 +55,7 @@ EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
 
-class Proof(NamedTuple):
+class ExactProof(NamedTuple):
     """What real schedulers said of a fleet."""
 
     rate: float
@@ -58,25 +65,25 @@ class Proof(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """What was found."""
 
-    question: Question
+    question: PlanQuestion
     gpus_each: int
-    ranking: list[Served]  # the best of each family, best first
-    more: Served | None  # with one worker more; None if it serves no more
-    fewer: Served | None  # with one fewer; None if there is no such fleet
+    ranking: list[ServedRate]  # the best of each family, best first
+    more: ServedRate | None  # with one worker more; None if it serves no more
+    fewer: ServedRate | None  # with one fewer; None if there is no such fleet
     capacity: Capacity
     prompt: float
     output: float
     runs: int
     requests: int  # of each draw
-    exact: dict[str, Proof]  # by shape
+    exact: dict[str, ExactProof]  # by shape
     exactly: bool = False  # whether the ranking and its rates are those of real schedulers
     stopped_at: float | None = None  # how much of the search was done when the user had enough
 
     @property
-    def best(self) -> Served:
+    def best(self) -> ServedRate:
         """The fleet to take."""
         return self.ranking[0]
 
@@ -105,14 +112,14 @@ def workers_of(gpus: int, gpus_each: int, profile: str) -> int:
 
 
 def plan(
-    question: Question,
+    question: PlanQuestion,
     gpus: int,
     gpus_each: int,
     *,
     rate: float | None = None,
     exact: bool = False,
     tell: Tell = lambda _what, _share: None,
-) -> Plan:
+) -> FleetPlan:
     """Find the best fleet; the error says what cannot be had.
 
     Ctrl-C ends it with the best that was judged by then, if there is one.
@@ -120,7 +127,7 @@ def plan(
     if not question.targets:
         raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
     workers = workers_of(gpus, gpus_each, question.machine.profile)
-    search = Search(question, tell)
+    search = FleetSearch(question, tell)
     _check_size(search, workers, gpus, gpus_each)
     known, stopped_at = _Known(), None
     try:
@@ -152,7 +159,7 @@ def plan(
         each and replace(each, rate=each.rate * off) for each in (known.more, known.fewer)
     )
     traffic = search.traffic
-    return Plan(
+    return FleetPlan(
         question,
         gpus_each,
         known.ranking,
@@ -176,26 +183,26 @@ def plan(
 class _Known:
     """What is known by now."""
 
-    plainly: list[Served] = field(default_factory=list)  # the ranking, by plain workers
-    exactly: list[Served] = field(default_factory=list)  # and by real schedulers
-    proofs: dict[str, Proof] = field(default_factory=dict)
-    more: Served | None = None
-    fewer: Served | None = None
+    plainly: list[ServedRate] = field(default_factory=list)  # the ranking, by plain workers
+    exactly: list[ServedRate] = field(default_factory=list)  # and by real schedulers
+    proofs: dict[str, ExactProof] = field(default_factory=dict)
+    more: ServedRate | None = None
+    fewer: ServedRate | None = None
 
     @property
-    def ranking(self) -> list[Served]:
+    def ranking(self) -> list[ServedRate]:
         """The fleets, best first."""
         return self.exactly or self.plainly
 
     @property
-    def plain(self) -> Served:
+    def plain(self) -> ServedRate:
         """The best, with its rate by plain workers."""
         best = self.ranking[0]
         rate = next(each.rate for each in self.plainly if each.shape == best.shape)
         return replace(best, rate=rate)
 
 
-def _otherwise(search: Search, known: _Known, workers: int) -> None:
+def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
     """Find out what one worker more or fewer would do."""
     plain = known.plain
     known.more = search.more(plain, (EXACTED if known.exactly else SEARCHED, MORE))
@@ -204,7 +211,7 @@ def _otherwise(search: Search, known: _Known, workers: int) -> None:
         known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
 
 
-def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None:
+def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) -> None:
     """Refuse what is too large to be simulated now, not once the search comes so far."""
     largest = workers + 1  # the plan says what one more would serve
     most = largest * search.traffic.most_each
@@ -222,7 +229,7 @@ def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None
     )
 
 
-def _check_rate(rate: float, best: Served, gpus: int, gpus_each: int, profile: str) -> None:
+def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profile: str) -> None:
     if best.rate >= rate:
         return
     # Larger fleets are used better, if anything.
@@ -251,9 +258,11 @@ def require_vllm() -> None:
         )
 
 
-def _exactly(search: Search, ranking: list[Served], played: dict[str, Proof]) -> list[Served]:
+def _exactly(
+    search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
+) -> list[ServedRate]:
     """Lower the rates of the best of each kind until real schedulers serve them too."""
-    again: list[Served] = []
+    again: list[ServedRate] = []
     for at, served in enumerate(ranking):
         done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
         search.tell(f"exactly: {served.shape}", done)
@@ -264,10 +273,10 @@ def _exactly(search: Search, ranking: list[Served], played: dict[str, Proof]) ->
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
-        proof = Proof(rate, run.all.share, longest_kept(run), run.all.arrived)
+        proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
         if search.enough(run, brief=True):
-            again.append(Served(served.shape, rate, run))
+            again.append(ServedRate(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
             f"{each.rate:.3g} ({each.share:.0%}, {each.longest:.0%})" for each in played.values()
@@ -280,7 +289,7 @@ def _exactly(search: Search, ranking: list[Served], played: dict[str, Proof]) ->
     return ordered(again)
 
 
-def play_exactly(search: Search, shape: Shape, rate: float) -> Run:
+def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
     """Play a fleet with real schedulers; with requests by which nothing was chosen or judged."""
     from proxy.config import FleetConfig
     from vllm_sched.sim.engines.exact_engine import ExactEngine
@@ -300,11 +309,11 @@ def play_exactly(search: Search, shape: Shape, rate: float) -> Run:
     return counted(search, played.outcomes, played.duration)
 
 
-def counted(search: Search, outcomes: Sequence[Outcome], duration_s: float) -> Run:
+def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float) -> FlowResult:
     """Count what a simulation kept of each request, as `Flow` does."""
-    total, classes, gaps = Figures(), dict[str, Figures](), Sketch()
+    total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for each in outcomes:
-        of_class = classes.setdefault(search.class_of(each.prompt_tokens), Figures())
+        of_class = classes.setdefault(search.class_of(each.prompt_tokens), ClassFigures())
         for figures in (total, of_class):
             _count(figures, each, search)
         for gap in each.itls if each.good else ():
@@ -314,10 +323,10 @@ def counted(search: Search, outcomes: Sequence[Outcome], duration_s: float) -> R
         if each.good and each.at >= WARM * span:
             trend.add(each.at, each.ttft)
     refused = total.arrived - total.done
-    return Run(total, classes, refused, span, duration_s, gaps, trend.growth)
+    return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
 
 
-def _count(figures: Figures, outcome: Outcome, search: Search) -> None:
+def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None:
     figures.arrived += 1
     if not outcome.good:
         return
@@ -340,7 +349,7 @@ def _count(figures: Figures, outcome: Outcome, search: Search) -> None:
 # As a fleet file
 
 
-def fleet_of(found: Plan, model: str, folder: Path) -> dict[str, Any]:
+def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
     """Give the content of a fleet file for the best; `folder` is where it will lie."""
     machine = found.question.machine
     named = (name for part, name in NAMES.items() if part in machine.profile)
@@ -357,7 +366,7 @@ def _seen_from(folder: Path, profile: str) -> str:
     return os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
 
 
-def _unfinished(found: Plan) -> list[str]:
+def _unfinished(found: FleetPlan) -> list[str]:
     if found.stopped_at is None:
         return []
     return [
@@ -366,7 +375,7 @@ def _unfinished(found: Plan) -> list[str]:
     ]
 
 
-def write(found: Plan, path: Path, *, model: str, command: str, traffic: str) -> None:
+def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
     """Write the fleet file; `traffic` is what `simulate` is asked for to see the same."""
     targets = " ".join(
         f"{name}:{value:g}"

@@ -27,24 +27,24 @@ from vllm_sched.bench.results.knee import SHARE
 from vllm_sched.bench.traffic.sampled import Sampled, without_end
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.aggregate_flow import Flow, Run
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult
 from vllm_sched.sim.planning import capacity_bound
-from vllm_sched.sim.planning.capacity_search import STEP, Drawn, Judge
+from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch, DrawnRequests
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
     POLICIES,
     SHORT_APART,
-    Seen,
-    Shape,
+    FleetShape,
+    TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.traffic_stats import Traffic
+from vllm_sched.sim.planning.traffic_stats import TrafficStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.traffic.types import Request, Source
+    from vllm_sched.bench.traffic.types import Request, TrafficSource
     from vllm_sched.sim.types import WorkerModel
 
 SAME: Final = 0.04  # rates this close are equal
@@ -77,10 +77,10 @@ Tell = Callable[[str, float], None]  # what is being done, and how much of all i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """What is to be planned for."""
 
-    source: Source
+    source: TrafficSource
     machine: WorkerModel
     targets: Targets
     burstiness: float | None = None
@@ -117,12 +117,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRate:
     """A fleet, and the rate that it serves."""
 
-    shape: Shape
+    shape: FleetShape
     rate: float
-    run: Run  # at that rate, all draws together
+    run: FlowResult  # at that rate, all draws together
     shares: tuple[float, ...] = ()  # in time, of each draw
 
     @property
@@ -132,25 +132,25 @@ class Served:
         return min(shares), max(shares)
 
 
-class Search:
+class FleetSearch:
     """Searches, with the same requests for every fleet."""
 
-    def __init__(self, question: Question, tell: Tell = lambda _what, _share: None) -> None:
+    def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
         source = question.source
         some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
         sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: there is no request in it to plan for")
-        self.traffic = Traffic.of(sample, question.machine)
+        self.traffic = TrafficStats.of(sample, question.machine)
         self.runs = 0
         self._told, self._done = tell, 0.0
         self._start = self._by_hand()
         self._short_to = _short_to(self.traffic.prompts)
-        self._drawn: dict[int, Drawn] = {}
+        self._drawn: dict[int, DrawnRequests] = {}
         self._roughly: dict[int, float] = {}  # the best rough rate of so many workers
-        self._judged: list[Served] = []
-        self._judge = Judge(question.draws, self._served_of, self.enough)
+        self._judged: list[ServedRate] = []
+        self._judge = CapacitySearch(question.draws, self._served_of, self.enough)
         machine = question.machine
 
         @lru_cache(maxsize=65_536)
@@ -192,8 +192,8 @@ class Search:
         return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
     def play(
-        self, shape: Shape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
-    ) -> Run:
+        self, shape: FleetShape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
+    ) -> FlowResult:
         """Play a fleet at a rate; unless the `whole` is asked for, a failed run not to its end."""
         question = self.question
         total = self.count(rate, fine=fine)
@@ -210,21 +210,21 @@ class Search:
         most_lost = (1 - self._least_kept(longs)) * longs + 1
         return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
 
-    def _flow(self, shape: Shape) -> Flow:
+    def _flow(self, shape: FleetShape) -> AggregateFlow:
         machine, targets = self.question.machine, self.question.targets
-        return Flow(shape.placed(machine), shape.settings(), targets, self.borne_s)
+        return AggregateFlow(shape.placed(machine), shape.settings(), targets, self.borne_s)
 
-    def _requests(self, draw: int) -> Drawn:
+    def _requests(self, draw: int) -> DrawnRequests:
         """Give a draw of the requests: the same for all fleets."""
         if draw not in self._drawn:
-            self._drawn[draw] = Drawn(self.question.shapes(draw), self.class_of)
+            self._drawn[draw] = DrawnRequests(self.question.shapes(draw), self.class_of)
         return self._drawn[draw]
 
     def class_of(self, prompt: int) -> str:
         """Say whether a prompt is among the longest."""
         return LONG if prompt > self._short_to else REST
 
-    def enough(self, run: Run, *, strict: bool = True, brief: bool = False) -> bool:
+    def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
         """Whether enough were in time, and of the longest not too late, and no queue grew.
 
         In a single run there are few of the longest: unless one is `strict`, what may be chance is
@@ -241,17 +241,17 @@ class Search:
         share = self.question.share
         return share - math.sqrt(share * (1 - share) / longs) if longs else share
 
-    def _served_of(self, shape: Shape, rate: float, draw: int) -> Run | None:
+    def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         """Play a draw of the requests; None if too few were in time."""
         run = self.play(shape, rate, fine=True, draw=draw)
         return run if self.enough(run, strict=False) else None
 
-    def serves(self, shape: Shape, rate: float) -> Run | None:
+    def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
         """Play it, roughly; None if too few were in time."""
         run = self.play(shape, rate, fine=False)
         return run if self.enough(run, strict=False) else None
 
-    def rate_of(self, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+    def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
         """Find roughly what it serves, by one draw; None if that is not even the least.
 
         What its computing allows it never exceeds: a run that ends before a queue is felt would.
@@ -259,7 +259,7 @@ class Search:
         most = self._most(shape)
         if least > most:
             return None
-        best: Run | None = None
+        best: FlowResult | None = None
         low, high = 0.0, math.inf
         rate = min(max(start, least), most)
         for _ in range(DOUBLINGS):
@@ -281,9 +281,9 @@ class Search:
                 best, low = run, rate
             else:
                 high = rate
-        return Served(shape, low, best)
+        return ServedRate(shape, low, best)
 
-    def judged(self, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+    def judged(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
         """Find what it serves by every draw that nothing was chosen by; None if not the least."""
         most = self._most(shape)
         if least > most:
@@ -294,11 +294,11 @@ class Search:
         if verdict is None:
             return None
         shares = tuple(run.all.share for run in verdict.runs)
-        served = Served(shape, verdict.rate, verdict.run, shares)
+        served = ServedRate(shape, verdict.rate, verdict.run, shares)
         self._judged.append(served)
         return served
 
-    def _most(self, shape: Shape) -> float:
+    def _most(self, shape: FleetShape) -> float:
         return shape.workers * self.traffic.most_each
 
     # All of them
@@ -319,7 +319,7 @@ class Search:
         if not self.enough(run, strict=False):
             raise UsageError(self._hopeless(run))
 
-    def _idle(self) -> Run:
+    def _idle(self) -> FlowResult:
         """Play a draw of those that judge to a worker that has nothing else to do.
 
         At even gaps: whether some come at once is for fleets to bear, who may have many workers.
@@ -328,9 +328,9 @@ class Search:
         total = self.count(rate, fine=True)
         requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
         self.runs += 1
-        return self._flow(Shape(general=1)).play(requests)
+        return self._flow(FleetShape(general=1)).play(requests)
 
-    def _hopeless(self, run: Run) -> str:
+    def _hopeless(self, run: FlowResult) -> str:
         """Say what an idle worker does; of the longest, where all together have enough."""
         question, share = self.question, self.question.share
         who, met, figures = question.source.name, run.all.share, run.all
@@ -357,7 +357,7 @@ class Search:
             f"{wanted}"
         )
 
-    def seen(self) -> Seen:
+    def seen(self) -> TrafficHints:
         """See what fleets are worth a try."""
         traffic, machine = self.traffic, self.question.machine
         time = machine.time
@@ -374,9 +374,9 @@ class Search:
             time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32
         )
         whole = prefill + decode
-        return Seen(boundaries=boundaries, prefill_share=prefill / whole if whole else 0.5)
+        return TrafficHints(boundaries=boundaries, prefill_share=prefill / whole if whole else 0.5)
 
-    def family(self, family: str, workers: int, share: tuple[float, float]) -> list[Served]:
+    def family(self, family: str, workers: int, share: tuple[float, float]) -> list[ServedRate]:
         """Find the best of a family, best first; `share` says from where to where all is done."""
         tried = shapes(family, workers, self.seen(), self.question.policies, self._itl_ms())
         # It has many ways, and is seldom the best: named only if it serves about what others do.
@@ -385,13 +385,13 @@ class Search:
         return ordered([*found, *(each for best in found[:1] for each in self._thresholds(best))])
 
     def _of_kind(
-        self, tried: list[Shape], share: tuple[float, float], floor: float = 0.0
-    ) -> list[Served]:
+        self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
+    ) -> list[ServedRate]:
         """Find roughly what fleets serve, and have those that serve most judged; best first.
 
         Who serves not nearly the `floor` is left.
         """
-        found: list[Served] = []
+        found: list[ServedRate] = []
         width = (share[1] - share[0]) / (2 * max(len(tried), 1))
         for at, shape in enumerate(tried):
             self.tell(str(shape), share[0] + at * width)
@@ -404,7 +404,7 @@ class Search:
                 self._roughly[shape.workers] = most
         # The simplest first: another has to serve more by what is not equal, or is left at once.
         finalists = sorted(_finalists(found), key=_plainness)
-        half, judged = (share[0] + share[1]) / 2, list[Served]()
+        half, judged = (share[0] + share[1]) / 2, list[ServedRate]()
         for at, each in enumerate(finalists):
             self.tell(str(each.shape), half + (share[1] - half) * at / len(finalists))
             least = max((one.rate for one in judged), default=0.0) * (1 + SAME)
@@ -413,7 +413,7 @@ class Search:
                 judged.append(again)
         return ordered(judged)
 
-    def _thresholds(self, served: Served) -> Iterator[Served]:
+    def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
         """Try fixed thresholds for hand-overs, where the router's own was good."""
         if not served.shape.prefill:
             return
@@ -430,7 +430,7 @@ class Search:
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
-    def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[Served]:
+    def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
         """Find the best of every family, best first."""
         families = self.question.families
         width = (share[1] - share[0]) / len(families)
@@ -440,23 +440,23 @@ class Search:
             found += self.family(family, workers, (start, start + width))[:1]
         return ordered(found)
 
-    def so_far(self, workers: int) -> list[Served]:
+    def so_far(self, workers: int) -> list[ServedRate]:
         """Give the best of every family of which one was judged, best first."""
-        best: dict[str, Served] = {}
+        best: dict[str, ServedRate] = {}
         for each in ordered([each for each in self._judged if each.shape.workers == workers]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
-    def fewer(self, served: Served, share: tuple[float, float]) -> Served | None:
+    def fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Find what a fleet of that kind and policy serves with one worker fewer."""
         return next(iter(self._of_kind(self._alike(served.shape, -1), share)), None)
 
-    def more(self, served: Served, share: tuple[float, float]) -> Served | None:
+    def more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Find what a fleet of that kind and policy serves with one worker more.
 
         None if no more than without: a worker that nobody has a use for takes nothing away.
         """
-        best: Served | None = None
+        best: ServedRate | None = None
         tried = self._alike(served.shape, 1)
         start = served.rate * (served.shape.workers + 1) / served.shape.workers
         for at, shape in enumerate(tried):
@@ -467,7 +467,7 @@ class Search:
             best = found or best
         return best
 
-    def _alike(self, shape: Shape, change: int) -> list[Shape]:
+    def _alike(self, shape: FleetShape, change: int) -> list[FleetShape]:
         """Give fleets of that kind with so many workers more: of one role first."""
         workers = shape.workers + change
         if workers < 1:
@@ -499,15 +499,15 @@ def _short_to(prompts: Sequence[int]) -> int:
     return prompts[at]
 
 
-def longest_kept(run: Run) -> float:
+def longest_kept(run: FlowResult) -> float:
     """Return the share of the longest that were in time, or as late as may be borne."""
     longs = run.classes.get(LONG)
     return 1.0 if longs is None else longs.kept_share
 
 
-def ordered(found: list[Served]) -> list[Served]:
+def ordered(found: list[ServedRate]) -> list[ServedRate]:
     """Put the best first; of equals the simplest."""
-    left, best_first = list(found), list[Served]()
+    left, best_first = list(found), list[ServedRate]()
     while left:
         most = max(each.rate for each in left)
         equal = [each for each in left if each.rate >= most * (1 - SAME)]
@@ -517,7 +517,7 @@ def ordered(found: list[Served]) -> list[Served]:
     return best_first
 
 
-def _finalists(found: list[Served]) -> list[Served]:
+def _finalists(found: list[ServedRate]) -> list[ServedRate]:
     """Choose who is judged: those with the highest rough rates, and the best of each policy near.
 
     A rough rate is as much too low as the two sides of it are apart, and who is tried later begins
@@ -533,7 +533,7 @@ def _finalists(found: list[Served]) -> list[Served]:
     return chosen
 
 
-def _plainness(served: Served) -> tuple[int, int, float]:
+def _plainness(served: ServedRate) -> tuple[int, int, float]:
     shape = served.shape
     return FAMILIES.index(shape.family), POLICIES.index(shape.policy), -served.rate
 

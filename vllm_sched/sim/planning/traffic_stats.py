@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_sched.sim.engines.kv_blocks import Prefixes
+from vllm_sched.sim.engines.kv_blocks import CachedPrefixes
 from vllm_sched.sim.planning.capacity_bound import least_seconds
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ BOUNDLESS = 1 << 60  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficStats:
     """See the module's text."""
 
     prompt: float  # means
@@ -31,10 +31,10 @@ class Traffic:
     most_each: float  # requests a second that one worker's computing allows, whatever it caches
 
     @classmethod
-    def of(cls, sample: Sequence[Request], machine: WorkerModel) -> Traffic:
+    def of(cls, sample: Sequence[Request], machine: WorkerModel) -> TrafficStats:
         """Look at some of them."""
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
-        cache = Prefixes(BOUNDLESS if machine.prefix_caching else 0)
+        cache = CachedPrefixes(BOUNDLESS if machine.prefix_caching else 0)
         seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
@@ -51,7 +51,7 @@ class Traffic:
         return sum(self.totals[at:]) / (sum(self.totals) or 1)
 
 
-def _sizes(request: Request, cache: Prefixes) -> tuple[int, int, int]:
+def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
     """Return prompt, answer, and what of the prompt one worker with room for all would have."""
     held = min(cache.held(request.shared), request.prompt_tokens - 1)
     cache.keep(request.shared, BOUNDLESS)

@@ -14,18 +14,18 @@ import orjson
 import pytest
 
 from proxy.batches.storage import store as module
-from proxy.batches.storage.rows import Page
+from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import ROW_BYTES
-from proxy.batches.storage.store import PIECE_BYTES, Bounds, Store
+from proxy.batches.storage.store import PIECE_BYTES, Store, StoreLimits
 from proxy.batches.types import (
     Batch,
     File,
+    InputLine,
     InUseError,
-    Line,
-    Result,
+    LineResult,
     Status,
     StoreFullError,
-    TooMuchError,
+    TenantLimitError,
 )
 from proxy.errors import ProxyError
 from tests.present import present
@@ -93,16 +93,16 @@ def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW +
         f"batch_{file.id}", tenant, CHAT, file.id, "1m", Status.VALIDATING, NOW, expires
     )  # fmt: skip
     store.add_batch(batch)
-    lines = [Line(n + 1, f"c{n + 1}", "tiny", 3 * n, 3) for n in range(count)]
+    lines = [InputLine(n + 1, f"c{n + 1}", "tiny", 3 * n, 3) for n in range(count)]
     store.add_lines(batch, lines)
     assert store.begin(batch, count, NOW)
     [kept] = [each for each in store.active() if each.id == batch.id]
     return kept
 
 
-def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") -> Result:
+def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") -> LineResult:
     """Make a line's result."""
-    return Result(batch.id, number, f"c{number}", f"q{number}", status, body)
+    return LineResult(batch.id, number, f"c{number}", f"q{number}", status, body)
 
 
 def content(store: Store, file_id: str | None) -> list[dict[str, object]]:
@@ -186,17 +186,21 @@ def test_a_tenant_sees_its_own(store: Store) -> None:
     assert store.cancel("other", batch.id, NOW) is None
     assert store.file("t", file.id) is None
     assert not store.delete_file("t", file.id)
-    assert [each.id for each in store.files("other", Page())] == [file.id]
-    assert store.batches("other", Page()) == []
+    assert [each.id for each in store.files("other", ListPage())] == [file.id]
+    assert store.batches("other", ListPage()) == []
 
 
 def test_pages(store: Store) -> None:
     ids = [store.add_file("t", f"{n}", "batch", b"x", NOW).id for n in range(5)]
-    assert [f.name for f in store.files("t", Page(2))] == ["4", "3", "2"]  # one more: there is more
-    assert [f.name for f in store.files("t", Page(2, ids[3]))] == ["2", "1", "0"]
-    assert [f.name for f in store.files("t", Page(2, ids[3], oldest_first=True))] == ["4"]
-    assert store.files("t", Page(2, "file-nobody")) == []
-    assert store.files("t", Page(2), "batch_output") == []
+    assert [f.name for f in store.files("t", ListPage(2))] == [
+        "4",
+        "3",
+        "2",
+    ]  # one more: there is more
+    assert [f.name for f in store.files("t", ListPage(2, ids[3]))] == ["2", "1", "0"]
+    assert [f.name for f in store.files("t", ListPage(2, ids[3], oldest_first=True))] == ["4"]
+    assert store.files("t", ListPage(2, "file-nobody")) == []
+    assert store.files("t", ListPage(2), "batch_output") == []
 
 
 def test_a_file_that_is_read_from_stays(store: Store) -> None:
@@ -371,10 +375,10 @@ def test_what_is_kept_is_nobody_elses_to_read(store: Store, tmp_path: Path) -> N
 
 def test_its_tables_keep_lines_apart(store: Store) -> None:
     batch = batch_of(store, 1)
-    for line in (Line(1, "other", "", 0, 1), Line(2, "c1", "", 0, 1)):
+    for line in (InputLine(1, "other", "", 0, 1), InputLine(2, "c1", "", 0, 1)):
         with pytest.raises(sqlite3.IntegrityError):
             store.add_lines(batch, [line])
-    store.add_lines(replace(batch, id="another"), [Line(1, "c1", "", 0, 1)])
+    store.add_lines(replace(batch, id="another"), [InputLine(1, "c1", "", 0, 1)])
 
 
 def test_what_a_tenant_has_is_counted_as_it_comes_and_goes(store: Store) -> None:
@@ -399,13 +403,13 @@ def test_what_a_tenant_has_is_counted_as_it_comes_and_goes(store: Store) -> None
 
 
 def test_results_of_what_runs_are_of_its_tenants_room(store: Store) -> None:
-    store.bounds = Bounds(bytes=60_000, bytes_each=20_000)
+    store.bounds = StoreLimits(bytes=60_000, bytes_each=20_000)
     batch, other = batch_of(store, 9), batch_of(store, 1, "other")
     assert store.full() == set()
     body = orjson.dumps("x" * 10_000)
     store.save([result(batch, 1, body=body), result(batch, 2, body=body)])
     assert store.full() == {"t"}
-    with pytest.raises(TooMuchError, match="may have 20000"):
+    with pytest.raises(TenantLimitError, match="may have 20000"):
         store.add_file("t", "in", "batch", b"x", NOW)
     store.add_file("other", "in", "batch", b"x", NOW)
     store.save([result(batch, number, body=body) for number in range(3, 7)])
@@ -416,18 +420,18 @@ def test_results_of_what_runs_are_of_its_tenants_room(store: Store) -> None:
 
 
 def test_a_row_takes_room_however_little_is_in_it(store: Store) -> None:
-    store.bounds = Bounds(bytes_each=10 * (ROW_BYTES + 2))
+    store.bounds = StoreLimits(bytes_each=10 * (ROW_BYTES + 2))
     for _ in range(10):
         store.add_file("t", "a", "batch", b"x", NOW)
     assert store._used()["t"] == store.bounds.bytes_each
-    with pytest.raises(TooMuchError):
+    with pytest.raises(TenantLimitError):
         store.add_file("t", "a", "batch", b"x", NOW)
 
 
 def test_no_text_is_taken_for_shorter_than_it_is(store: Store) -> None:
     batch = batch_of(store, 1)
     before = store._used()["t"]
-    store.add_lines(batch, [Line(9, "\0" + "x" * 99, "\0" + "ä" * 1000, 0, 1)])
+    store.add_lines(batch, [InputLine(9, "\0" + "x" * 99, "\0" + "ä" * 1000, 0, 1)])
     assert store._used()["t"] - before == ROW_BYTES + 2 * 100 + 2001
     store.add_file("u", "\0ä", "batch", b"x", NOW)
     assert store._used()["u"] == ROW_BYTES + 3 + 1

@@ -6,8 +6,8 @@ import asyncio
 import weakref
 from pathlib import Path
 
-from proxy.batches.storage.store import Bounds, Store
-from proxy.batches.storage.store_thread import Keeper
+from proxy.batches.storage.store import Store, StoreLimits
+from proxy.batches.storage.store_thread import StoreThread
 from tests.proxy.batches.office import busy
 
 
@@ -16,7 +16,7 @@ class Thing:
 
 
 async def test_what_is_given_up_is_not_kept_until_its_turn(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path, 60.0, Bounds())
+    keeper = StoreThread(tmp_path, 60.0, StoreLimits())
     await keeper.open()
     seen: list[object] = []
 

@@ -12,7 +12,7 @@ from proxy.core.fleet.breaker import (
     LONGEST_ASKED_S,
     TRIAL_S,
     Breaker,
-    State,
+    BreakerState,
 )
 
 
@@ -57,7 +57,7 @@ def test_it_knows_what_opened_it_last() -> None:
 def test_then_one_is_let_through_and_closes_it() -> None:
     breaker = opened()
     now = FIRST_REST_S
-    assert breaker.state(now) is State.HALF_OPEN
+    assert breaker.state(now) is BreakerState.HALF_OPEN
     assert breaker.lets_pass(now)
     assert breaker.sent(now)
     assert not breaker.lets_pass(now)

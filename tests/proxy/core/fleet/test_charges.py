@@ -7,13 +7,13 @@ from math import inf
 import pytest
 
 from proxy.core.fleet.charges import Fleet, _more
-from proxy.core.fleet.leases import Decision, Handover, Lease
+from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.lifecycle.feedback import judge
-from proxy.core.model.types import Ask, Outcome, Reason, Role
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
 
 
-def charge(fleet: Fleet, one: Ask, now: float = 0.0, *, cached: int = 0) -> Lease:
+def charge(fleet: Fleet, one: RequestInfo, now: float = 0.0, *, cached: int = 0) -> Lease:
     """Charge to the first worker."""
     decision = Decision(members(fleet)[0], Reason.ONLY_CHOICE, cached_tokens=cached)
     return fleet.charge(one, decision, now)
@@ -67,7 +67,7 @@ def test_what_no_engine_computes_says_nothing_of_its_worker(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("one", [ask(1000, None, generates=False), ask(0, 50)])
-def test_what_an_engine_prefills_teaches_its_pace(fleet: Fleet, one: Ask) -> None:
+def test_what_an_engine_prefills_teaches_its_pace(fleet: Fleet, one: RequestInfo) -> None:
     fleet.first_token(charge(fleet, one), 1.0)
     assert members(fleet)[0].pace.prefills == 1
 
@@ -199,7 +199,7 @@ def test_prices_follow_those_who_decode(fleet: Fleet) -> None:
 def test_the_rest_of_a_hand_over_moves_with_all_that_is_charged_for_it() -> None:
     fleet = fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE))
     first, one, other = members(fleet)
-    made = Decision(one, Reason.HANDOVER, handover=Handover(first, 0, 1000, 1.0, 0.1))
+    made = Decision(one, Reason.HANDOVER, handover=HandoverDecision(first, 0, 1000, 1.0, 0.1))
     lease = fleet.charge(ask(1000, 50), made, 0.0)
     fleet.move(lease, other, 1.0)  # not before its prefill is done
     assert lease.worker is one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_links import BARRED_S, Links
+from proxy.core.fleet.kv_links import BARRED_S, KvLinks
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Role
 from tests.proxy.core.making import fleet_of, members, spec
@@ -16,7 +16,7 @@ def two() -> tuple[Fleet, Worker, Worker]:
 
 def test_one_is_cold_until_it_is_made() -> None:
     _, prefill, decode = two()
-    links = Links()
+    links = KvLinks()
     links.are_made = True
     assert links.are_cold(prefill, decode)
     assert links.is_shut(prefill, decode, 1e6)
@@ -35,7 +35,7 @@ def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE), spec("g0")
     )
     prefill, first, second, general = members(fleet)
-    links = Links()
+    links = KvLinks()
     links.are_made = True
     assert not links.reaches(prefill, [first, second, general], 1.0)
     links.warm(prefill, general)  # it takes no hand-overs
@@ -50,7 +50,7 @@ def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
 
 def test_what_was_tried_with_a_worker_before_it_was_started_anew_says_nothing() -> None:
     _, prefill, decode = two()
-    links = Links()
+    links = KvLinks()
     links.unmade(prefill, decode)
     decode.up_since = 9.0
     assert links.note(prefill, 10.0) == ""
@@ -61,7 +61,7 @@ def test_what_was_tried_with_a_worker_before_it_was_started_anew_says_nothing() 
 
 def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
     _, prefill, decode = two()
-    links = Links()
+    links = KvLinks()
     assert [links.failed(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
@@ -74,7 +74,7 @@ def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
 
 def test_one_that_works_begins_anew() -> None:
     _, prefill, decode = two()
-    links = Links()
+    links = KvLinks()
     links.worked(prefill, decode)
     for _ in range(2):
         links.failed(prefill, decode, 1.0)
@@ -85,7 +85,7 @@ def test_one_that_works_begins_anew() -> None:
 
 def test_a_prefill_worker_may_be_barred_by_itself() -> None:
     fleet, prefill, _ = two()
-    links = Links()
+    links = KvLinks()
     for _ in range(3):
         links.failed(prefill, None, 1.0)
     assert links.is_barred(prefill, None, 1.0)
@@ -99,7 +99,7 @@ def test_a_prefill_worker_may_be_barred_by_itself() -> None:
 
 def test_those_that_left_are_forgotten() -> None:
     _, prefill, decode = two()
-    links = Links()
+    links = KvLinks()
     links.warm(prefill, decode)
     for _ in range(3):
         links.failed(prefill, decode, 1.0)

@@ -8,8 +8,8 @@ import pytest
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_usage import HASTE, HEEDED_S, learn, more
-from proxy.core.fleet.leases import Decision, Handover, Lease
-from proxy.core.fleet.remote_load import NO_LOAD, Load
+from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.specs import Gauges
@@ -152,7 +152,9 @@ def test_what_has_not_shown_a_token_may_be_missing_on_a_page() -> None:
     worker = page(here, 1.0, 0.05)
     assert worker.full
     charged = worker.kv_tokens
-    here.fleet.charged_elsewhere(worker, Load(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0)
+    here.fleet.charged_elsewhere(
+        worker, WorkerLoad(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0
+    )
     page(here, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
     here.fleet.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
@@ -200,7 +202,7 @@ def test_one_whose_pages_stop_has_room_again_once_it_has_less_to_do() -> None:
 def handed(fleet: Fleet, now: float) -> Lease:
     """Hand one over from the first to the second."""
     first, second = members(fleet)[:2]
-    halves = Handover(first, 0, PROMPT, 1.0, 0.1)
+    halves = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
     made = Decision(second, Reason.HANDOVER, handover=halves)
     return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), made, now)
 

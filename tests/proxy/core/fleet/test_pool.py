@@ -6,17 +6,17 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.pool import SMALL, Pool
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Ask, Reason
+from proxy.core.model.types import Reason, RequestInfo
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
-def names(pool: Pool, one: Ask, fleet: Fleet | None = None, now: float = 0.0) -> list[str]:
+def names(pool: Pool, one: RequestInfo, fleet: Fleet | None = None, now: float = 0.0) -> list[str]:
     """Name those that are looked at."""
     resting = fleet.resting if fleet else ()
     return sorted(worker.name for worker in pool.open_to(one, now, resting, ()))
 
 
-def charge(fleet: Fleet, worker: Worker, one: Ask | None = None) -> Lease:
+def charge(fleet: Fleet, worker: Worker, one: RequestInfo | None = None) -> Lease:
     """Charge something."""
     return fleet.charge(one or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.remote_load import NO_LOAD, Load, own
+from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad, own
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Outcome
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, worker_of
@@ -32,7 +32,7 @@ class Noted:
         if self.fleet is None or worker not in self.fills:
             return False
         self.fills.remove(worker)
-        self.fleet.charged_elsewhere(worker, Load(requests=worker.most), 0.0, now)
+        self.fleet.charged_elsewhere(worker, WorkerLoad(requests=worker.most), 0.0, now)
         return True
 
 
@@ -41,9 +41,9 @@ def test_who_was_taken_out_is_told_no_more_of_others() -> None:
     router = router_of(spec("a", most=2))
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(), 1.0))
-    router.fleet.charged_elsewhere(worker, Load(requests=1), 0.0, 1.0)
+    router.fleet.charged_elsewhere(worker, WorkerLoad(requests=1), 0.0, 1.0)
     router.fleet.remove("a")
-    router.fleet.charged_elsewhere(worker, Load(requests=1), 0.0, 1.1)
+    router.fleet.charged_elsewhere(worker, WorkerLoad(requests=1), 0.0, 1.1)
     router.fleet.release(lease)
     assert worker.requests == 0
     assert router.fleet.add(spec("a")).requests == 0
@@ -55,7 +55,7 @@ def test_what_is_our_own_stays_so(times: int) -> None:
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(700, 30), 1.0))
     mine = own(worker)
-    theirs = Load(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
+    theirs = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
     for _ in range(times):
         router.fleet.charged_elsewhere(worker, theirs, 0.0, 1.0)
     assert own(worker) == mine
@@ -72,7 +72,7 @@ def test_others_prefills_keep_one_waiting_until_they_are_seen_to_be_done() -> No
     worker = worker_of(router, "a")
     token_s = worker.pace.token_s
     due = 10.0 + token_s * 1000
-    router.fleet.charged_elsewhere(worker, Load(1, 1, 1000), due, 10.0)
+    router.fleet.charged_elsewhere(worker, WorkerLoad(1, 1, 1000), due, 10.0)
     assert worker.wait_s(10.0, for_long=True) == pytest.approx(token_s * 1000)
     half = 10.0 + token_s * 500
     assert worker.wait_s(half, for_long=True) == pytest.approx(token_s * 500)

@@ -10,7 +10,7 @@ import pytest
 from proxy.core.fleet import roster
 from proxy.core.fleet.breaker import FAILURES, Breaker
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Decision, Handover, Lease
+from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.roster import STALE_S, WAITED_S
 from proxy.core.fleet.slots import HEEDED_S
@@ -369,7 +369,7 @@ def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
 def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
     prefill, decode = members(fleet)
-    made = Decision(decode, Reason.HANDOVER, handover=Handover(prefill, 0, 100, 0.1, 0.1))
+    made = Decision(decode, Reason.HANDOVER, handover=HandoverDecision(prefill, 0, 100, 0.1, 0.1))
     lease = fleet.charge(ask(), made, 0.0)
     fleet.hand_over(lease, 0.1)
     fleet.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])

@@ -13,16 +13,16 @@ from proxy.core.learned.bytes_per_token import (
     FIRST_BAND,
     LEAST_PER_TOKEN,
     MOST_PER_TOKEN,
-    Learnt,
+    LearnedSizes,
 )
 
 
-def band(learnt: Learnt, text: int) -> float:
+def band(learnt: LearnedSizes, text: int) -> float:
     """Say how far off an estimate may be, as a share of it."""
     return learnt.error(text) / learnt.tokens(text)
 
 
-def holds(learnt: Learnt, text: int, tokens: float, within: float = 0.3) -> bool:
+def holds(learnt: LearnedSizes, text: int, tokens: float, within: float = 0.3) -> bool:
     """Whether an estimate is near the truth, and its band holds that."""
     off = abs(learnt.tokens(text) - tokens)
     return off <= within * tokens and off <= learnt.error(text)
@@ -37,7 +37,7 @@ def holds(learnt: Learnt, text: int, tokens: float, within: float = 0.3) -> bool
 def test_short_chats_teach_what_a_template_prints_and_no_rate(
     text: int, tokens: int, times: int
 ) -> None:
-    learnt = Learnt()
+    learnt = LearnedSizes()
     for _ in range(times):
         learnt.see_prompt(text, tokens)
     template = tokens - text / 4.5
@@ -51,7 +51,7 @@ def test_short_chats_teach_what_a_template_prints_and_no_rate(
 @pytest.mark.parametrize("tools", [150, 3_000, 40_000])
 @pytest.mark.parametrize("times", [1, 2, 50])
 def test_tools_that_a_template_leaves_out_are_no_long_words(tools: int, times: int) -> None:
-    learnt = Learnt()
+    learnt = LearnedSizes()
     for _ in range(times):
         learnt.see_prompt(8, 5, tools)
     assert holds(learnt, 180_000, 40_000)
@@ -60,7 +60,7 @@ def test_tools_that_a_template_leaves_out_are_no_long_words(tools: int, times: i
 
 
 def test_tools_have_a_rate_of_their_own() -> None:
-    learnt, noise = Learnt(), random.Random(1)
+    learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(200):
         text, tools = noise.randint(100, 20_000), noise.choice([2_000, 12_000, 20_000])
         learnt.see_prompt(text, int(text / 4.6 + tools / 3.2 + 12), tools)
@@ -69,7 +69,7 @@ def test_tools_have_a_rate_of_their_own() -> None:
 
 
 def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
-    learnt, noise = Learnt(), random.Random(1)
+    learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(300):
         if noise.random() < 0.05:
             learnt.see_prompt(36_000, 8_029)
@@ -81,7 +81,7 @@ def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
 
 
 def test_new_texts_count_for_more_than_old_ones() -> None:
-    learnt, noise = Learnt(), random.Random(1)
+    learnt, noise = LearnedSizes(), random.Random(1)
     for per_token in (4.5, 2.8):
         for _ in range(100):
             text = noise.randint(4_000, 12_000)
@@ -90,7 +90,7 @@ def test_new_texts_count_for_more_than_old_ones() -> None:
 
 
 def test_of_several_prompts_each_has_its_own_template() -> None:
-    learnt = Learnt()
+    learnt = LearnedSizes()
     for prompts in (1, 10, 100) * 10:
         learnt.see_prompt(400 * prompts, 120 * prompts, prompts=prompts)
     assert learnt.tokens(4_000, prompts=10) == pytest.approx(1_200, rel=0.02)
@@ -104,7 +104,7 @@ SIZES = st.integers(0, 100_000_000)
     st.lists(st.tuples(SIZES, st.integers(-(2**20), 2**31), SIZES, st.integers(1, 999)), max_size=9)
 )
 def test_no_prompt_breaks_it(prompts: list[tuple[int, int, int, int]]) -> None:
-    learnt = Learnt()
+    learnt = LearnedSizes()
     for text, tokens, tools, count in prompts:
         learnt.see_prompt(text, tokens, tools, count)
         assert LEAST_PER_TOKEN <= learnt.bytes_per_token <= MOST_PER_TOKEN

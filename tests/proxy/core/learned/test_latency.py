@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.learned.latency import FIXED_S, TOKEN_S, Pace
+from proxy.core.learned.latency import FIXED_S, TOKEN_S, LatencyModel
 
 
-def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> Pace:
+def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> LatencyModel:
     """Teach one with prompts of all sizes on a worker of known speed."""
-    pace, rng = Pace(), random.Random(1)
+    pace, rng = LatencyModel(), random.Random(1)
     for i in range(times):
         tokens = rng.choice([50, 200, 1000, 8000])
         seconds = (fixed + token * tokens) * rng.uniform(1 - noise, 1 + noise)
@@ -29,14 +29,14 @@ def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> Non
 
 
 def test_the_first_observation_says_most() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     before = pace.first_token_s(1000)
     pace.saw_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
     assert 2.5 * before < pace.first_token_s(1000) < 4 * before
 
 
 def test_steps_are_learnt_apart() -> None:
-    pace, rng = Pace(), random.Random(1)
+    pace, rng = LatencyModel(), random.Random(1)
     for i in range(300):
         beside = rng.choice([1, 8, 64])
         pace.saw_steps(beside, 0.01 + 0.002 * beside, now=float(i))
@@ -46,7 +46,7 @@ def test_steps_are_learnt_apart() -> None:
 
 
 def test_a_worker_that_lets_shorts_past_longs_is_known_for_it() -> None:
-    fair, strict = Pace(), Pace()
+    fair, strict = LatencyModel(), LatencyModel()
     for i in range(50):
         for pace, waited in ((fair, 0.1), (strict, 1.0)):
             pace.saw_first_token(200, 0.0, 0.0, 0.02 + 200 * 1e-4, now=float(i))
@@ -62,7 +62,7 @@ tokens = st.floats(0, 1e8)
 
 @given(st.lists(st.tuples(tokens, tokens, seconds), max_size=60))
 def test_whatever_it_sees_it_stays_sane(seen: list[tuple[float, float, float]]) -> None:
-    pace = Pace()
+    pace = LatencyModel()
     for own, behind, took in seen:
         pace.saw_first_token(own, behind, own, took, 0.0)
         pace.saw_steps(own, took, 0.0)

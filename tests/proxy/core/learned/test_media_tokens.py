@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.core.learned.media_tokens import FIRST_SIZES, IMAGE_TOKENS, Media, MediaSizes
-from proxy.core.model.types import Ask, Usage
+from proxy.core.learned.media_tokens import FIRST_SIZES, IMAGE_TOKENS, MediaSizes, RequestMedia
+from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.sizing import Sizer
 from tests.proxy.core.making import chat, route
 
@@ -18,7 +18,7 @@ TEXT_PART = {"type": "text", "text": "what is this? " * 10}
 TEXT_TOKENS = 35
 
 
-def size(sizer: Sizer, body: dict[str, Any], path: str = "/v1/chat/completions") -> Ask:
+def size(sizer: Sizer, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
     return sizer.ask(route(path), "m", body, 1000, "id")
 
 
@@ -109,11 +109,11 @@ def test_a_copy_is_as_if_nothing_was_seen() -> None:
 def test_a_size_that_is_far_off_by_itself_teaches_little_and_widens_the_band() -> None:
     sizes, alone = MediaSizes(), (1, 0, 0)
     assert sizes.error((2, 0, 0)) == IMAGE_TOKENS
-    sizes.see(Media(alone, 0, 1000.0 * IMAGE_TOKENS), 5 * IMAGE_TOKENS)
+    sizes.see(RequestMedia(alone, 0, 1000.0 * IMAGE_TOKENS), 5 * IMAGE_TOKENS)
     assert 1.05 < sizes.means[0] / IMAGE_TOKENS < 1.15
     sizes = MediaSizes()
-    sizes.see(Media(alone, 0, 0.0), 2 * IMAGE_TOKENS)
+    sizes.see(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
     wide = sizes.spreads[0]
     assert wide == pytest.approx(IMAGE_TOKENS, rel=0.01)
-    sizes.see(Media(alone, 0, 0.0), 2 * IMAGE_TOKENS)
+    sizes.see(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
     assert sizes.spreads[0] < 0.6 * wide

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.learned.prefix_index import BLOCKS, COVERED
-from proxy.core.learned.prefix_tree import Stem, Stems
+from proxy.core.learned.prefix_tree import PrefixNode, PrefixTree
 from tests.present import present
 
 ALL = len(BLOCKS)
@@ -37,8 +37,8 @@ def held(chain: tuple[int, ...], holders: Counter[int]) -> int:
 def test_each_block_is_counted_once_while_anybody_holds_it(
     prompts: list[tuple[int, int]], going: Random
 ) -> None:
-    stems = Stems()
-    ends: dict[tuple[int, ...], list[Stem]] = {}
+    stems = PrefixTree()
+    ends: dict[tuple[int, ...], list[PrefixNode]] = {}
     holders: Counter[int] = Counter()
     for chain in chains(prompts):
         shared = stems.shared(chain)
@@ -56,7 +56,9 @@ def test_each_block_is_counted_once_while_anybody_holds_it(
     assert not stems._root.below
 
 
-def agrees(stems: Stems, holders: Counter[int], ends: dict[tuple[int, ...], list[Stem]]) -> None:
+def agrees(
+    stems: PrefixTree, holders: Counter[int], ends: dict[tuple[int, ...], list[PrefixNode]]
+) -> None:
     """Compare with what each block's holders say."""
     sizes = {block: BLOCKS[n] for chain in ends for n, block in enumerate(chain)}
     assert stems.tokens == sum(sizes[block] for block, number in holders.items() if number)
@@ -65,7 +67,7 @@ def agrees(stems: Stems, holders: Counter[int], ends: dict[tuple[int, ...], list
 
 
 def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> None:
-    stems = Stems()
+    stems = PrefixTree()
     long = tuple(range(ALL))
     stem, _ = stems.hold(long, 0.25)
     assert (stem.begin, stem.end) == (0, ALL)
@@ -79,7 +81,7 @@ def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> Non
 
 @pytest.mark.parametrize("depth", [1, 2, 31, 32, ALL - 1, ALL])
 def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
-    stems = Stems()
+    stems = PrefixTree()
     whole, _ = stems.hold(tuple(range(ALL)), 1.0)
     part, found = stems.hold(tuple(range(depth)), 1.0)
     assert (part is whole, found) == (depth == ALL, COVERED[depth])
@@ -90,7 +92,7 @@ def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
 
 
 def test_who_brought_it_says_how_many_tokens_it_is() -> None:
-    stems = Stems()
+    stems = PrefixTree()
     stems.hold((1, 2), 0.25)
     assert stems.hold((1, 3), 0.5)[1] == 128
     assert (stems.tokens, stems.saved) == (128 + 128 + 256, 128)

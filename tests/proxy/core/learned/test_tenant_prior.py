@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from proxy.core.learned.bytes_per_token import Learnt
+from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.tenant_prior import MOST_VOTERS
-from proxy.core.model.types import Ask, Outcome, Usage
+from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.request.sizing import FEW, MOST_LEARNT, Sizer
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
@@ -23,7 +23,7 @@ def tenant(name: str, **limits: int) -> Tenant:
     return Tenant(TenantSpec(name, limits=Limits(**limits)))
 
 
-def size(sizer: Sizer, who: Tenant, model: str = "m", **fields: Any) -> Ask:
+def size(sizer: Sizer, who: Tenant, model: str = "m", **fields: Any) -> RequestInfo:
     found = sizer.ask(route(), model, chat("x" * TEXT, **fields), TEXT, "id", who)
     found.tenant = who
     return found
@@ -115,7 +115,7 @@ def test_the_median_is_made_anew_seldom() -> None:
 
 
 def test_the_voter_that_was_silent_longest_goes() -> None:
-    prior, rates = Sizer().prior("m", CHAT), Learnt()
+    prior, rates = Sizer().prior("m", CHAT), LearnedSizes()
     for number in (*range(MOST_VOTERS), 0, MOST_VOTERS):
         prior.vote(f"t{number}", rates)
     assert [*prior._voters] == [f"t{number}" for number in (*range(2, MOST_VOTERS), 0, MOST_VOTERS)]

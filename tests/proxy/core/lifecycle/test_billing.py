@@ -9,7 +9,7 @@ import pytest
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Ask, Outcome, Reason, Role, Usage
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Role, Usage
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.router import Router
 from proxy.core.tenants.limits import Limits
@@ -33,7 +33,7 @@ def tenant(name: str = "t", rank: Rank = Rank.STANDARD, **limits: int) -> Tenant
     return Tenant(TenantSpec(name, rank, limits=Limits(**limits)))
 
 
-def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Ask:
+def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> RequestInfo:
     made = ask(prompt, output, **fields)
     made.tenant, made.rank = who, who.spec.rank
     return made
@@ -85,7 +85,7 @@ def test_to_ask_for_less_than_all_of_it_is_no_way_around(cut: object) -> None:
     for path in ("/v1/chat/completions", "/v1/messages"):
         body = json.dumps(chat("x" * 4000, max_tokens=1) | {"truncate_prompt_tokens": cut}).encode()
         asked = router.read(route(path), body, b"application/json", "id", who)
-        assert isinstance(asked, Ask)
+        assert isinstance(asked, RequestInfo)
         assert refused(router.submit(asked, 0.0)).code == "context_length_exceeded"
 
 
@@ -377,7 +377,7 @@ def test_who_is_refused_pays_nothing() -> None:
 # Batch
 
 
-def batch(prompt: int = 100, **fields: Any) -> Ask:
+def batch(prompt: int = 100, **fields: Any) -> RequestInfo:
     return of(tenant("batch", Rank.BATCH), prompt, **fields)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.lifecycle.retries import AT_REST, WINDOW_S, Falls, RetryBudget
+from proxy.core.lifecycle.retries import AT_REST, WINDOW_S, RetryBudget, WorkerFailureEvents
 from tests.proxy.core.making import spec
 
 W0, W1 = Worker(spec("w0"), 0), Worker(spec("w1"), 1)
@@ -62,13 +62,13 @@ def test_but_only_that_of_the_last_seconds() -> None:
 
 
 def test_all_that_a_worker_had_when_it_fell_go_over() -> None:
-    falls = Falls()
+    falls = WorkerFailureEvents()
     assert not falls.spare(W0, 1.0, 9.0, beside=8)  # the first one pays
     assert all(falls.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
 
 
 def test_a_worker_falls_again_after_a_while_and_not_before() -> None:
-    falls = Falls()
+    falls = WorkerFailureEvents()
     for each in (9.0, 9.0):
         falls.spare(W0, 1.0, each, beside=8)
     for later in (9.0 + WINDOW_S, 9.1 + WINDOW_S):
@@ -78,7 +78,7 @@ def test_a_worker_falls_again_after_a_while_and_not_before() -> None:
 
 def test_a_failure_alone_is_no_fall() -> None:
     """Of the two that fall later both were sent after it."""
-    falls = Falls()
+    falls = WorkerFailureEvents()
     falls.spare(W0, 1.0, 2.0, beside=2)
     assert not falls.spare(W0, 3.0, 5.0, beside=2)
     assert falls.spare(W0, 3.0, 5.0, beside=2)
@@ -88,7 +88,7 @@ def test_a_failure_alone_is_no_fall() -> None:
 
 @pytest.mark.parametrize(("beside", "many"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
 def test_a_fleet_that_is_ill_pays(beside: int, many: int) -> None:
-    falls = Falls()
+    falls = WorkerFailureEvents()
     workers = [Worker(spec(f"w{number}"), number) for number in range(beside)]
     for worker in workers:
         falls.spare(worker, 1.0, 9.0, beside)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Ask, Outcome, Reason, Ticket
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Ticket
 from proxy.core.queue.queue import Queue
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
@@ -24,7 +24,7 @@ def tenant(name: str, weight: float = 1.0, rank: Rank = STANDARD, **limits: int)
     return Tenant(TenantSpec(name, rank, weight, Limits(**limits)))
 
 
-def of(who: Tenant | None, prompt: int = 100, **fields: Any) -> Ask:
+def of(who: Tenant | None, prompt: int = 100, **fields: Any) -> RequestInfo:
     made = ask(prompt, **fields)
     made.tenant = who
     if who is not None:
@@ -40,7 +40,7 @@ class Hall:
         self.now = 0.0
         self.inside: list[Ticket] = []
 
-    def came(self, one: Ask) -> list[Ticket] | None:
+    def came(self, one: RequestInfo) -> list[Ticket] | None:
         """Let one in and return who gave way; None if nobody did and it had to go itself."""
         self.now += 1.0
         gone: list[Ticket] = []

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from proxy.core.model.types import Ask, Outcome, Reason, Refusal, Ticket
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo, Ticket
 from proxy.core.queue import fairness
 from proxy.core.queue.dispatch import End
 from proxy.core.queue.fairness import FairnessSettings
@@ -32,14 +32,14 @@ def tenant(name: str, weight: float = 1.0, rank: Rank = STANDARD) -> Tenant:
     return Tenant(TenantSpec(name, rank, weight))
 
 
-def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Ask:
+def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> RequestInfo:
     """Make a request of somebody's."""
     made = ask(prompt, output, **fields)
     made.tenant, made.rank = who, who.spec.rank
     return made
 
 
-def cost(one: Ask) -> float:
+def cost(one: RequestInfo) -> float:
     return one.prompt_tokens + SETTINGS.output_weight * one.expected_output
 
 
@@ -52,7 +52,7 @@ class Hall:
     served: Counter[str] = field(default_factory=Counter)
     order: list[Ticket] = field(default_factory=list)
 
-    def push(self, one: Ask) -> Ticket:
+    def push(self, one: RequestInfo) -> Ticket:
         return self.queue.push(one, self.now)
 
     def place(self, places: int = 1) -> list[Ticket]:
@@ -107,7 +107,7 @@ def test_with_answers_of_unknown_length_by_what_is_in_flight_too(
     """Outputs are settled only at the end: a's are far longer than was likely, b's shorter."""
     hall, a, b = Hall(), tenant("a"), tenant("b")
     truth = {"a": 900, "b": 20}
-    running: list[Ask] = []
+    running: list[RequestInfo] = []
     service = Counter[str]()
     worst = 100 + SETTINGS.output_weight * 900
     for _ in range(80):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model.types import Ask, Reason, Refusal, Ticket
+from proxy.core.model.types import Reason, Refusal, RequestInfo, Ticket
 from proxy.core.queue.dispatch import End
 from proxy.core.queue.queue import Queue
 from proxy.core.tenants.tenants import Tenant, TenantSpec
@@ -99,7 +99,7 @@ def test_retry_after_is_not_of_a_time_when_nobody_waited(most: int) -> None:
 TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]
 
 
-def of(tenant: Tenant) -> Ask:
+def of(tenant: Tenant) -> RequestInfo:
     made = ask()
     made.tenant = tenant
     return made

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.queue.buckets import Line
-from proxy.core.queue.sorted_buckets import LONGEST, Entry, Order
+from proxy.core.queue.buckets import RequestFifo
+from proxy.core.queue.sorted_buckets import LONGEST, Entry, SortedBuckets
 from proxy.core.tenants.tenants import Rank
 
 NUMBERS = count()
@@ -18,11 +18,11 @@ NUMBERS = count()
 
 def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
     number = next(NUMBERS)
-    line = Line((("m", "short"), Rank.STANDARD, None), number)
+    line = RequestFifo((("m", "short"), Rank.STANDARD, None), number)
     return standing, since, number, least, line
 
 
-def stretches(order: Order) -> Iterator[tuple[list[Entry], int]]:
+def stretches(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
     return ((each.entries, each.least) for each in order._stretches)
 
 
@@ -32,7 +32,7 @@ def stretches(order: Order) -> Iterator[tuple[list[Entry], int]]:
 )
 @settings(deadline=None)
 def test_it_is_as_a_sorted_list(steps: list[tuple[int, int, bool]], most: int) -> None:
-    order, plain = Order(), list[Entry]()
+    order, plain = SortedBuckets(), list[Entry]()
     for standing, least, goes in steps:
         if goes and plain:
             gone = plain.pop(standing * least % len(plain))
@@ -52,7 +52,7 @@ def test_it_is_as_a_sorted_list(steps: list[tuple[int, int, bool]], most: int) -
 
 
 def test_one_that_needs_less_is_found_among_many_without_a_look_at_all() -> None:
-    order = Order()
+    order = SortedBuckets()
     entries = [entry(float(number), 1000) for number in range(5000)]
     small = entry(4000.5, 10)
     for each in (*entries, small):
@@ -70,7 +70,7 @@ def test_one_that_needs_less_is_found_among_many_without_a_look_at_all() -> None
 
 def test_what_is_left_of_many_is_in_few_stretches() -> None:
     """Else a look at a thousand that come and go would be one at each in the end."""
-    order = Order()
+    order = SortedBuckets()
     entries = [entry(float(number)) for number in range(3000)]
     for each in entries:
         order.put(each)
@@ -82,7 +82,7 @@ def test_what_is_left_of_many_is_in_few_stretches() -> None:
 
 
 def test_what_may_be_asked_for_becomes_less_on_the_way() -> None:
-    order = Order()
+    order = SortedBuckets()
     for number in range(100):
         order.put(entry(float(number), 100 - number))
     tried: list[int] = []
@@ -94,7 +94,7 @@ def test_what_may_be_asked_for_becomes_less_on_the_way() -> None:
 
 @pytest.mark.parametrize("which", [0, 70, 199])
 def test_to_take_one_leaves_the_others(which: int) -> None:
-    order = Order()
+    order = SortedBuckets()
     entries = [entry(float(number)) for number in range(200)]
     for each in entries:
         order.put(each)

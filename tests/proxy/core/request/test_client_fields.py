@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.core.model.types import Ask
+from proxy.core.model.types import RequestInfo
 from proxy.core.request.client_fields import (
     ClientFields,
     forbidden,
@@ -141,12 +141,12 @@ def asked(
     *,
     who: TenantSpec | None = None,
     **settings: Any,
-) -> Ask:
+) -> RequestInfo:
     router = Router(RouterSettings(**settings), fleet_of(spec("w")))
     raw = orjson.dumps(body)
     tenant = Tenant(who or TenantSpec("a"))
     one = router.read(route(path), raw, b"application/json", "id", tenant)
-    assert isinstance(one, Ask), one
+    assert isinstance(one, RequestInfo), one
     return one
 
 
@@ -162,7 +162,7 @@ def test_a_batch_is_batch_whoevers_it_is() -> None:
     who = Tenant(TenantSpec("a", Rank.INTERACTIVE))
     for tenant in (who, None):
         one = router.read(route(), body, b"application/json", "id", tenant, batch=True)
-        assert isinstance(one, Ask)
+        assert isinstance(one, RequestInfo)
         assert one.rank is Rank.BATCH
         assert one.fields == (None if tenant is None else {"priority": b"1"})
 
@@ -175,7 +175,7 @@ def test_arguments_are_refused_in_openais_words() -> None:
     assert (refusal.status, refusal.param, refusal.code) == (
         400, "vllm_xargs", "forbidden_parameter",
     )  # fmt: skip
-    assert isinstance(read(router, body), Ask), "without tenants it passes"
+    assert isinstance(read(router, body), RequestInfo), "without tenants it passes"
 
 
 # Streams
@@ -227,7 +227,7 @@ def test_salted_prompts_are_apart_in_what_is_believed_to_be_cached() -> None:
     def prefix(tenant: Tenant | None, **fields: Any) -> tuple[int, ...]:
         body = orjson.dumps(chat(LONG, **fields))
         one = router.read(route(), body, b"application/json", "id", tenant)
-        assert isinstance(one, Ask)
+        assert isinstance(one, RequestInfo)
         assert one.prefix
         return one.prefix
 
@@ -249,7 +249,7 @@ def test_nobody_can_name_the_salt_of_another() -> None:
         body = orjson.dumps(chat(LONG) | ({} if own is None else {"cache_salt": own}))
         who = router.tenants.get(name)
         one = router.read(route(), body, b"application/json", "id", who)
-        assert isinstance(one, Ask)
+        assert isinstance(one, RequestInfo)
         return one.salt, one.fields and json.loads(spliced(body, one.fields))
 
     def tenants(*, salted: bool) -> None:
@@ -278,7 +278,7 @@ def test_what_can_not_be_kept_apart_is_not_served(path: str) -> None:
     refusal = refused(router.read(route(path), body, b"application/json", "id", who))
     assert (refusal.status, refusal.code) == (400, "not_isolated")
     unsalted = router.read(route(path), body, b"application/json", "id", Tenant(TenantSpec("b")))
-    assert isinstance(unsalted, Ask)
+    assert isinstance(unsalted, RequestInfo)
 
 
 # Models and stored responses
@@ -310,9 +310,9 @@ def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> No
     router.fleet.set_served("w", {"m": 4096, "n": 4096, "o": 4096}, 4096)
     body = f'{{"model": {said}, "messages": []}}'.encode()
 
-    def read_for(who: Tenant, body: bytes) -> Ask:
+    def read_for(who: Tenant, body: bytes) -> RequestInfo:
         ask = router.read(route(), body, b"application/json", "id", who)
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, RequestInfo)
         assert ask.model == "n"
         return ask
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.request.json_edit import members, spliced
-from proxy.core.request.json_limits import Mask
+from proxy.core.request.json_limits import JsonMask
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_to_know_the_names_changes_nothing_but_the_cost(
     said = frozenset(json.loads(body))
     after = spliced(body, wanted)
     assert spliced(body, wanted, said) == after
-    found = [each for each in members(body, Mask(body)) if each.name.decode() in wanted]
+    found = [each for each in members(body, JsonMask(body)) if each.name.decode() in wanted]
     assert spliced(body, wanted, found=found) == after
 
 

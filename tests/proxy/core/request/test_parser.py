@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from proxy.core.model.types import Ask, Reason
+from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.request import json_edit, json_limits
 from proxy.core.request.json_edit import MOST_MEMBERS, spliced
 from proxy.core.request.json_limits import LARGE, MOST_NODES, masked
 from proxy.core.request.parser import prompt_start
-from proxy.core.request.routes import Shape
+from proxy.core.request.routes import PromptFields
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import (
@@ -64,7 +64,7 @@ def test_what_is_no_json_object_is_400(body: bytes) -> None:
 )
 def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
     found = read(router_of(spec("w")), body)
-    assert isinstance(found, Ask)
+    assert isinstance(found, RequestInfo)
     assert found.output_tokens == 7
 
 
@@ -86,7 +86,7 @@ def test_a_body_of_countless_values_is_400_at_once() -> None:
 def test_a_million_token_ids_are_not_too_many() -> None:
     body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
     found = read(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
-    assert isinstance(found, Ask)
+    assert isinstance(found, RequestInfo)
     assert found.prompt_tokens == 1_000_000
     assert gc.isenabled()
 
@@ -99,8 +99,8 @@ def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(u
         body = b'{%b"stream": true, "messages": []}' % (unit * count)
         router = router_of(spec("w"))
         found = router.read(route(), body, b"application/json", "id", tenant)
-        assert isinstance(found, Ask) is (count < MOST_MEMBERS)
-        if isinstance(found, Ask):
+        assert isinstance(found, RequestInfo) is (count < MOST_MEMBERS)
+        if isinstance(found, RequestInfo):
             assert found.fields is not None
             assert spliced(body, found.fields)
         else:
@@ -131,21 +131,21 @@ def test_a_model_that_is_no_name_is_400(model: object) -> None:
 
 def test_prompts_begin_where_their_key_does() -> None:
     body = json.dumps({"model": "m", "messages": [1], "x": 1}).encode()
-    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"messages": [1]')
-    assert prompt_start(Shape.CHAT, b"{}") == -1
-    assert prompt_start(Shape.INPUT, b'{"input": 1}') == -1
+    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": [1]')
+    assert prompt_start(PromptFields.CHAT, b"{}") == -1
+    assert prompt_start(PromptFields.INPUT, b'{"input": 1}') == -1
 
 
 def test_tools_in_front_belong_to_the_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = json.dumps({"model": "m", "tools": tools, "messages": []}).encode()
-    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"tools"')
+    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"tools"')
 
 
 def test_a_prompt_cannot_pretend_to_be_a_key() -> None:
     content = 'see "messages" and "tools"'
     body = json.dumps({"a": content, "model": "m" * 40, "messages": []}).encode()
-    assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"messages": []')
+    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": []')
 
 
 # Counting
@@ -169,10 +169,10 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
     router = router_of(spec("w", GENERAL, 65_536))
     who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
 
-    def of(size: int, path: str = "/v1/chat/completions") -> Ask:
+    def of(size: int, path: str = "/v1/chat/completions") -> RequestInfo:
         body = json.dumps(chat("x" * size, max_tokens=1)).encode()
         found = router.read(route(path), body, b"application/json", "id", who)
-        assert isinstance(found, Ask)
+        assert isinstance(found, RequestInfo)
         return found
 
     assert router.counter_for(of(60_000)) is None  # let in, for it may be so short
@@ -198,7 +198,7 @@ def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
     for _ in range(3):
         router.fleet.probe_failed("a", 0.0)
     get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
-    assert isinstance(get, Ask)
+    assert isinstance(get, RequestInfo)
     assert placed(router.submit(get, 0.0)).worker.name == "b"
 
 
@@ -216,7 +216,7 @@ def test_a_body_is_masked_once_however_often_it_is_looked_through(
         monkeypatch.setattr(module, "masked", lambda text: made.append(len(text)) or masked(text))
     tenant = Tenant(TenantSpec("t"))
     found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
-    assert isinstance(found, Ask)
+    assert isinstance(found, RequestInfo)
     assert found.fields is not None
     after = spliced(body, found.fields, found=found.found)
     assert sum(size >= len(escaped) for size in made) == 1

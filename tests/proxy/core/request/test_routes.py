@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.model.types import Reason
-from proxy.core.request.routes import ROUTES, Route, Shape, find
+from proxy.core.request.routes import ROUTES, PromptFields, Route, find
 from tests.proxy.core.making import refused, route
 
 
@@ -85,7 +85,7 @@ def test_stored_responses() -> None:
     cancel = route("/v1/responses/resp_1/cancel")
     assert (get.response_id, get.name) == ("resp_1", "responses/id")
     assert (cancel.response_id, cancel.name) == ("resp_1", "responses/cancel")
-    assert get.shape is Shape.EMPTY
+    assert get.shape is PromptFields.EMPTY
     moved = "resp____prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_1a-2"
     assert route(f"/v1/responses/{moved}", "GET").response_id == moved
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.learned.bytes_per_token import USUAL_OUTPUT
-from proxy.core.model.types import Ask, Usage
+from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.routes import ROUTES
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
@@ -21,7 +21,7 @@ TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
 def size(
     body: dict[str, Any], path: str = "/v1/chat/completions", sizer: Sizer | None = None
-) -> Ask:
+) -> RequestInfo:
     """Size a body."""
     return (sizer or Sizer()).ask(route(path), "m", body, 1000, "id")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from proxy.core.model.types import Ask, Role
+from proxy.core.model.types import RequestInfo, Role
 from proxy.core.request.json_edit import spliced
 from proxy.core.request.routes import ROUTES
 from proxy.core.router import Router
@@ -99,7 +99,7 @@ def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) 
     tenant = Tenant(TenantSpec("a", salted=True))
     body = json.dumps(chat("hi", stream=True, priority=3)).encode()
     one = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
-    assert isinstance(one, Ask)
+    assert isinstance(one, RequestInfo)
     assert one.fields is not None
     assert one.said == json.loads(spliced(body, one.fields)).keys()
     assert {"cache_salt", "stream_options"} <= one.said

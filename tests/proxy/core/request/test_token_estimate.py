@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from proxy.core.learned.media_tokens import IMAGE_TOKENS, VIDEO_TOKENS
-from proxy.core.request.routes import Shape
+from proxy.core.request.routes import PromptFields
 from proxy.core.request.token_estimate import (
     EMBEDDED_BYTES,
     LETTERS,
@@ -20,7 +20,7 @@ from proxy.core.request.token_estimate import (
     MOST_LOOKS,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
-    Extent,
+    PromptExtent,
     count,
     measure,
     text_bytes,
@@ -48,20 +48,22 @@ def test_which_letters_they_are_no_client_knows(monkeypatch: pytest.MonkeyPatch)
 
 def test_text_is_counted_in_bytes_as_it_is_not_as_it_is_escaped() -> None:
     content = orjson.loads(b'"a\\n\\u00e9\\"\\ud83d\\ude00"')
-    assert measure(Shape.CHAT, chat(content)).text == 1 + 1 + 2 + 1 + 4
+    assert measure(PromptFields.CHAT, chat(content)).text == 1 + 1 + 2 + 1 + 4
 
 
 def test_tools_and_calls_count_as_they_are_printed() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    plain = measure(Shape.CHAT, chat("x")).text
-    assert measure(Shape.CHAT, chat("x", tools=tools)).text == plain + len(orjson.dumps(tools))
+    plain = measure(PromptFields.CHAT, chat("x")).text
+    assert measure(PromptFields.CHAT, chat("x", tools=tools)).text == plain + len(
+        orjson.dumps(tools)
+    )
     calls = {"messages": [{"role": "assistant", "tool_calls": tools}]}
-    assert measure(Shape.CHAT, calls).text == len(orjson.dumps(tools))
+    assert measure(PromptFields.CHAT, calls).text == len(orjson.dumps(tools))
 
 
 def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
-    extent = measure(Shape.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
+    extent = measure(PromptFields.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
     assert extent.text == 5
     assert extent.tokens == TEMPLATE + 2 * IMAGE_TOKENS
     assert extent.vague == 2 * IMAGE_TOKENS
@@ -78,92 +80,92 @@ def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
     ],
 )
 def test_what_is_no_text_is_known_by_its_keys_too(part: dict[str, Any], tokens: int) -> None:
-    extent = measure(Shape.CHAT, chat([part]))
+    extent = measure(PromptFields.CHAT, chat([part]))
     assert (extent.text, extent.tokens, extent.vague) == (0, TEMPLATE + tokens, tokens)
 
 
 def test_embedded_prompts_are_prompts_beside_the_others() -> None:
     blob = "A" * 9 * EMBEDDED_BYTES
-    extent = measure(Shape.PROMPT, {"prompt": None, "prompt_embeds": blob})
+    extent = measure(PromptFields.PROMPT, {"prompt": None, "prompt_embeds": blob})
     assert (extent.text, extent.tokens, extent.vague, extent.prompts) == (0, 10, 10, 1)
     both = {"prompt": ["ab", "c"], "prompt_embeds": [blob, blob + blob]}
-    extent = measure(Shape.PROMPT, both)
+    extent = measure(PromptFields.PROMPT, both)
     assert (extent.text, extent.tokens, extent.prompts) == (3, 29, 4)
     assert (extent.largest_text, extent.largest_tokens) == (0, 19)
-    assert not measure(Shape.PROMPT, {"prompt": "ab", "prompt_embeds": blob}).plain
-    assert measure(Shape.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
+    assert not measure(PromptFields.PROMPT, {"prompt": "ab", "prompt_embeds": blob}).plain
+    assert measure(PromptFields.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
 
 
 def test_embedded_prompts_are_looked_at_as_all_prompts_are() -> None:
     """Each as a prompt, and as its part."""
     most = MOST_LOOKS // 2
-    extent = measure(Shape.PROMPT, {"prompt_embeds": ["A"] * most})
+    extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * most})
     assert (extent.tokens, extent.prompts) == (most, most)
-    extent = measure(Shape.PROMPT, {"prompt_embeds": ["A"] * 50_000})
+    extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * 50_000})
     assert extent.prompts == 50_000
     assert extent.tokens > 20_000
 
 
 def test_documents_count_as_they_are_printed_and_no_worker_can_count_them() -> None:
     documents = [{"title": "t", "text": "x" * 4000}]
-    extent = measure(Shape.CHAT, chat("x", documents=documents))
+    extent = measure(PromptFields.CHAT, chat("x", documents=documents))
     assert extent.text == 1 + len(orjson.dumps(documents))
     assert extent.tools == extent.text - 1
     assert not extent.plain
-    inner = measure(Shape.CHAT, chat("x", chat_template_kwargs={"documents": documents}))
+    inner = measure(PromptFields.CHAT, chat("x", chat_template_kwargs={"documents": documents}))
     assert (inner.text, inner.plain) == (extent.text, True)
 
 
 def test_a_tools_output_may_be_a_picture() -> None:
     parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
     item = {"type": "function_call_output", "call_id": "c1", "output": parts}
-    extent = measure(Shape.RESPONSE, {"input": [item]})
+    extent = measure(PromptFields.RESPONSE, {"input": [item]})
     assert extent.vague == IMAGE_TOKENS
     assert extent.text == len("seen:" + "function_call_output" + "c1")
 
 
 def test_a_tools_result_in_parts_is_read() -> None:
     result = {"type": "tool_result", "content": [{"type": "text", "text": "1234"}]}
-    assert measure(Shape.CHAT, chat([result])).text == 4
+    assert measure(PromptFields.CHAT, chat([result])).text == 4
 
 
 def test_system_prompts_beside_the_messages() -> None:
-    assert measure(Shape.CHAT, chat("x", system="abc")).text == 4
+    assert measure(PromptFields.CHAT, chat("x", system="abc")).text == 4
     parts = [{"type": "text", "text": "abc"}]
-    assert measure(Shape.CHAT, chat("x", system=parts)).text == 4
+    assert measure(PromptFields.CHAT, chat("x", system=parts)).text == 4
 
 
 def test_token_ids_are_exact() -> None:
-    extent = measure(Shape.PROMPT, {"prompt": [1, 2, 3]})
+    extent = measure(PromptFields.PROMPT, {"prompt": [1, 2, 3]})
     assert (extent.text, extent.tokens, extent.prompts) == (0, 3, 1)
-    assert measure(Shape.TOKENS, {"token_ids": [1] * 7}).tokens == 7
+    assert measure(PromptFields.TOKENS, {"token_ids": [1] * 7}).tokens == 7
 
 
 def test_inputs_of_embeddings() -> None:
-    assert measure(Shape.INPUT, {"input": "abc"}).text == 3
-    assert measure(Shape.INPUT, {"input": ["abc", "d"]}).prompts == 2
-    assert measure(Shape.INPUT, {"texts": ["abc", "d"]}).text == 4
-    assert measure(Shape.INPUT, chat("abc")).text == 3
-    assert measure(Shape.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
+    assert measure(PromptFields.INPUT, {"input": "abc"}).text == 3
+    assert measure(PromptFields.INPUT, {"input": ["abc", "d"]}).prompts == 2
+    assert measure(PromptFields.INPUT, {"texts": ["abc", "d"]}).text == 4
+    assert measure(PromptFields.INPUT, chat("abc")).text == 3
+    assert measure(PromptFields.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
 
 
 def test_responses() -> None:
-    extent = measure(Shape.RESPONSE, {"input": "abc", "instructions": "de"})
+    extent = measure(PromptFields.RESPONSE, {"input": "abc", "instructions": "de"})
     assert (extent.text, extent.tokens) == (5, TEMPLATE)
     items = [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
-    assert measure(Shape.RESPONSE, {"input": items}).text == 3
+    assert measure(PromptFields.RESPONSE, {"input": items}).text == 3
 
 
 def test_one_query_is_read_again_for_each_document() -> None:
-    extent = measure(Shape.PAIRS, {"query": "qq", "documents": ["a", "bbb"]})
+    extent = measure(PromptFields.PAIRS, {"query": "qq", "documents": ["a", "bbb"]})
     assert (extent.text, extent.prompts, extent.largest_text) == (2 + 1 + 2 + 3, 2, 5)
-    extent = measure(Shape.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
+    extent = measure(PromptFields.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
     assert (extent.text, extent.prompts) == (10, 2)
 
 
 def test_conversations_in_a_batch_are_prompts() -> None:
     batch = {"messages": [chat("abc")["messages"], chat("de")["messages"]]}
-    extent = measure(Shape.CHATS, batch)
+    extent = measure(PromptFields.CHATS, batch)
     assert (extent.text, extent.prompts, extent.largest_text) == (5, 2, 3)
 
 
@@ -227,18 +229,18 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from(Shape), st.dictionaries(st.sampled_from(KEYS), JSON))
-def test_no_body_breaks_it(shape: Shape, body: dict[str, Any]) -> None:
+@given(st.sampled_from(PromptFields), st.dictionaries(st.sampled_from(KEYS), JSON))
+def test_no_body_breaks_it(shape: PromptFields, body: dict[str, Any]) -> None:
     extent = measure(shape, body)
     assert extent.text >= 0
     assert extent.tokens >= extent.vague >= 0
     assert extent.prompts >= 1
 
 
-@pytest.mark.parametrize("shape", list(Shape))
+@pytest.mark.parametrize("shape", list(PromptFields))
 @pytest.mark.parametrize("key", ["messages", "prompt", "input", "tools", "documents", "state"])
-def test_the_deepest_nesting_does_not_break_it(shape: Shape, key: str) -> None:
+def test_the_deepest_nesting_does_not_break_it(shape: PromptFields, key: str) -> None:
     deep: Any = "x"
     for _ in range(500):
         deep = [{"content": deep}]
-    assert isinstance(measure(shape, {key: deep}), Extent)
+    assert isinstance(measure(shape, {key: deep}), PromptExtent)

@@ -7,7 +7,7 @@ import pytest
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.pool import SMALL
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Ask, Outcome, Reason
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
 from tests.proxy.core.making import (
     GENERAL,
@@ -132,7 +132,7 @@ def test_strangers_count_as_load() -> None:
 
 
 @pytest.mark.parametrize("one", [ask(), ask(20_000, long=True)])
-def test_a_single_worker_is_the_only_choice(one: Ask) -> None:
+def test_a_single_worker_is_the_only_choice(one: RequestInfo) -> None:
     router = router_of(spec("g", GENERAL, 65_536))
     assert where(placed(router.submit(one, 0.0))) == ("g", Reason.ONLY_CHOICE)
 

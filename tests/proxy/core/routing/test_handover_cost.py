@@ -10,10 +10,10 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Ask, Outcome, Reason, Role, Usage
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Role, Usage
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
-from proxy.core.routing.handover_cost import Why
+from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core.making import (
@@ -79,7 +79,7 @@ def test_a_long_prompt_is_handed_over_where_others_decode() -> None:
     assert lease.prefill is not None
     assert lease.prefill.worker.role is P
     assert lease.decision.route == f"{lease.prefill.worker.name}>d0"
-    assert lease.decision.whether == Why.HANDED_OVER
+    assert lease.decision.whether == HandoverVerdict.HANDED_OVER
 
 
 def test_a_short_prompt_is_not() -> None:
@@ -96,7 +96,7 @@ def test_nobody_decodes_there_so_a_transfer_would_be_for_nothing() -> None:
     here = router()
     lease = placed(here.submit(ask(LONG), 0.0))
     assert lease.prefill is None
-    assert lease.decision.whether == Why.NOT_WORTH_IT
+    assert lease.decision.whether == HandoverVerdict.NOT_WORTH_IT
 
 
 def test_those_who_will_come_meanwhile_count_too() -> None:
@@ -260,7 +260,7 @@ def test_a_prompt_that_no_prefill_worker_holds() -> None:
     here = router_of(*specs, transfer=True, disaggregate_above=1)
     assert placed(here.submit(ask(1000), 0.0)).prefill is None
     assert placed(here.submit(ask(900), 0.0)).prefill is not None
-    assert why(here) == {Why.PREFILL_BUSY: 1, Why.HANDED_OVER: 1}
+    assert why(here) == {HandoverVerdict.PREFILL_BUSY: 1, HandoverVerdict.HANDED_OVER: 1}
 
 
 def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
@@ -271,7 +271,7 @@ def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
     for size in (10, LONG):
         lease = placed(here.submit(ask(size), 1.0, tried=those(here, "d1")))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
-    assert why(here) == {Why.NOT_WORTH_IT: 1, Why.PREFILL_BUSY: 1}
+    assert why(here) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
 
 
 # What can't be handed over, and when nobody can
@@ -450,7 +450,7 @@ def test_cached_tokens_of_a_hand_over_are_the_prefill_workers() -> None:
 # Telling
 
 
-def explained(here: Router, one: Ask) -> tuple[str, dict[str, str]]:
+def explained(here: Router, one: RequestInfo) -> tuple[str, dict[str, str]]:
     told = here.explain(one, 0.0)
     by = {score.worker: score.prefill_by or score.note for score in told.scores}
     return getattr(told, "route", ""), by
@@ -461,8 +461,8 @@ def test_an_explanation_names_both_and_charges_nobody(rule: str) -> None:
     here = router(disaggregate_above=100, policy=rule)
     route, by = explained(here, ask(1000))
     assert route == "p0>d0"
-    assert getattr(here.explain(ask(1000), 0.0), "whether", None) == Why.HANDED_OVER
-    assert getattr(here.explain(ask(50), 0.0), "whether", None) == Why.NOT_WORTH_IT
+    assert getattr(here.explain(ask(1000), 0.0), "whether", None) == HandoverVerdict.HANDED_OVER
+    assert getattr(here.explain(ask(50), 0.0), "whether", None) == HandoverVerdict.NOT_WORTH_IT
     assert by["p0"] == "prefills only"
     if rule == "adaptive":
         assert by["d0"] == "p0"
@@ -636,7 +636,7 @@ def test_one_that_waits_for_room_for_long_is_served_whole(rule: str) -> None:
     assert ended is ticket
     assert placed(lease).prefill is None
     assert placed(lease).worker.name == "d0"
-    assert why(here)[Why.NO_ROOM] == 1
+    assert why(here)[HandoverVerdict.NO_ROOM] == 1
 
 
 def test_a_short_prompt_does_not_wait_for_room_to_be_handed_over() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.tenants.limits import CELLS, MINUTE, Bucket, Ledger, Limit, Limits
+from proxy.core.tenants.limits import CELLS, MINUTE, Limit, Limits, TenantUsage, TokenBucket
 from tests.present import present
 
 STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30)), max_size=60)
@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30)), max_size=60)
 def test_any_stretch_lets_through_a_minutes_worth_and_what_comes_meanwhile(
     steps: list[tuple[float, int]], per_minute: int
 ) -> None:
-    bucket, now = Bucket(per_minute), 1000.0
+    bucket, now = TokenBucket(per_minute), 1000.0
     taken: list[tuple[float, int]] = []
     for pause, amount in steps:
         now += pause
@@ -35,7 +35,7 @@ def test_any_stretch_lets_through_a_minutes_worth_and_what_comes_meanwhile(
 def test_the_wait_it_names_is_enough_and_no_longer_than_needed(
     steps: list[tuple[float, int]], per_minute: int
 ) -> None:
-    bucket, now = Bucket(per_minute), 5.0
+    bucket, now = TokenBucket(per_minute), 5.0
     for pause, amount in steps:
         now += pause
         if wait := bucket.take(now, amount):
@@ -45,7 +45,7 @@ def test_the_wait_it_names_is_enough_and_no_longer_than_needed(
 
 
 def test_it_is_full_at_first_and_refills_steadily() -> None:
-    bucket = Bucket(60)
+    bucket = TokenBucket(60)
     assert bucket.left(0.0) == 60
     assert [bucket.take(0.0, 20) for _ in range(3)] == [0, 0, 0]
     assert bucket.take(0.0, 1) == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_it_is_full_at_first_and_refills_steadily() -> None:
 
 
 def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
-    bucket = Bucket(60)
+    bucket = TokenBucket(60)
     assert bucket.take(0.0, 200) == 0
     assert bucket.left(0.0) == -140  # and is owed
     assert bucket.take(0.0, 1) == pytest.approx(141)
@@ -72,7 +72,7 @@ def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
     ],
 )
 def test_each_limit_is_named(limits: Limits, which: Limit, entered: int) -> None:
-    ledger = Ledger(limits)
+    ledger = TenantUsage(limits)
     breaches = [ledger.enter(0.0, 10, 8) for _ in range(entered + 1)]
     assert breaches[:-1] == [None] * entered
     breach = present(breaches[-1])
@@ -81,7 +81,7 @@ def test_each_limit_is_named(limits: Limits, which: Limit, entered: int) -> None
 
 
 def test_what_others_have_in_flight_counts() -> None:
-    ledger = Ledger(Limits(concurrency=3))
+    ledger = TenantUsage(Limits(concurrency=3))
     ledger.elsewhere = 3
     assert ledger.enter(0.0, 1, 1) is not None
     ledger.elsewhere = 2
@@ -89,7 +89,7 @@ def test_what_others_have_in_flight_counts() -> None:
 
 
 def test_a_retry_is_not_counted_as_another_request() -> None:
-    ledger = Ledger(Limits(requests_per_minute=1, tokens_per_minute=100))
+    ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100))
     assert ledger.enter(0.0, 60, 1) is None
     ledger.leave(0.0, 60, 0)
     ledger.enter_again(0.0, 60)
@@ -99,7 +99,7 @@ def test_a_retry_is_not_counted_as_another_request() -> None:
 
 
 def test_other_limits_keep_what_was_taken() -> None:
-    ledger = Ledger(Limits(requests_per_minute=60, concurrency=9))
+    ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
         ledger.enter(0.0, 1, 1)
     ledger.limit(Limits(requests_per_minute=6))
@@ -114,7 +114,7 @@ def test_other_limits_keep_what_was_taken() -> None:
 def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
     memory = memoryview(bytearray(8 * CELLS)).cast("d")
     limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
-    one, other = Ledger(limits), Ledger(limits, array("d", [0.0] * CELLS))
+    one, other = TenantUsage(limits), TenantUsage(limits, array("d", [0.0] * CELLS))
     assert one.enter(0.0, 10, 1) is None  # before they knew of each other
     one.share(memory)
     other.share(memory)
@@ -126,7 +126,7 @@ def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
 
 
 def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
-    ledger = Ledger(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
+    ledger = TenantUsage(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
     assert ledger.spent(0.0) is None
     assert ledger.enter(0.0, 300, 0) is None  # more than it holds, which it owes
     assert getattr(ledger.spent(0.0), "limit", None) is Limit.CONCURRENCY
@@ -144,7 +144,7 @@ def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
 
 
 def test_to_be_too_long_takes_a_request() -> None:
-    ledger = Ledger(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
+    ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
     assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
     assert ledger.running == 0
     assert ledger.left(0.0)[1] == (100, 100, 0.0)

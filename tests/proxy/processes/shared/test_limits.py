@@ -14,7 +14,7 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared import limits as tenancy
 from proxy.processes.shared.limits import SURE_S, TAKE_S
-from proxy.processes.shared.shared_memory import Sheet, Taken
+from proxy.processes.shared.shared_memory import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.crowds import Crowds
 from tests.proxy.processes.making import Crew
@@ -242,7 +242,7 @@ def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) ->
     stands: list[float] = []
 
     def looking(write: Callable[..., None]) -> Callable[..., None]:
-        def step(sheet: Sheet, *numbers: object) -> None:
+        def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
             crew.now += TAKE_S
             crew.sharings[1].look(crew.now)
@@ -252,7 +252,7 @@ def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patched:
         for name in ("write_taken", "write_idle", "write_count"):
-            patched.setattr(Sheet, name, looking(getattr(Sheet, name)))
+            patched.setattr(ProcessSheet, name, looking(getattr(ProcessSheet, name)))
         crew.table.clear(0)
     assert set(stands) == {1e6}
     crew.now += TAKE_S
@@ -410,7 +410,7 @@ def test_only_changed_tenants_are_told(crews: Crews, monkeypatch: pytest.MonkeyP
     looked: list[str] = []
     taken = tenancy._taken
 
-    def counted(one: Tenant) -> Taken:
+    def counted(one: Tenant) -> TenantRow:
         looked.append(one.name)
         return taken(one)
 
@@ -427,13 +427,13 @@ def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatc
     placed(submit(crew, 0, "t7"))
     crew.look()
     rows: list[int] = []
-    read = Sheet.read_taken
+    read = ProcessSheet.read_taken
 
-    def counted(sheet: Sheet, row: int) -> Taken:
+    def counted(sheet: ProcessSheet, row: int) -> TenantRow:
         rows.append(row)
         return read(sheet, row)
 
-    monkeypatch.setattr(Sheet, "read_taken", counted)
+    monkeypatch.setattr(ProcessSheet, "read_taken", counted)
     crew.look()
     assert rows == []
     for name in ("t7", "t9", "t7"):
@@ -462,7 +462,7 @@ def test_more_tenants_than_rows_are_said(
     crew = opened(crews, TenantSpec("t"))
     for sharing in crew.sharings:
         for part in sharing.parts:
-            if isinstance(part, tenancy.Tenancy):
+            if isinstance(part, tenancy.SharedLimits):
                 monkeypatch.setattr(crew.table, "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):
         placed(submit(crew, 0))

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.remote_load import Load, own
+from proxy.core.fleet.remote_load import WorkerLoad, own
 from proxy.core.model.types import Outcome, Reason, Role
-from proxy.core.routing.handover_cost import Handing
+from proxy.core.routing.handover_cost import HandoverOffer
 from proxy.core.routing.placer import NOBODY
-from proxy.processes.metrics_merge import Family, add_up
-from proxy.processes.shared.load import LOOK_S, REST_S, SURE_S, Rows
-from proxy.processes.shared.shared_memory import RING, Sheet
+from proxy.processes.metrics_merge import MergedFamily, add_up
+from proxy.processes.shared.load import LOOK_S, REST_S, SURE_S, WorkerRows
+from proxy.processes.shared.shared_memory import RING, ProcessSheet
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -105,7 +105,7 @@ def test_a_crash_that_all_see_at_once_is_one_opening(crews: Callable[..., Crew])
     crew.tell()
     crew.look()
     assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
-    page = {"proxy_breaker_openings_total": Family("counter", "", {"a": 1.0})}
+    page = {"proxy_breaker_openings_total": MergedFamily("counter", "", {"a": 1.0})}
     assert add_up([page, page, page]) == page
 
 
@@ -130,7 +130,7 @@ def test_a_panic_is_every_processs(crews: Callable[..., Crew]) -> None:
         crew.look()
     assert not any(router.fleet.ejections.panics for router in crew.routers)
     assert [router.fleet.ejections.started[pool] for router in crew.routers] == [1, 1, 1]
-    page = {"proxy_pool_panics_total": Family("counter", "", {"m": 1.0})}
+    page = {"proxy_pool_panics_total": MergedFamily("counter", "", {"m": 1.0})}
     assert add_up([page, page, page]) == page
 
 
@@ -153,17 +153,17 @@ def test_a_limit_costs_one_read(
 ) -> None:
     crew = crews(4, spec("a", most=5), spec("b"))
     reads: list[int] = []
-    read = Sheet.read_requests
+    read = ProcessSheet.read_requests
 
-    def seen(sheet: Sheet, row: int) -> int:
+    def seen(sheet: ProcessSheet, row: int) -> int:
         reads.append(row)
         return read(sheet, row)
 
     a, b = (crew.worker(3, name) for name in "ab")
     crew.look()
-    monkeypatch.setattr(Sheet, "read_requests", seen)
+    monkeypatch.setattr(ProcessSheet, "read_requests", seen)
     with monkeypatch.context() as patch:
-        patch.setattr(Sheet, "read_load", None)  # no more than that while there is room
+        patch.setattr(ProcessSheet, "read_load", None)  # no more than that while there is room
         assert not crew.sharings[3].have_filled(b, crew.now)
         assert reads == []
         assert not crew.sharings[3].have_filled(a, crew.now)
@@ -238,7 +238,7 @@ def test_a_filled_worker_is_tried_later(
     crew = crews(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     crew.look()
     for name in ("may_begin", "is_seated"):
-        monkeypatch.setattr(Handing, name, lambda *_: False)
+        monkeypatch.setattr(HandoverOffer, name, lambda *_: False)
     for _ in range(3):
         decision = Decision(crew.worker(0, "d"), Reason.LEAST_LOADED)
         crew.routers[0].fleet.charge(ask(), decision, crew.now)
@@ -262,7 +262,7 @@ def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> 
 def test_a_change_that_was_never_told_is_seen_in_time(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"))
     crew.look()
-    crew.sharings[0].sheet.write_load(0, Load(requests=5), 0.0)
+    crew.sharings[0].sheet.write_load(0, WorkerLoad(requests=5), 0.0)
     crew.now += LOOK_S
     crew.look()
     assert crew.worker(1, "a").requests == 0
@@ -290,7 +290,7 @@ def test_a_worker_that_left_is_told_of_until_its_last_request(crews: Callable[..
 def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"), spec("b"), spec("c"))
     a, b, c = members(crew.routers[0].fleet)
-    rows = Rows(crew.sharings[0], lambda: crew.now, most=2)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=2)
     first = rows.of(a)
     assert first == (0, crew.now)
     assert rows.of(b) == (1, crew.now)
@@ -298,17 +298,17 @@ def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew
     assert rows.of(c) is None
     rows.leave(a)
     assert rows.of(c) is None
-    crew.sharings[1].sheet.write_load(0, Load(requests=1), 0.0)
+    crew.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
     crew.now += REST_S
     assert rows.of(c) is None
-    crew.sharings[1].sheet.write_load(0, Load(), 0.0)
+    crew.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
     assert rows.of(c) == (0, crew.now)
 
 
 def test_another_leader_gives_rows_where_the_last_one_ended(crews: Callable[..., Crew]) -> None:
     crew = crews(2, *(spec(name) for name in "abcd"))
     a, b, c, d = members(crew.routers[0].fleet)
-    rows = Rows(crew.sharings[0], lambda: crew.now, most=4)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=4)
     rows.adopt({a: (2, 0.5), b: (0, 0.7)})
     assert rows.of(a) == (2, 0.5)
     assert rows.of(c) == (3, crew.now)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from proxy.core.model.types import Outcome, Role
-from proxy.processes.shared.shared_memory import LOG, Table
+from proxy.processes.shared.shared_memory import LOG, SharedTable
 from tests.proxy.core.making import ask, placed, spec
 from tests.proxy.processes.making import Crew
 
@@ -69,7 +69,7 @@ def test_what_is_handed_over_is_where_it_has_come_to_all(crews: Crews) -> None:
 
 def test_the_log_goes_round() -> None:
     rng = random.Random(3)
-    table = Table.make(1)
+    table = SharedTable.make(1)
     try:
         sheet, reader = table.sheet(0), table.sheet(0)
         read, seen, written = 0, [], []

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.core.fleet.remote_load import Load
-from proxy.core.queue.buckets import Last
+from proxy.core.fleet.remote_load import WorkerLoad
+from proxy.core.queue.buckets import LastDispatch
 from proxy.processes.shared.shared_memory import (
     BYTES,
     CHANGES,
@@ -21,26 +21,26 @@ from proxy.processes.shared.shared_memory import (
     RING,
     RINGS,
     WAITING,
-    Front,
-    Table,
-    Taken,
-    Tide,
+    QueueFront,
+    SharedTable,
+    TenantRow,
+    TrafficRow,
 )
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.worker.connection import WorkerError
 
-LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 TOLD = (False, True, 12.5, 3, 2, 11.0, "503")
 
 
 @pytest.fixture
-def table() -> Iterator[Table]:
-    made = Table.make(3)
+def table() -> Iterator[SharedTable]:
+    made = SharedTable.make(3)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("why", ["", "100", "503", "999", *Trouble])
-def test_why_a_breaker_opened_is_told(table: Table, why: str) -> None:
+@pytest.mark.parametrize("why", ["", "100", "503", "999", *WorkerError])
+def test_why_a_breaker_opened_is_told(table: SharedTable, why: str) -> None:
     sheet = table.sheet(1)
     for flags in ((True, False), (False, True), (False, False)):
         told = (*flags, 12.5, 3, 2, 11.0, str(why))
@@ -50,7 +50,7 @@ def test_why_a_breaker_opened_is_told(table: Table, why: str) -> None:
     assert sheet.read_breaker(0)[1] == (*TOLD[:-1], "")
 
 
-def test_each_writes_beside_the_others(table: Table) -> None:
+def test_each_writes_beside_the_others(table: SharedTable) -> None:
     sheets = [table.sheet(i) for i in range(3)]
     last = MOST_WORKERS - 1
     for number, sheet in enumerate(sheets):
@@ -58,11 +58,11 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
             sheet.write_breaker(row, 7.0 + number, TOLD)
         for place in (0, PLACES - 1):
-            sheet.write_front(place, 2, Front(1, 2.5, number, 0.5))
-            sheet.write_last(place, Last(number, passed=True, passer=2))
-            sheet.write_tide(place, Tide(1, number, 2.5))
+            sheet.write_front(place, 2, QueueFront(1, 2.5, number, 0.5))
+            sheet.write_last(place, LastDispatch(number, passed=True, passer=2))
+            sheet.write_tide(place, TrafficRow(1, number, 2.5))
         for tenant in (0, MOST_TENANTS - 1):
-            taken = Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
+            taken = TenantRow(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
             sheet.write_taken(tenant, taken)
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
@@ -70,21 +70,21 @@ def test_each_writes_beside_the_others(table: Table) -> None:
         for row in (0, last):
             assert sheet.read_load(row) == (LOAD._replace(requests=number), number + row / 2)
             assert sheet.read_breaker(row) == (7.0 + number, TOLD)
-        assert sheet.read_load(1) == (Load(), 0.0)
+        assert sheet.read_load(1) == (WorkerLoad(), 0.0)
         assert sheet.read_breaker(1)[0] == 0.0
-        assert sheet.read_front(PLACES - 1, 2) == Front(1, 2.5, number, 0.5)
-        assert sheet.read_last(PLACES - 1) == Last(number, passed=True, passer=2)
-        assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
-        assert sheet.read_taken(MOST_TENANTS - 1) == Taken(
+        assert sheet.read_front(PLACES - 1, 2) == QueueFront(1, 2.5, number, 0.5)
+        assert sheet.read_last(PLACES - 1) == LastDispatch(number, passed=True, passer=2)
+        assert sheet.read_tide(PLACES - 1) == TrafficRow(1, number, 2.5)
+        assert sheet.read_taken(MOST_TENANTS - 1) == TenantRow(
             number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0)
         )
-        assert sheet.read_front(PLACES - 1, 1) == Front()
+        assert sheet.read_front(PLACES - 1, 1) == QueueFront()
         assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
         assert sheet.count(CHANGES) == 0
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_changes_are_told_until_a_round_is_missed(table: Table, ring: int) -> None:
+def test_changes_are_told_until_a_round_is_missed(table: SharedTable, ring: int) -> None:
     sheet = table.sheet(1)
     for other in RINGS.keys() - {ring}:
         sheet.tell(3, other)
@@ -99,13 +99,15 @@ def test_changes_are_told_until_a_round_is_missed(table: Table, ring: int) -> No
     assert sheet.told(2, ring) == (RING + 3, None)
 
 
-def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table: Table) -> None:
+def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
+    table: SharedTable,
+) -> None:
     sheet, other = table.sheet(1), table.sheet(2)
     sheet.write_load(4, LOAD, 1.0)
     sheet.tell(4)
     other.write_load(4, LOAD, 1.0)
     table.clear(1)
-    assert sheet.read_load(4) == (Load(), 0.0)
+    assert sheet.read_load(4) == (WorkerLoad(), 0.0)
     assert other.read_load(4)[0] == LOAD
     assert sheet.told(1)[1] is None
     now = sheet.changes
@@ -113,41 +115,41 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table
     assert sheet.told(now) == (now + 1, {8})
 
 
-def test_what_tenants_were_served_stays_when_a_process_goes(table: Table) -> None:
+def test_what_tenants_were_served_stays_when_a_process_goes(table: SharedTable) -> None:
     sheet = table.sheet(1)
-    sheet.write_taken(5, Taken(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    sheet.write_taken(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
     sheet.write_floors((7.0, 8.0, 9.0))
     table.clear(1)
-    assert sheet.read_taken(5) == Taken(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert sheet.read_taken(5) == TenantRow(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
     assert sheet.read_floors() == (0.0, 0.0, 0.0)
 
 
-def test_a_row_is_in_use_while_anything_is_charged(table: Table) -> None:
+def test_a_row_is_in_use_while_anything_is_charged(table: SharedTable) -> None:
     sheet = table.sheet(0)
     assert not sheet.has(3)
-    sheet.write_load(3, Load(requests=1), 0.0)
+    sheet.write_load(3, WorkerLoad(requests=1), 0.0)
     assert sheet.has(3)
-    sheet.write_load(3, Load(written=10), 9.0)
+    sheet.write_load(3, WorkerLoad(written=10), 9.0)
     assert not sheet.has(3)
     sheet.wipe(3)
-    assert sheet.read_load(3) == (Load(), 0.0)
+    assert sheet.read_load(3) == (WorkerLoad(), 0.0)
 
 
-def test_another_process_sees_it(table: Table) -> None:
+def test_another_process_sees_it(table: SharedTable) -> None:
     code = (
         "import sys; from proxy.processes.shared.shared_memory import Table;"
         "from proxy.core.fleet.remote_load import Load;"
         "t = Table(int(sys.argv[1]), 3); s = t.sheet(2);"
         "s.write_load(7, Load(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
     )
-    table.sheet(0).write_load(7, Load(requests=41), 0.0)
+    table.sheet(0).write_load(7, WorkerLoad(requests=41), 0.0)
     os.set_inheritable(table.fd, True)
     subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
     assert table.sheet(2).told(0) == (1, {7})
-    assert table.sheet(2).read_load(7) == (Load(requests=42), 2.5)
+    assert table.sheet(2).read_load(7) == (WorkerLoad(requests=42), 2.5)
 
 
-def test_who_reads_while_another_writes_sees_each_number_whole(table: Table) -> None:
+def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTable) -> None:
     """They differ from one moment to the next in one of them, and are never anything else."""
     code = (
         "import sys; from proxy.processes.shared.shared_memory import Table, Taken;"
@@ -164,10 +166,10 @@ def test_who_reads_while_another_writes_sees_each_number_whole(table: Table) -> 
             seen = Counter(read(5) for _ in range(200_000))
         finally:
             table.sheet(1).write_count(1, 1)
-    assert seen.keys() <= {Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
+    assert seen.keys() <= {TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
 
 
-def test_tenants_have_rows_that_all_find(table: Table) -> None:
+def test_tenants_have_rows_that_all_find(table: SharedTable) -> None:
     marks = [7, 7 + MOST_TENANTS, 9]
     rows = [table.tenant_row(mark) for mark in marks]
     assert rows == [7, 8, 9]
@@ -177,7 +179,7 @@ def test_tenants_have_rows_that_all_find(table: Table) -> None:
     assert [list(each) for each in cells] == [[0.0, 2.5], [0.0, 0.0]]
 
 
-def test_tenants_beyond_the_last_row_have_none(table: Table) -> None:
+def test_tenants_beyond_the_last_row_have_none(table: SharedTable) -> None:
     for mark in range(1, MOST_TENANTS + 1):
         assert table.tenant_row(mark) is not None
     assert table.tenant_row(MOST_TENANTS + 1) is None

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy.http.request_parser import Reading
+from proxy.http.request_parser import ParserState
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
@@ -198,7 +198,7 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
     site = await start(wire={"linger_s": 0.1})
     client = await site.send(chat()[:part])
     [connection] = site.wire.clients
-    await eventually(lambda: connection._reader.state is not Reading.NOTHING)
+    await eventually(lambda: connection._reader.state is not ParserState.NOTHING)
     draining = asyncio.create_task(site.wire.drain(60.0))
     answer = await client.answer()
     assert (answer.status, answer.one(b"connection")) == (503, b"close")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.http.response_parser import AnswerError
+from proxy.http.response_parser import ResponseError
 from tests.proxy.http.test_request import status
 from tests.proxy.http.test_response_parser import fed
 from tests.proxy.wire import scripts
@@ -172,7 +172,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_what_is_no_answer(data: bytes) -> None:
-    with pytest.raises(AnswerError):
+    with pytest.raises(ResponseError):
         fed(data)
 
 

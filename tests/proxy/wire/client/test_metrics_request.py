@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from proxy.http.request import Request, RequestHead
-from proxy.wire.client.metrics_request import PageVisit
+from proxy.wire.client.metrics_request import MetricsRequest
 from tests.proxy.wire.site import Site
 
 
@@ -30,11 +30,11 @@ class Visitor:
 
 def visiting(
     site: Site, pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
-) -> tuple[PageVisit, Visitor]:
+) -> tuple[MetricsRequest, Visitor]:
     """Begin a visit to a page that is written so."""
     site.wire.pages = pages
     visitor = Visitor()
-    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
+    visit = MetricsRequest(site.wire, visitor, Request(RequestHead(), b""))
     visit.start(0.0)
     return visit, visitor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.http.request_parser import Reading
+from proxy.http.request_parser import ParserState
 from proxy.net.tls import server_context
 from proxy.wire.client.connection import MAX_AHEAD, ClientConnection
 from tests.proxy.certificates import Authority
@@ -36,7 +36,7 @@ async def reading(site: Site) -> None:
     """Wait until the router has the first of a body."""
     await eventually(
         lambda: any(
-            each._reader.state is Reading.BODY and each.deadline == site.clock() + GRACE_S
+            each._reader.state is ParserState.BODY and each.deadline == site.clock() + GRACE_S
             for each in site.wire.clients
         )
     )

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, TenantSpec
-from proxy.http.request_parser import Reading
+from proxy.http.request_parser import ParserState
 from proxy.telemetry.logs import account
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -132,7 +132,7 @@ async def test_a_key_added_during_a_body_is_for_the_next_request(guarded: Site) 
     whole = chat("x" * 5000, bearer("sk-vs-cccccccccccccccc"))
     await client.send(whole[:2000])
     await eventually(
-        lambda: any(each._reader.state is Reading.BODY for each in guarded.wire.clients)
+        lambda: any(each._reader.state is ParserState.BODY for each in guarded.wire.clients)
     )
     keep(guarded, TenantSpec("c"), c="sk-vs-cccccccccccccccc")
     assert (await client.ask(whole[2000:])).status == 401

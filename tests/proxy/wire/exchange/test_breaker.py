@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from proxy.health.breaker_log import TROUBLES, Resting
+from proxy.health.breaker_log import TROUBLES, BreakerLog
 from proxy.health.worker_state import why_not
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -68,7 +68,7 @@ async def test_it_is_said_once_why_and_when_it_is_over(
     script, why = ILL[name]
     caplog.set_level(logging.INFO)
     site = await start(Fake("w0"), Fake("w1"), router=TURNS, wire={"first_byte_s": 0.2})
-    site.fleet.witness = Resting()
+    site.fleet.witness = BreakerLog()
     site.fakes["w0"].always(script)
     site.stand_still()
 
@@ -97,7 +97,7 @@ async def test_a_refused_connection_is_logged(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = await start(Fake("w0"), Fake("w1"), router=TURNS)
-    site.fleet.witness = Resting()
+    site.fleet.witness = BreakerLog()
     await site.fakes["w0"].refuse()
     site.stand_still()
     await ask(site, 10)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from proxy.core.tenants.tenants import TenantSpec
-from proxy.health.breaker_log import Resting
+from proxy.health.breaker_log import BreakerLog
 from proxy.health.worker_state import why_not
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client.test_tenants import KEY, OTHER, bearer, keep
@@ -54,7 +54,7 @@ async def test_a_bad_tenant_leaves_others_served(
 ) -> None:
     caplog.set_level(logging.INFO)
     site = await attacked(start)
-    site.fleet.witness = Resting()
+    site.fleet.witness = BreakerLog()
     found = await mixed(site, 15)
     assert found[200] >= 0.9 * found.total()
     said = [each.getMessage() for each in caplog.records]

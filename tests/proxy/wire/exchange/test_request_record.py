@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import Reason
 from proxy.metrics.registry import Metrics
-from proxy.wire.exchange.request_record import Record
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import chat, get
@@ -20,7 +20,7 @@ def metrics(site: Site) -> Metrics:
 
 
 async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metrics) -> None:
-    record = Record()
+    record = RequestRecord()
     record.ask = ask()
     record.decision = Decision(site.worker(), Reason.ONLY_CHOICE)
     record.started = 1.0
@@ -36,7 +36,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
 
 
 async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
-    record = Record()
+    record = RequestRecord()
     record.ask = ask()
     record.saw_tokens(2.0, metrics, 1)
     record.close(5.0, metrics, "completions", 200, None)
@@ -45,7 +45,7 @@ async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
 
 
 async def test_both_ttfts_count_from_the_start(site: Site, metrics: Metrics) -> None:
-    record = Record()
+    record = RequestRecord()
     record.ask = ask()
     record.started = 1.0
     record.queue_s = 0.5
@@ -66,9 +66,11 @@ def phases(metrics: Metrics) -> dict[str, float]:
     return found
 
 
-def streamed(site: Site, handover: Handover | None = None, *, placed: float = 1.0) -> Record:
+def streamed(
+    site: Site, handover: HandoverDecision | None = None, *, placed: float = 1.0
+) -> RequestRecord:
     """Make the record of a stream that came at 1, had its first token at 5, and ends at 12."""
-    record = Record()
+    record = RequestRecord()
     record.ask = ask()
     record.started = 1.0
     record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25, handover=handover))
@@ -90,7 +92,7 @@ def streamed(site: Site, handover: Handover | None = None, *, placed: float = 1.
 async def test_the_phases_of_a_stream_are_all_of_its_time(
     site: Site, metrics: Metrics, tokens: int | None, wanted: dict[str, float]
 ) -> None:
-    handover = None if tokens is None else Handover(site.worker(), 0, tokens, 0.4, 0.2)
+    handover = None if tokens is None else HandoverDecision(site.worker(), 0, tokens, 0.4, 0.2)
     streamed(site, handover).close(12.0, metrics, "completions", 200, None)
     assert phases(metrics) == wanted
     [ttft], [duration] = metrics.ttft.values(), metrics.durations.values()

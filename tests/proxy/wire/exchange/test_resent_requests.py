@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.core.model.types import Role
-from proxy.net.resolver import NobodyAnswersError
+from proxy.net.resolver import NoAddressAnswersError
 from proxy.wire.exchange.exchange import MOST_SAID
 from proxy.wire.worker.pool import is_ours
 from tests.proxy.wire import scripts
@@ -335,8 +335,8 @@ async def test_blocks_are_released_without_room_for_a_decode_leg(start: Start) -
     assert ends.get("released", 0) + ends.get("left_to_expire", 0) == 1
 
 
-def failed(*numbers: int) -> NobodyAnswersError:
-    return NobodyAnswersError([OSError(number, os.strerror(number)) for number in numbers])
+def failed(*numbers: int) -> NoAddressAnswersError:
+    return NoAddressAnswersError([OSError(number, os.strerror(number)) for number in numbers])
 
 
 def test_which_errors_are_our_own() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Decision, Handover
+from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.specs import Score, WorkerSpec
 from proxy.core.model.types import Reason, Role, Usage
 from proxy.http.request import Request, RequestHead
-from proxy.http.response_parser import AnswerReader
-from proxy.wire.exchange.response_writer import Answering, response_id_in
+from proxy.http.response_parser import ResponseParser
+from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in
 
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -26,8 +26,8 @@ def answering(
     cached: int | None = None,
     handed: bool = False,
     whether: str = "",
-) -> Answering:
-    reader = AnswerReader()
+) -> ResponseWriter:
+    reader = ResponseParser()
     reader.feed(head)
     assert reader.head is not None
     request_head = RequestHead()
@@ -36,9 +36,11 @@ def answering(
     decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), whether=whether)
     if handed:
         prefill = Fleet().add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
-        decision.handover = Handover(prefill, 0, 9, 0.1, 0.1)
+        decision.handover = HandoverDecision(prefill, 0, 9, 0.1, 0.1)
     request = Request(request_head, b"")
-    return Answering(request, reader.head, decision, keep_alive=keep_alive, cached_tokens=cached)
+    return ResponseWriter(
+        request, reader.head, decision, keep_alive=keep_alive, cached_tokens=cached
+    )
 
 
 def test_a_fixed_length_is_kept() -> None:

@@ -19,7 +19,7 @@ from proxy.http.request import Request, RequestHead
 from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.exchange import Exchange
 from proxy.wire.exchange.stream_fast_path import size_line
-from proxy.wire.server import Wire
+from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker.connection import WorkerConnection
 from tests.proxy.wire import scripts
@@ -80,7 +80,7 @@ class Stream:
         for _ in range(2):
             fleet.probe_ok("w0", self.now)
         self.metrics = Metrics(Router(RouterSettings(), fleet))
-        wire = Wire(self.metrics.router, WireSettings(), self.metrics, lambda: self.now)
+        wire = WireServer(self.metrics.router, WireSettings(), self.metrics, lambda: self.now)
         self.client = Client()
         pool = wire.pools.of(next(iter(fleet)))
         self.connection = WorkerConnection(pool)

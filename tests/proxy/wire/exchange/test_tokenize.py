@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.http.response_parser import Head
+from proxy.http.response_parser import ResponseHead
 from proxy.wire.exchange import tokenize as module
-from proxy.wire.exchange.tokenize import TokenCount
-from proxy.wire.worker.connection import Trouble, WorkerConnection
+from proxy.wire.exchange.tokenize import TokenizeRequest
+from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 pytestmark = pytest.mark.plain("in place of a connection, a class of its own")
 
@@ -28,10 +28,10 @@ class Question:
 
     def __init__(self, status: int = 200) -> None:
         self.found: list[tuple[float, int | None]] = []
-        self.count = TokenCount(9.0, lambda now, count: self.found.append((now, count)))
+        self.count = TokenizeRequest(9.0, lambda now, count: self.found.append((now, count)))
         self.connection = Connection()
         self.count.connection = cast("WorkerConnection", self.connection)
-        head: Any = Head()
+        head: Any = ResponseHead()
         head.status = status
         self.count.begun(1.0, head)
 
@@ -74,7 +74,7 @@ def test_no_answer() -> None:
     late, lost, dropped = Question(), Question(), Question()
     assert late.count.late(9.0) == 0.0
     late.count.expire(9.0)
-    lost.count.lost(4.0, Trouble.RESET)
+    lost.count.lost(4.0, WorkerError.RESET)
     dropped.count.drop()
     assert (late.found, lost.found, dropped.found) == ([(9.0, None)], [(4.0, None)], [])
     assert [each.connection.dropped for each in (late, lost, dropped)] == [True, False, True]

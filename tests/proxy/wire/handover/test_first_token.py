@@ -8,7 +8,7 @@ import json
 import pytest
 
 from proxy.wire.handover import first_token
-from proxy.wire.handover.two_legs import HandOver
+from proxy.wire.handover.two_legs import TwoLegExchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
@@ -91,7 +91,7 @@ async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path
     assert here.site.metrics.handovers.ends["late_failed"] == 1
 
 
-def handings(here: Pairs) -> list[HandOver]:
+def handings(here: Pairs) -> list[TwoLegExchange]:
     return [each._handing for each in here.site.wire.exchanges if each._handing is not None]
 
 

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from proxy.http.response_parser import Head
+from proxy.http.response_parser import ResponseHead
 from proxy.wire.handover import prefill_leg as module
 from proxy.wire.handover.prefill_leg import PrefillLeg
-from proxy.wire.worker.connection import Trouble, WorkerConnection
+from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 pytestmark = pytest.mark.plain("in place of connections, classes of its own")
 
@@ -25,13 +25,13 @@ class Owner:
     def prefilled(self, now: float, answer: bytes) -> None:
         self.heard.append((now, answer))
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         self.heard.append((now, head.status))
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         self.heard.append((now, body, ended))
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         self.heard.append((now, trouble))
 
 
@@ -51,8 +51,8 @@ def leg_of(owner: Owner) -> tuple[PrefillLeg, Connection]:
     return leg, connection
 
 
-def head(status: int) -> Head:
-    made = Head()
+def head(status: int) -> ResponseHead:
+    made = ResponseHead()
     made.status = status
     return made
 
@@ -83,8 +83,8 @@ def test_any_other_answer_is_the_owners(status: int) -> None:
 def test_its_end_is_passed_on() -> None:
     owner = Owner()
     leg, _ = leg_of(owner)
-    leg.lost(2.0, Trouble.RESET)
-    assert owner.heard == [(2.0, Trouble.RESET)]
+    leg.lost(2.0, WorkerError.RESET)
+    assert owner.heard == [(2.0, WorkerError.RESET)]
     assert leg.connection is None
 
 
@@ -94,7 +94,7 @@ def test_an_answer_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     leg, connection = leg_of(owner)
     leg.begun(1.0, head(200))
     leg.received(1.1, b"x" * 11, ended=False)
-    assert owner.heard == [(1.1, Trouble.BROKEN)]
+    assert owner.heard == [(1.1, WorkerError.BROKEN)]
     assert connection.dropped
 
 

@@ -8,16 +8,24 @@ import json
 import pytest
 
 from proxy.core.model.types import Role
-from proxy.http.response_parser import Head
-from proxy.transfer.types import Pair, Side, Taken
+from proxy.http.response_parser import ResponseHead
+from proxy.transfer.types import Pair, PrefillResult, Side
 from proxy.wire.handover.prefill_leg import PrefillLeg
-from proxy.wire.handover.release import LEFT, PATIENCE_S, RELEASED, TRIES, Orphan, read, release
-from proxy.wire.worker.connection import Trouble
+from proxy.wire.handover.release import (
+    LEFT,
+    PATIENCE_S,
+    RELEASED,
+    TRIES,
+    AbandonedPrefill,
+    read,
+    release,
+)
+from proxy.wire.worker.connection import WorkerError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
-TAKEN = Taken(b'{"do_remote_prefill":true,"remote_request_id":"r"}')
+TAKEN = PrefillResult(b'{"do_remote_prefill":true,"remote_request_id":"r"}')
 
 
 class Nobody:
@@ -122,7 +130,7 @@ async def test_another_decode_worker_does_it_for_one_that_is_not_well(start: Sta
 
 async def test_where_nothing_was_taken_nothing_is_sent(start: Start) -> None:
     site = await two(start)
-    release(site.wire, site.clock(), site.worker("d0"), Taken(), b"")
+    release(site.wire, site.clock(), site.worker("d0"), PrefillResult(), b"")
     await asyncio.sleep(0)
     assert (ends(site), site.served()) == ({}, [])
 
@@ -135,7 +143,7 @@ async def test_an_answer_that_nobody_waits_for_is_released(start: Start) -> None
     )
     whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
     leg = PrefillLeg(Nobody(), 60.0)
-    orphan = Orphan(site.wire, pair, site.worker("d0"), b"", leg)
+    orphan = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
     orphan.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
     await eventually(lambda: site.fakes["d0"].served)
     assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
@@ -148,14 +156,14 @@ async def test_an_answer_that_breaks_off_leaves_its_blocks(start: Start, begun: 
     site = await two(start)
     leg = PrefillLeg(Nobody(), 60.0)
     pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
-    orphan = Orphan(site.wire, pair, site.worker("d0"), b"", leg)
+    orphan = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
     if begun:
-        head = Head()
+        head = ResponseHead()
         head.status = 200
         leg.begun(site.clock(), head)
     orphan.adopt(site.clock())
     assert site.wire.releases == {orphan}
-    orphan.lost(site.clock(), Trouble.RESET)
+    orphan.lost(site.clock(), WorkerError.RESET)
     assert ends(site) == ({LEFT: 1} if begun else {})
     assert site.wire.releases == set()
 

@@ -12,12 +12,12 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Role
-from proxy.http.response_parser import Head
+from proxy.http.response_parser import ResponseHead
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker import connection as worker_connection
-from proxy.wire.worker.connection import MAX_IDLE_S, Caller, Trouble, WorkerConnection
-from proxy.wire.worker.pool import Pool, Pools
-from proxy.wire.write_batch import Outbox
+from proxy.wire.worker.connection import MAX_IDLE_S, ResponseReceiver, WorkerConnection, WorkerError
+from proxy.wire.worker.pool import ConnectionPool, ConnectionPools
+from proxy.wire.write_batch import WriteBatch
 
 SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)
 SPEC = WorkerSpec("w0", "http://127.0.0.1:9", Role.GENERAL, "tiny")
@@ -63,7 +63,7 @@ class Listener:
     heard: list[object] = field(default_factory=list)
     more_s: list[float] = field(default_factory=list)
 
-    def begun(self, now: float, head: Head) -> None:
+    def begun(self, now: float, head: ResponseHead) -> None:
         del now
         self.heard.append(head.status)
         if self.drops and self.connection is not None:
@@ -77,19 +77,19 @@ class Listener:
         del now
         return self.more_s.pop(0) if self.more_s else 0.0
 
-    def lost(self, now: float, trouble: Trouble) -> None:
+    def lost(self, now: float, trouble: WorkerError) -> None:
         del now
         self.heard.append(trouble)
 
 
-class AtOnce(Outbox):
+class AtOnce(WriteBatch):
     """Writes without waiting for the loop, which these tests have none of."""
 
     def write(self, transport: Any, *pieces: bytes) -> None:
         transport.write(b"".join(pieces))
 
 
-class Quick(Pool):
+class Quick(ConnectionPool):
     """A pool whose connections are made at once."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Quick(Pool):
         super().__init__(SPEC, SETTINGS, lambda: self.now, AtOnce())
         self.wires: dict[WorkerConnection, Wire] = {}
 
-    def open_for(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+    def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         connection = WorkerConnection(self)
         caller.connection = connection
         self.open.add(connection)
@@ -182,7 +182,7 @@ def test_an_undelivered_request_is_resent(
     assert listener.connection is not None
     assert pool.wires[listener.connection].written == b"request"
     listener.connection.eof_received()
-    assert listener.heard == [Trouble.RESET]
+    assert listener.heard == [WorkerError.RESET]
 
 
 @pytest.mark.parametrize("left", [0, 1, len(b"request") - 1, None])
@@ -193,7 +193,7 @@ def test_a_request_that_may_have_been_read_does_not(
     confirmed(left)
     connection.eof_received()
     connection.connection_lost(None)
-    assert listener.heard == [Trouble.RESET]
+    assert listener.heard == [WorkerError.RESET]
     assert listener.connection is connection
 
 
@@ -212,7 +212,7 @@ def test_nor_one_on_a_connection_that_was_not_closed_while_idle(
         connection.connection_lost(BrokenPipeError())
     else:
         connection.eof_received()
-    assert listener.heard == [Trouble.RESET]
+    assert listener.heard == [WorkerError.RESET]
     assert listener.connection is connection
 
 
@@ -229,13 +229,13 @@ def test_a_reset_is_no_end(pool: Quick) -> None:
     listener, connection, _ = pool.asked()
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
     connection.connection_lost(ConnectionResetError())
-    assert listener.heard == [200, (b"abc", False), Trouble.RESET]
+    assert listener.heard == [200, (b"abc", False), WorkerError.RESET]
 
 
 def test_what_is_no_answer_is_broken(pool: Quick) -> None:
     listener, connection, wire = pool.asked()
     connection.data_received(b"220 smtp\r\n")
-    assert listener.heard == [Trouble.BROKEN]
+    assert listener.heard == [WorkerError.BROKEN]
     assert wire.closed
 
 
@@ -280,9 +280,9 @@ def test_patience(pool: Quick) -> None:
     connection.data_received(b"a")
     assert connection.deadline == pool.now + 20
     pool.sweep(pool.now + 19)
-    assert Trouble.TIMEOUT not in listener.heard
+    assert WorkerError.TIMEOUT not in listener.heard
     pool.sweep(pool.now + 21)
-    assert listener.heard[-1] is Trouble.TIMEOUT
+    assert listener.heard[-1] is WorkerError.TIMEOUT
 
 
 def test_a_caller_may_have_more_patience_once_it_is_over(pool: Quick) -> None:
@@ -293,7 +293,7 @@ def test_a_caller_may_have_more_patience_once_it_is_over(pool: Quick) -> None:
     pool.sweep(192.0)
     assert (connection.deadline, listener.heard) == (197.0, [])
     pool.sweep(198.0)
-    assert listener.heard == [Trouble.TIMEOUT]
+    assert listener.heard == [WorkerError.TIMEOUT]
 
 
 def test_but_not_between_two_pieces(pool: Quick) -> None:
@@ -301,7 +301,7 @@ def test_but_not_between_two_pieces(pool: Quick) -> None:
     listener.more_s = [30.0]
     connection.data_received(HEAD + b"a")
     pool.sweep(pool.now + 21)
-    assert listener.heard[-1] is Trouble.TIMEOUT
+    assert listener.heard[-1] is WorkerError.TIMEOUT
 
 
 @pytest.mark.parametrize("patience_s", [7.0, 600.0, inf])
@@ -339,7 +339,7 @@ def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Q
 
 
 def test_pools_follow_the_fleet() -> None:
-    fleet, pools = Fleet(), Pools(SETTINGS, lambda: 0.0, AtOnce())
+    fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, AtOnce())
     old = pools.of(fleet.add(SPEC))
     assert pools.of(fleet.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
     fleet.remove("w0")
