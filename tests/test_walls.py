@@ -18,7 +18,7 @@ HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 FLOORS = {
     "vllm_sched": [
         "cli", "sim", "bench", "workers", "engine", "policies", "cost", "metrics_folder", "files",
-        "errors",
+        "errors", "version",
     ],
     "proxy": [
         "app", "processes", "setup", "admin", "batches", "wire", "discovery", "status_page",

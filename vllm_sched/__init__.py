@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_sched.version import __version__
+
 if TYPE_CHECKING:
     from vllm_sched.engine.scheduler import (
         LongPromptScheduler,
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
         SyncLongPromptScheduler,
         SyncPolicyScheduler,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LongPromptScheduler",

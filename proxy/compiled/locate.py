@@ -9,7 +9,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-import proxy
 from proxy.errors import ProxyError
 
 SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0": leave them aside
@@ -71,7 +70,7 @@ def use(folder: Path, path: list[str]) -> None:
 
 def in_use() -> bool:
     """Return whether compiled modules run in this process."""
-    return Path(proxy.__path__[0]) != PACKAGE
+    return Path(sys.modules[PACKAGE.name].__path__[0]) != PACKAGE
 
 
 def kind() -> str:

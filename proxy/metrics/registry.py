@@ -8,7 +8,6 @@ scrapes.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from proxy.core.model.types import NONE
 from proxy.core.request import routes
 from proxy.core.tenants.tenants import Rank
 from proxy.metrics.batch_counts import BatchCounts
-from proxy.metrics.exposition import OTHER, MetricsPage
+from proxy.metrics.exposition import OTHER
 from proxy.metrics.handovers import HandoverCounters
 from proxy.metrics.histogram import (
     DURATION_BOUNDS,
@@ -30,7 +29,6 @@ from proxy.metrics.histogram import (
 from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.phases import Phases
 from proxy.metrics.recent import RecentRequests
-from proxy.metrics.scrape import slices
 from proxy.metrics.tenant_counts import TenantCounts
 
 if TYPE_CHECKING:
@@ -235,14 +233,6 @@ class Metrics:
             return OTHER
         known.add(model)
         return model
-
-    async def page(self, openmetrics: bool = False) -> tuple[bytes, str]:
-        """Write the page for a scrape in slices, between which streams go on; say its type, too."""
-        page, pieces = MetricsPage(openmetrics=openmetrics), []
-        for piece in slices(self, page):
-            pieces.append(piece)
-            await asyncio.sleep(0)
-        return b"".join(pieces), page.kind
 
     def _series(self, key: RequestKey) -> Series:
         """Find or make a series, with names that a client made up folded into `other`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -219,6 +220,18 @@ PANICS = Family(
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
 process = ProcessCollector(registry=None)
+
+
+async def write_page(metrics: Metrics, openmetrics: bool = False) -> tuple[bytes, str]:
+    """Return the page and its content type.
+
+    The page is written in slices, between which the event loop serves streams.
+    """
+    page, pieces = MetricsPage(openmetrics=openmetrics), []
+    for piece in slices(metrics, page):
+        pieces.append(piece)
+        await asyncio.sleep(0)
+    return b"".join(pieces), page.kind
 
 
 def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:

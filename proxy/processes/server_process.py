@@ -15,6 +15,7 @@ from typing import Any
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
 from proxy.metrics.recent import RecentRequest
+from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
 from proxy.processes.collector import settle
 from proxy.processes.fleet_replica import FleetReplica
@@ -200,7 +201,7 @@ class ServerProcess:
 
     async def _answer(self, what: What, given: Any) -> object:
         if what == "page":
-            page, _ = await self.app.metrics.page()
+            page, _ = await write_page(self.app.metrics)
             return page.decode()
         if what == "minute":
             return self.app.live.notes.part(self._clock(), given)

@@ -17,12 +17,14 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.types import NONE, Reason, Refusal, Ticket
 from proxy.core.request.routes import find
 from proxy.http.body_budget import BodyBudget
+from proxy.metrics.scrape import write_page
 from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import extension
 from proxy.wire.client import endpoints
@@ -85,7 +87,7 @@ class WireServer:
         self.desk: Extension | None = None  # set by whoever has one, before it listens
         self.visits: set[Conversation] = set()  # to the desk, and for pages
         # Writes the metrics, in either format; where several processes serve, those of all.
-        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = metrics.page
+        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenizeRequest] = set()
         self.releases: set[BlockRelease | AbandonedPrefill] = set()

@@ -10,7 +10,8 @@ import pytest
 from tests.present import present
 from vllm_sched.cost import pace as pace_module
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.pace import Chunk, StepPace, whole_tiles
+from vllm_sched.cost.pace import StepPace, whole_tiles
+from vllm_sched.cost.step_time import Chunk
 
 BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.step_time import Chunk
 from vllm_sched.engine.in_flight import MOST, InFlight, StepDone, StepStarted
 
 

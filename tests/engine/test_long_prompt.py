@@ -15,7 +15,8 @@ from vllm_sched import (
     SyncLongPromptScheduler,
     SyncPolicyScheduler,
 )
-from vllm_sched.cost.pace import TILE, Chunk, StepPace
+from vllm_sched.cost.pace import TILE, StepPace
+from vllm_sched.cost.step_time import Chunk
 from vllm_sched.engine.scheduler import PolicySteps
 from vllm_sched.engine.waiting.queue import LaneQueue
 

@@ -7,8 +7,7 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.policies.types import Gate, LaneCount, Policy, Step, StepResult
 
 

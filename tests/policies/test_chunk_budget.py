@@ -16,9 +16,8 @@ from tests.engine.schedulers import answer
 from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
 from vllm_sched import SyncPolicyScheduler
-from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.profiles import find
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Step, StepResult
 

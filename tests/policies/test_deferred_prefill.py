@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
-from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import deferred_prefill, registry
 from vllm_sched.policies.deferred_prefill import (

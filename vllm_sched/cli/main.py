@@ -12,9 +12,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from proxy.errors import ProxyError
-from vllm_sched import __version__
 from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, terminated_alike
 from vllm_sched.errors import VllmSchedError
+from vllm_sched.version import __version__
 
 # What measures or plays something; the others mind their signals themselves, or are done at once.
 PLAYED = frozenset(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_sched.cost.fit import FitSums
 from vllm_sched.cost.least_squares import non_negative
+from vllm_sched.cost.step_time import Chunk
 
 # Noise only ever adds to a time, so an estimate falls faster than it rises.
 GAIN_DOWN, GAIN_UP = 0.5, 0.05
@@ -54,18 +54,6 @@ def whole_tiles(tokens: int, beside: int) -> int:
 def tiled(tokens: int, beside: int, context: int) -> int:
     """Cut a chunk to whole tiles, but not below what one so far on has at least."""
     return max(whole_tiles(tokens, beside), min(tokens, least_far_on(context)))
-
-
-class Chunk(NamedTuple):
-    """A part of a prompt computed in one step."""
-
-    tokens: int
-    context: int  # tokens before it
-
-    @property
-    def attention(self) -> float:
-        """Pairs of tokens that attend to each other."""
-        return self.tokens * (self.context + self.tokens / 2)
 
 
 class StepPace:

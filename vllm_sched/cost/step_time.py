@@ -18,15 +18,24 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, NamedTuple, Self
 
 from vllm_sched.errors import UsageError
 
-if TYPE_CHECKING:
-    from vllm_sched.cost.pace import Chunk
-
 # More than any step's budget: what fits where a token costs nothing.
 UNBOUNDED = 1 << 30
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt computed in one step."""
+
+    tokens: int
+    context: int  # tokens before it
+
+    @property
+    def attention(self) -> float:
+        """Pairs of tokens that attend to each other."""
+        return self.tokens * (self.context + self.tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)

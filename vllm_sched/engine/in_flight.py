@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.parallel.dp_group import DpGroup
 from vllm_sched.policies.types import StepResult
 

@@ -14,12 +14,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-import vllm_sched
 from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts, Policy
+from vllm_sched.version import __version__
 
 CONFIG_KEY: Final = "vllm_sched"
 # Policies that contradict `prefill_schedule_interval`, which lets only every n-th step compute
@@ -149,7 +149,7 @@ def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
     )
     logger.info(
         "vllm-sched %s on vLLM %s: %s, policies: %s",
-        vllm_sched.__version__,
+        __version__,
         installed_version(),
         type(scheduler).__name__,
         told or "none",

@@ -40,8 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.policy_setup import CONFIG_KEY
 from vllm_sched.engine.scheduler import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL

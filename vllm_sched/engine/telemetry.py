@@ -18,7 +18,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
@@ -26,6 +25,7 @@ from vllm_sched.engine.in_flight import InFlight, StepDone, StepStarted, chunks_
 from vllm_sched.engine.waiting.held import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, Step, StepResult
+from vllm_sched.version import __version__
 
 if TYPE_CHECKING:
 
@@ -291,7 +291,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         if metrics.reaches_the_server():
             told = metrics.Metrics(_model_name(self.vllm_config.model_config), str(engine))
             policies = "+".join(policy.name for policy in self._policies) or metrics.NO_POLICY
-            told.fact("info", 1, vllm_sched.__version__, type(self).__name__, policies)
+            told.fact("info", 1, __version__, type(self).__name__, policies)
             told.fact("start_time_seconds", time.time())
         if file is not None or told is not None:
             self._seen = SchedulerStats(told, file, self._policies)

@@ -46,8 +46,7 @@ from typing import ClassVar, Final
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,

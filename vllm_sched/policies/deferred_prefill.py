@@ -39,9 +39,8 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field
 
 from vllm_sched.cost.fit import UNUSUAL, OnlineFit
-from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.prefix_lookups import PrefixLookups

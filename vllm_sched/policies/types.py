@@ -30,8 +30,7 @@ from typing import ClassVar, Final, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.policies.kv_cache import KvCache
 
 

@@ -1,14 +1,17 @@
-"""What is charged to a worker for others: by other processes of this router, or before its time.
+"""Charges on a worker that this process did not make.
+
+They come from other router processes, or from requests that a removed worker with the same address
+still has in flight.
 
 Idea: a worker's charges include those of all processes, so that rules, limits and the comparison
-with the worker's own page do not depend on how many processes there are. The part of other
-processes is kept separately. Each `RemoteLoad.look` replaces it, and the charges change by the difference: more tokens to prefill act
-as a charge does, fewer as a first token does.
+with the worker's own metrics do not depend on the number of processes. The part of the other
+processes is kept separately. Each `RemoteLoad.look` replaces it, and the charges change by the
+difference: more tokens to prefill act as a charge does, fewer as a first token does.
 
-A breaker is a register that whoever wrote last owns: its state travels whole.
+The state of a breaker is copied whole from the process that wrote it last.
 
-A worker that was taken out may still have requests in flight, and who comes to its address is the
-same server by another name. To that one, its heir, all of these are charged too, until they end.
+A removed worker may still have requests in flight. A new worker at its address is the same server,
+so these requests are charged to the new worker, the heir, until they end.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from proxy.metrics import registry as metrics_module
 from proxy.metrics import scrape
 from proxy.metrics.exposition import SLICE
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
+from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
 from tests.proxy.metrics.scraped import scraped
 
@@ -525,7 +526,7 @@ async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) 
             await asyncio.sleep(0)
 
     living = asyncio.create_task(live())
-    page, _ = await metrics.page()
+    page, _ = await write_page(metrics)
     living.cancel()
     # To collect what there is, and to write it.
     assert turns >= 4 + page.count(b"\n") // (2 * SLICE)

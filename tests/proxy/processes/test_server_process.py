@@ -60,7 +60,7 @@ def lost() -> None:
 
 
 WHAT = {
-    "page": ("metrics.page", None),
+    "page": ("metrics.tenants.show", None),
     "minute": ("live.notes.part", None),
     "logs": ("logs.change", (True, {})),
     "decisions": ("recent.newest", (1, {})),

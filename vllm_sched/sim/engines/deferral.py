@@ -7,20 +7,39 @@ policy learns while it runs is known here: the step's time.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import to_run
 
 if TYPE_CHECKING:
-    from vllm_sched.sim.engines.fluid_steps import FluidSteps
     from vllm_sched.sim.engines.kv_blocks import Task
     from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
 RECKON_EVERY: Final = 64  # admissions
 FOREVER: Final = 1 << 40
+
+
+class EngineLoad(Protocol):
+    """The numbers of requests in an engine that a deferral depends on."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for admission."""
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+
+    @property
+    def decoding(self) -> int:
+        """Running requests whose prefill is done."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of the decoding requests."""
 
 
 class Deferral:
@@ -51,7 +70,7 @@ class Deferral:
         self._ended += 1
         self._outputs += task.job.output_tokens
 
-    def look(self, now: float, filling: FluidSteps) -> None:
+    def look(self, now: float, filling: EngineLoad) -> None:
         """Begin a hold, or end it."""
         if not self.on:
             if self._full and self.threshold > 1 and filling.waiting:
@@ -64,13 +83,13 @@ class Deferral:
         if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
             self.on = False
 
-    def filled(self, filling: FluidSteps, *, refused: bool) -> None:
+    def filled(self, filling: EngineLoad, *, refused: bool) -> None:
         """See how full it is after a step's admissions."""
         if not self.on:
             self._slots_full = filling.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused
 
-    def steps(self, now: float, filling: FluidSteps) -> int:
+    def steps(self, now: float, filling: EngineLoad) -> int:
         """How many steps until the hold has to be looked at again."""
         if not self.on:
             return FOREVER
