@@ -17,8 +17,10 @@ from itertools import count
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, RequestInfo, Role, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 

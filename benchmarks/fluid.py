@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.router import RouterSettings
 from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find

@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.refusals import nobody_serves
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Reason, Refusal, RequestInfo, Role
+from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.request.sizing import fit
 from proxy.core.router import Router
 from proxy.health.worker_state import State, state, why_not

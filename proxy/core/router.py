@@ -28,8 +28,9 @@ from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEv
 from proxy.core.model import refusals
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo, Ticket
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import queued_too_late
+from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser

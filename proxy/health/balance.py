@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, Field
 
 from proxy.core.fleet.slots import HEEDED_S, share_taken
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker

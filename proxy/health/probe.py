@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from proxy.config import ProbeConfig
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Role
 from proxy.errors import a_few
 from proxy.health.probe_client import Models, ProbeClient, ProbeError, SilentError
 from proxy.health.worker_metrics import parse

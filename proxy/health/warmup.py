@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from proxy.core.model.types import RequestInfo, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import RequestInfo
 from proxy.errors import ProxyError
 from proxy.health.probe_client import ProbeClient, ProbeError
 from proxy.health.worker_metrics import values

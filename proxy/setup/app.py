@@ -22,8 +22,9 @@ from proxy.admin.server import AdminServer, admin_socket
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.config.admin import is_loopback
 from proxy.core.fleet.charges import Fleet
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Reason, Role
+from proxy.core.model.types import Reason
 from proxy.core.router import Router, RouterSettings
 from proxy.discovery.discovery import Discovery
 from proxy.errors import ConfigError, Problem, ProxyError

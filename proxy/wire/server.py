@@ -21,7 +21,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from proxy.core.model.types import NONE, Reason, Refusal, Ticket
+from proxy.core.model.types import NONE, Reason, Refusal
+from proxy.core.queue.ticket import Ticket
 from proxy.core.request.routes import find
 from proxy.http.body_budget import BodyBudget
 from proxy.metrics.scrape import write_page
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from proxy.http.request import Request, RequestHead
     from proxy.metrics.registry import Metrics
     from proxy.transfer.types import Connector
+    from proxy.wire.context import Expiring, ServedClient, ServedExchange
     from proxy.wire.extension import Conversation, Extension
-    from proxy.wire.handover.release import AbandonedPrefill, BlockRelease
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +81,17 @@ class WireServer:
         self.port = 0  # known once it listens
         self.leaving = False  # all is served, and who keeps a connection is told to take another
         self.draining = False  # nothing new is served
-        self.clients: set[ClientConnection] = set()
-        self.unread: set[ClientConnection] = set()  # that are not read from for now
-        self.exchanges: set[Exchange] = set()
+        self.clients: set[ServedClient] = set()
+        self.unread: set[ServedClient] = set()  # that are not read from for now
+        self.exchanges: set[ServedExchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before it listens
         self.desk: Extension | None = None  # set by whoever has one, before it listens
         self.visits: set[Conversation] = set()  # to the desk, and for pages
         # Writes the metrics, in either format; where several processes serve, those of all.
         self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
-        self.queued: dict[Ticket, Exchange] = {}
+        self.queued: dict[Ticket, ServedExchange] = {}
         self.counting: set[TokenizeRequest] = set()
-        self.releases: set[BlockRelease | AbandonedPrefill] = set()
+        self.releases: set[Expiring] = set()
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
         most, largest = settings.max_collected_bytes, settings.max_body_bytes
@@ -212,7 +213,7 @@ class WireServer:
             head.route = route
 
     def begin(
-        self, client: ClientConnection, request: Request, route: Route, came_at: float
+        self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
         """Answer a request that has a route."""
         if self.desk is not None and route.name in extension.ROUTES:
@@ -226,10 +227,14 @@ class WireServer:
         self._hurry()
         return question
 
-    def queue(self, ticket: Ticket, exchange: Exchange) -> None:
+    def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         """Let an exchange wait for room."""
         self.queued[ticket] = exchange
         self._hurry()
+
+    def unqueue(self, ticket: Ticket) -> None:
+        """Forget a ticket."""
+        del self.queued[ticket]
 
     def settle(self, now: float) -> None:
         """Send off those that may leave the queue."""
@@ -275,11 +280,19 @@ class WireServer:
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
             tell(record, now, route, status, reason)
 
-    def exchange_over(self, exchange: Exchange) -> None:
+    def exchange_began(self, exchange: ServedExchange) -> None:
+        """Keep an exchange."""
+        self.exchanges.add(exchange)
+
+    def exchange_over(self, exchange: ServedExchange) -> None:
         """Forget an exchange."""
         self.exchanges.discard(exchange)
         if not self.exchanges:
             self._wake()
+
+    def visit_began(self, visit: Conversation) -> None:
+        """Keep a visit."""
+        self.visits.add(visit)
 
     def visit_over(self, visit: Conversation) -> None:
         """Forget a visit to the desk."""
@@ -287,23 +300,40 @@ class WireServer:
         if not self.visits:
             self._wake()
 
-    def release_over(self, release: BlockRelease | AbandonedPrefill) -> None:
+    def release_began(self, release: Expiring) -> None:
+        """Keep a request that frees KV blocks."""
+        self.releases.add(release)
+
+    def release_over(self, release: Expiring) -> None:
         """Forget a request that blocks be freed."""
         self.releases.discard(release)
         if not self.releases:
             self._wake()
 
-    def client_came(self, client: ClientConnection) -> None:
+    def client_came(self, client: ServedClient) -> None:
         """Keep a connection."""
         self.clients.add(client)
         self.metrics.client_connections = len(self.clients)
 
-    def client_left(self, client: ClientConnection) -> None:
+    def client_left(self, client: ServedClient) -> None:
         """Forget a connection."""
         self.clients.discard(client)
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
+
+    def reading_paused(self, client: ServedClient) -> None:
+        """Look at a client now and then while its socket is not read."""
+        self.unread.add(client)
+
+    def reading_resumed(self, client: ServedClient) -> None:
+        """Stop looking at a client: its socket is read again."""
+        self.unread.discard(client)
+
+    @property
+    def encrypted(self) -> bool:
+        """True if clients connect by TLS."""
+        return self.tls is not None
 
     def _under_way(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import both_pools
 from benchmarks.both_pools import ALONE, BOTH, DIRECT, Rate, fleet, main, promises, rate, sides
 from proxy.config import parse
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError

@@ -16,7 +16,7 @@ import yaml
 
 from grafana import rules
 from proxy.config import FleetConfig
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.metrics import scrape
 from proxy.metrics.exposition import Family
 from proxy.wire.client import endpoints

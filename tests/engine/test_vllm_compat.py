@@ -132,7 +132,7 @@ def test_to_serve_with_an_untested_vllm_is_one_line(arguments: list[str], tmp_pa
 
 
 # What is the scheduler, by its name in the module.
-SCHEDULERS = {"scheduler": "self", "watched": "self", "start": "scheduler"}
+SCHEDULERS = {"scheduler": "self", "telemetry": "self", "policy_setup": "scheduler"}
 
 
 def of_a_scheduler(module: str) -> dict[str, bool]:

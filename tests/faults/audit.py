@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import RequestInfo, Ticket
+from proxy.core.model.types import RequestInfo
+from proxy.core.queue.ticket import Ticket
 from proxy.http.request import Request
 from proxy.wire import extension
 from proxy.wire.client.connection import ClientConnection

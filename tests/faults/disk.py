@@ -18,9 +18,9 @@ NONE = 1  # means no more than there are
 CODE = """\
 from pathlib import Path
 
-from proxy.batches.storage.store_thread import Keeper
+from proxy.batches.storage.store_thread import StoreThread
 
-call = Keeper.__call__
+call = StoreThread.__call__
 
 
 async def on_that_disk(self, what, *args, **named):
@@ -33,7 +33,7 @@ async def on_that_disk(self, what, *args, **named):
     return await call(self, do)
 
 
-Keeper.__call__ = on_that_disk
+StoreThread.__call__ = on_that_disk
 """
 # In the router's log, each time that the lane pauses for it; not what uploads are told.
 SEEN = "batches: paused: there is no room on the disk"

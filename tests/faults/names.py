@@ -12,9 +12,9 @@ CODE = """\
 import socket
 from pathlib import Path
 
-from proxy.discovery.dns import Dns
+from proxy.discovery.dns import DnsSource
 
-look_up = Dns._look_up
+look_up = DnsSource._look_up
 
 
 async def at_times(self):
@@ -23,7 +23,7 @@ async def at_times(self):
     return await look_up(self)
 
 
-Dns._look_up = at_times
+DnsSource._look_up = at_times
 """
 SEEN = "can't be looked up"  # in the router's log, once for each time that it begins
 

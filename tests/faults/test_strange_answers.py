@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.wire.exchange.exchange import Exchange
 from proxy.wire.exchange.response_writer import ResponseWriter
 from tests.proxy.wire import scripts

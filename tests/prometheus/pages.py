@@ -62,7 +62,7 @@ class EnginePage:
 
     def step(self) -> None:
         """Let everything that is counted happen once."""
-        module, state = self._module, self._module.Now()
+        module, state = self._module, self._module.EngineState()
         self._times += 1
         for kind in KINDS:
             self._told.stepped(kind, 500, 8, 0.02)

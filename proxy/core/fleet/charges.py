@@ -14,7 +14,8 @@ from proxy.core.fleet import kv_usage
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.roster import Roster, still
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import RequestInfo, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import RequestInfo
 
 # A request without a stream shows no first token; it is taken to come at so many times the
 # predicted moment.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 
 PREFILL = Role.PREFILL
 Key = tuple[str, bool]  # a model, and whether its workers prefill only

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 
 DECODE = Role.DECODE
 STRIKES = 3  # in a row

@@ -10,45 +10,13 @@ the request, so in a large group the best of the first few is not always the bes
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
-from proxy.core.fleet.worker import NO_LIMIT, Worker
-from proxy.core.model.types import RequestInfo, Role
+from proxy.core.fleet.worker import NO_LIMIT, Group, Worker
+from proxy.core.model.role import Role
+from proxy.core.model.types import RequestInfo
 
-SMALL = 32  # groups up to this size are looked at whole
-FIRST = 8  # of larger ones, so many
 HOLDERS = 4  # and so many of those that hold the most of a prefix
-
-Rank = tuple[float, int, Worker]
-
-
-class Group:
-    """Live workers of one role and context length."""
-
-    __slots__ = ("limit", "ranked", "role", "workers")
-
-    def __init__(self, role: Role, limit: int, workers: list[Worker]) -> None:
-        self.role = role
-        self.limit = limit
-        self.workers = workers
-        self.ranked: list[Rank] = []
-        if len(workers) > SMALL:
-            self.ranked = sorted((w.key, w.index, w) for w in workers)
-
-    def drop(self, worker: Worker) -> None:
-        """Take a worker from its place."""
-        del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
-
-    def put(self, worker: Worker) -> None:
-        """Put a worker in its place."""
-        insort(self.ranked, (worker.key, worker.index, worker))
-
-    def first(self) -> list[Worker]:
-        """Those to look at, none of them full or resting."""
-        if not self.ranked:
-            return [w for w in self.workers if not w.shut]
-        return [w for _, _, w in self.ranked[:FIRST] if not w.shut]
 
 
 class Pool:

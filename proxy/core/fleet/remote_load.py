@@ -16,28 +16,10 @@ so these requests are charged to the new worker, the heir, until they end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-
-
-class WorkerLoad(NamedTuple):
-    """Charges on one worker; the names are the worker's."""
-
-    requests: int = 0
-    sequences: int = 0
-    prefill_tokens: int = 0
-    long_tokens: int = 0
-    decode_tokens: int = 0
-    kv_tokens: int = 0
-    decoding: int = 0
-    pinned: int = 0
-    kv_coming: int = 0
-    written: int = 0  # since ever, so it only grows
-
-
-NO_LOAD = WorkerLoad()
+from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker_load import WorkerLoad
 
 
 class RemoteLoad(Protocol):

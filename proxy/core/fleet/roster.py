@@ -14,11 +14,12 @@ from proxy.core.fleet import kv_usage, slots
 from proxy.core.fleet.breaker import Told
 from proxy.core.fleet.ejection import BreakerListener, Ejections
 from proxy.core.fleet.pool import NO_POOL, Pool
-from proxy.core.fleet.remote_load import NO_LOAD, RemoteLoad, WorkerLoad, inherit, replace
+from proxy.core.fleet.remote_load import RemoteLoad, inherit, replace
 from proxy.core.fleet.worker import Origin, Worker
+from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.learned.prefix_index import PrefixIndex
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Role
 
 WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is served
 MOST_HEARD = 10_000  # models that are known to have been served; the oldest are forgotten

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left, insort
 from math import inf
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.breaker import Breaker
-from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad
+from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.learned.latency import LatencyModel
 from proxy.core.learned.prefix_tree import PrefixTree
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import RequestInfo, Role
+from proxy.core.model.types import RequestInfo
 from proxy.errors import a_few
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.pool import Group
 
 # Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
 # one that takes longer than predicted has not vanished.
@@ -31,6 +29,10 @@ MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 Held = list[tuple[int, int]]
 # Of a model what was loaded for it, and of an adapter the model that it is for.
 Origin = tuple[str | None, str | None]
+
+
+MAX_UNRANKED = 32  # workers of a group that a decision looks at whole
+MAX_LOOKED_AT = 8  # workers of a larger group that a decision looks at
 
 
 class Worker:
@@ -318,3 +320,31 @@ class Worker:
         )
         if self.heir is not None:  # it is the same server
             self.heir.heard(now)
+
+
+class Group:
+    """Live workers of one role and context length."""
+
+    __slots__ = ("limit", "ranked", "role", "workers")
+
+    def __init__(self, role: Role, limit: int, workers: list[Worker]) -> None:
+        self.role = role
+        self.limit = limit
+        self.workers = workers
+        self.ranked: list[tuple[float, int, Worker]] = []
+        if len(workers) > MAX_UNRANKED:
+            self.ranked = sorted((w.key, w.index, w) for w in workers)
+
+    def drop(self, worker: Worker) -> None:
+        """Take a worker from its place."""
+        del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
+
+    def put(self, worker: Worker) -> None:
+        """Put a worker in its place."""
+        insort(self.ranked, (worker.key, worker.index, worker))
+
+    def first(self) -> list[Worker]:
+        """Those to look at, none of them full or resting."""
+        if not self.ranked:
+            return [w for w in self.workers if not w.shut]
+        return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.shut]

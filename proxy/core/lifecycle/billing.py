@@ -30,7 +30,7 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
     ledger = tenant.ledger
     breach: LimitExceeded | None = None
     tokens = ask.prompt_tokens + ask.expected_output * ask.samples
-    if ask.entered >= 0:  # it was let in to be counted
+    if ask.bill.entered >= 0:  # it was let in to be counted
         breach = ledger.too_long(_sure(ask))
     elif again:
         ledger.enter_again(now, tokens)
@@ -40,8 +40,8 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
         leave(ask, now)
         _count(tenant, breach)
         return refusals.limited(ask, breach)
-    if ask.entered < 0:
-        ask.entered = tokens
+    if ask.bill.entered < 0:
+        ask.bill.entered = tokens
         tenant.change()
     return None
 
@@ -93,10 +93,10 @@ def _count(tenant: Tenant, breach: LimitExceeded) -> None:
 
 def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
     """Let a request out, with the tokens it used."""
-    if ask.tenant is not None and ask.entered >= 0:
-        ask.tenant.ledger.leave(now, ask.entered, used)
+    if ask.tenant is not None and ask.bill.entered >= 0:
+        ask.tenant.ledger.leave(now, ask.bill.entered, used)
         ask.tenant.change()
-        ask.entered = -1
+        ask.bill.entered = -1
 
 
 def settle(
@@ -114,17 +114,17 @@ def settle(
             charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
     elif outcome is DONE:
         prompt = ask.prompt_tokens
-        output = max(lease.seen_tokens or ask.prepaid, _written(lease, now))
+        output = max(lease.seen_tokens or ask.bill.prepaid, _written(lease, now))
     elif outcome in UNREAD:
         prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
-    charge_output(settings, ask, output - ask.prepaid)
-    ask.prepaid = 0
+    charge_output(settings, ask, output - ask.bill.prepaid)
+    ask.bill.prepaid = 0
     if not prompt:
         give_back(tenant, ask)
-    tenant.settle(ask.unsettled, ask.rank)
-    ask.unsettled = 0.0
+    tenant.settle(ask.bill.unsettled, ask.rank)
+    ask.bill.unsettled = 0.0
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
     leave(ask, now, prompt + output)

@@ -32,7 +32,7 @@ def judge(
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in SILENT:
         if outcome is ERRED:
-            lease.ask.erred_on += (worker,)
+            lease.ask.erred_on += (worker.name,)
         if lease.trial:
             worker.breaker.abandoned()
             fleet.moved(worker)
@@ -46,8 +46,9 @@ def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
     Until then it may be the request that no worker survives: whoever sends such requests must not
     have every worker shut to everybody else.
     """
-    for worker in ask.erred_on:
-        fleet.failed(worker, now, why=A_500)
+    for name in ask.erred_on:
+        if (worker := fleet.get(name)) is not None:
+            fleet.failed(worker, now, why=A_500)
     ask.erred_on = ()
 
 

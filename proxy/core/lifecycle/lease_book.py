@@ -101,9 +101,11 @@ class LeaseBook(Placer):
         """Note output tokens."""
         self.fleet.tokens(lease, count)
         ask = lease.ask
-        if ask.tenant is not None and lease.seen_tokens > ask.prepaid:
-            fairness.charge_output(self.settings.fairness, ask, lease.seen_tokens - ask.prepaid)
-            ask.prepaid = lease.seen_tokens
+        if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
+            fairness.charge_output(
+                self.settings.fairness, ask, lease.seen_tokens - ask.bill.prepaid
+            )
+            ask.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
         """Whether the usage of a request that ends now would be heeded."""

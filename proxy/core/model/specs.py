@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.config.tls import WorkerTlsConfig
-    from proxy.core.model.types import Role
+    from proxy.core.model.role import Role
 
 
 @dataclass(frozen=True, slots=True)

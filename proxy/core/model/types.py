@@ -7,36 +7,21 @@ response).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
 
 from proxy.core.learned.media_tokens import RequestMedia
+from proxy.core.model.bill import Bill
 from proxy.core.model.specs import Score
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
     from proxy.core.request.json_edit import JsonMember
 
 STANDARD = Rank.STANDARD
 NONE = "none"  # the label for the worker, the pool or the size of a request that has none
-
-
-class Role(StrEnum):
-    """What a worker is for."""
-
-    SHORT = "short"
-    LONG = "long"
-    GENERAL = "general"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def serves_whole(self) -> bool:
-        """Whether it may be given a request from its prompt to its last token."""
-        return self is not Role.PREFILL
 
 
 class Reason(StrEnum):
@@ -107,7 +92,7 @@ class RequestInfo:
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
     media: RequestMedia | None = None  # images and their like, where `usage` can tell their sizes
     countable: bool = False  # whether a worker's /tokenize understands its body
-    erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
+    erred_on: tuple[str, ...] = ()  # the names of workers that answered it with a 500
     drops: int = 0  # workers that closed its connection before any of the answer was passed on
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
     whole: str = ""  # why its prefill and its decode can't be two workers'; empty if they can
@@ -118,11 +103,7 @@ class RequestInfo:
     salt: str = ""  # of its cached prefix: with another, the same text is another prefix
     fields: dict[str, bytes | None] | None = None  # of its body, that are set or taken out
     found: list[JsonMember] | None = None  # of those, the ones that are there, where that is known
-    entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
-    free: bool = False  # nobody waited for what it was given
-    paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
-    unsettled: float = 0.0  # its tenant's share that was charged by estimates
-    prepaid: int = 0  # output tokens that were charged, and may not have been written yet
+    bill: Bill = field(default_factory=Bill)
 
     @property
     def needs(self) -> int:
@@ -170,19 +151,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A place in the router's queue."""
-
-    ask: RequestInfo
-    since: float
-    deadline: float
-    tried: frozenset[Worker] = frozenset()
-    explain: bool = False
-    left: bool = False  # withdrawn, placed or refused: no longer queued
-    aged: bool = False  # its turn came for how long it waited
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from sys import maxsize
 from typing import NamedTuple, Protocol
 
-from proxy.core.model.types import RequestInfo, Ticket
+from proxy.core.model.types import RequestInfo
 from proxy.core.queue.eviction import APART, Amounts
-from proxy.core.queue.sorted_buckets import Entry, SortedBuckets
+from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, Turn
+from proxy.core.queue.sorted_buckets import SortedBuckets
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
 LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
-Place = tuple[str, str]  # model and size
-Key = tuple[Place, Rank, Tenant | None]
-Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
 # Of a model's classes: that it does not go before one above for its age, that it did so last.
 Late = tuple[bool, bool]
 IN_ORDER: Late = (True, False)
@@ -29,26 +27,6 @@ class LastDispatch(NamedTuple):
     at: float = 0.0
     passed: bool = False  # it went before a class above, for its age
     passer: int = -1  # the class that did so last
-
-
-class RequestFifo:
-    """Those of one tenant, class, model and size, who came first in front."""
-
-    __slots__ = ("entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
-
-    def __init__(self, key: Key, number: int) -> None:
-        self.key = key
-        self.place, self.rank, self.tenant = key
-        self.number = number
-        self.tickets: deque[Ticket] = deque()
-        self.least = maxsize  # context that any of those needs that are looked at
-        self.entry: Entry | None = None  # as it is in order
-
-    @property
-    def turn(self) -> Turn:
-        """Say when it goes: the least comes first."""
-        standing = self.tenant.standings[self.rank] if self.tenant is not None else 0.0
-        return self.rank, standing, self.tickets[0].since
 
 
 class Bucket:

@@ -9,19 +9,18 @@ from itertools import islice
 from sys import maxsize
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Refusal, Ticket
+from proxy.core.model.types import Refusal
 from proxy.core.queue.buckets import (
     IN_ORDER,
     LOOK,
     Buckets,
     LastDispatch,
     Late,
-    Place,
     RemoteQueues,
-    RequestFifo,
 )
 from proxy.core.queue.eviction import APART
-from proxy.core.queue.sorted_buckets import Entry
+from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH

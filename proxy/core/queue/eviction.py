@@ -13,13 +13,11 @@ gets a place by it at all those who wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from proxy.core.model.types import RequestInfo, Ticket
+from proxy.core.model.types import RequestInfo
+from proxy.core.queue.request_fifo import RequestFifo
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
-
-if TYPE_CHECKING:
-    from proxy.core.queue.buckets import RequestFifo
 
 BATCH = Rank.BATCH
 APART = "apart"

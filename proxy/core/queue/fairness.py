@@ -61,31 +61,31 @@ class FairnessSettings:
 def charge(settings: FairnessSettings, tenant: Tenant, ask: RequestInfo, cached: int) -> None:
     """Charge a request that is placed."""
     output = ask.expected_output * ask.samples
-    ask.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
-    ask.prepaid = output
-    tokens = ask.paid + settings.output_weight * output
-    tenant.charge(tokens, ask.rank, free=ask.free)
-    if not ask.free:
-        ask.unsettled = tenant.estimate(tokens, ask.rank)
+    ask.bill.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
+    ask.bill.prepaid = output
+    tokens = ask.bill.paid + settings.output_weight * output
+    tenant.charge(tokens, ask.rank, free=ask.bill.free)
+    if not ask.bill.free:
+        ask.bill.unsettled = tenant.estimate(tokens, ask.rank)
 
 
 def charge_output(settings: FairnessSettings, ask: RequestInfo, tokens: float) -> None:
     """Charge output tokens beyond those that were, or give back where it is less than nothing."""
     if (tenant := ask.tenant) is not None:
-        tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.free)
+        tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.bill.free)
 
 
 def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
     """Charge what a prompt turned out to have beyond its estimate, or give that back."""
-    tokens = max(tokens, -ask.paid)
-    tenant.charge(tokens, ask.rank, free=ask.free)
-    ask.paid += tokens
+    tokens = max(tokens, -ask.bill.paid)
+    tenant.charge(tokens, ask.rank, free=ask.bill.free)
+    ask.bill.paid += tokens
 
 
 def give_back(tenant: Tenant, ask: RequestInfo) -> None:
     """Give back what a prompt cost that came to nothing."""
-    tenant.charge(-ask.paid, ask.rank, free=ask.free)
-    ask.paid = 0.0
+    tenant.charge(-ask.bill.paid, ask.rank, free=ask.bill.free)
+    ask.bill.paid = 0.0
 
 
 class ShareFloor:

@@ -25,11 +25,13 @@ from itertools import count
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
-from proxy.core.model.types import RequestInfo, Ticket
-from proxy.core.queue.buckets import LONG, SHORT, Buckets, Place, RemoteQueues, Turn, place_of
+from proxy.core.model.types import RequestInfo
+from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
 from proxy.core.queue.dispatch import DispatchRound, End, Overtaking
 from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
+from proxy.core.queue.request_fifo import Place, Turn
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 if TYPE_CHECKING:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.core.queue.buckets import RequestFifo
+from proxy.core.queue.request_fifo import Entry, RequestFifo
 
 LONGEST, SHORTEST = 64, 8  # stretches
-# Where a tenant stands, since when it waits, a number that no other line has, and what it needs.
-Entry = tuple[float, float, int, int, "RequestFifo"]
 
 
 class Segment:

@@ -36,8 +36,15 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
-from proxy.core.routing.handover_cost import HandoverOffer
-from proxy.core.routing.view import DECODE, WRONG, Rule, View, own_pool_is_left, reason_for
+from proxy.core.routing.view import (
+    DECODE,
+    WRONG,
+    HandoverOffer,
+    Rule,
+    View,
+    own_pool_is_left,
+    reason_for,
+)
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
 RESERVE = 0.25  # of a long worker, while longs are about

@@ -11,8 +11,9 @@ from proxy.core.fleet.worker import Held, Worker
 from proxy.core.learned.prefix_index import COVERED, deepest
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Refusal, RequestInfo, Role
+from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.routing.view import View
 

@@ -21,24 +21,20 @@ sooner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.kv_usage import KV_FULL, more
-from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.worker import STALL, Held, Worker
-from proxy.core.learned.transfer_time import TransferTimes
-from proxy.core.model.types import Reason, RequestInfo, Role
+from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.worker import Held, Worker
+from proxy.core.model.role import Role
+from proxy.core.model.types import RequestInfo
+from proxy.core.routing.view import View, fits
 
-if TYPE_CHECKING:
-    from proxy.core.routing.view import View
-
-DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER  # looked up once: see reading.py
+DECODE = Role.DECODE  # looked up once: see reading.py
 PATIENCE = 0.5  # of the time that one may wait at all, for room to be handed over
-GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
 
 
 class HandoverVerdict:
@@ -58,112 +54,6 @@ class HandoverVerdict:
     # Or else why it can't be split: see `splitting`.
 
 
-@dataclass(slots=True)
-class HandoverOffer:
-    """What a hand-over would be for one request, now."""
-
-    prefill: Worker  # who would prefill
-    prefill_s: float  # until that has answered
-    cached_tokens: int  # there
-    transfers: TransferTimes
-    above: int | None  # tokens to prefill; None = where it costs less
-    links: KvLinks
-    within_s: float = inf  # that a transfer may take, with the wait for it
-    shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
-    stands: bool = False  # whether it may wait in the decode worker's engine for a seat
-
-    def tokens(self, worker: Worker, view: View) -> int:
-        """Count what would have to be transferred to a decode worker."""
-        prompt, held = view.ask.prompt_tokens, view.held
-        return max(prompt - worker.cached(held), 1) if held else prompt or 1
-
-    def transfer_s(self, worker: Worker, view: View) -> float:
-        """Predict how long that takes."""
-        time = self.transfers.of(self.prefill.name, worker.name)
-        return time.seconds(self.tokens(worker, view))
-
-    def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
-        """Reckon what it costs everybody, as `adaptive` reckons the whole."""
-        ask, pace = view.ask, worker.pace
-        step_s = pace.step_s(worker.decoding)
-        output_s = worker.output_price * ask.expected_output * ask.samples
-        return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
-
-    def wait_s(self, worker: Worker, view: View) -> float:
-        """Reckon for how long what a decode worker prefills itself outlasts the prefill."""
-        if not (worker.prefill_tokens or worker.strange_tokens):
-            return 0.0
-        return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)
-
-    def harm_s(self, worker: Worker, view: View) -> float:
-        """Reckon what a decode worker's own prefill costs beyond what `adaptive` reckons of it.
-
-        Its pace is that of the short prompts that it prefills itself; of long ones, whose tokens
-        are dearer, the prefill worker has the word. While chunks of a prompt are computed those who
-        decode get hardly a token: they lose all of the time but one step, not a part of it. Shorts
-        that come meanwhile wait. And to wait for a seat takes a hand-over no time until its
-        prefill is done.
-        """
-        tokens, here, there = self.tokens(worker, view), worker.pace, self.prefill.pace
-        token_s = here.token_s
-        if there.length and there.token_s > token_s:
-            token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
-        prefill_s = token_s * tokens
-        lost_s = max(prefill_s - here.step_s(worker.decoding), STALL * prefill_s)
-        others_s = lost_s * (worker.decoding + worker.strangers)
-        more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
-        tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
-        return more_s + tide_s + min(slots.wait_s(worker, view.now), self.prefill_s)
-
-    def offer(self, worker: Worker, view: View, whole_s: float) -> float | None:
-        """Reckon what a hand-over to a decode worker costs; None if it had better do it all.
-
-        That costs `whole_s`.
-        """
-        if worker.role is not DECODE:
-            return None
-        transfer_s = self.transfer_s(worker, view)
-        if not self.may(worker, view, transfer_s):
-            return None
-        return self.worth(worker, view, whole_s, transfer_s)
-
-    def worth(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
-        """Reckon the same, whether or not there is a link to that decode worker."""
-        cost_s = self.cost_s(worker, view, transfer_s)
-        if self.above is not None:
-            return cost_s if self.tokens(worker, view) > self.above else None
-        whole_s += self.harm_s(worker, view)
-        return cost_s if cost_s * (1.0 + GAIN) + GAIN_S < whole_s else None
-
-    def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
-        """Whether a transfer to a decode worker has reason to succeed, and in time."""
-        now = view.now
-        if self.links.is_shut(self.prefill, worker, now):
-            return False
-        if worker.prefill_tokens or worker.strange_tokens:
-            transfer_s += worker.wait_s(now, for_long=view.ask.long)
-        return transfer_s <= self.within_s
-
-    def is_seated(self, worker: Worker, view: View) -> bool:
-        """Whether a decode worker has a seat by the time that the prefill is done."""
-        return self.stands or not slots.are_taken(worker, view.now, self.prefill_s)
-
-    def may_begin(self, worker: Worker, view: View) -> bool:
-        """Whether a decode worker has room now, and a seat by the time that the prefill is done."""
-        return self.is_seated(worker, view) and fits(worker, view.ask, view.now)
-
-    def decision(self, worker: Worker, view: View) -> Decision:
-        """Write down a hand-over to a decode worker."""
-        tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
-        handover = HandoverDecision(
-            self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s
-        )
-        ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
-        ttft_s += worker.pace.step_s(worker.decoding)
-        cached = worker.cached(view.held)
-        return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
-
-
 def whole_s(worker: Worker, view: View) -> float:
     """Reckon what a request costs a decode worker and those on it, prompt and all."""
     ask, now, held = view.ask, view.now, view.held
@@ -171,15 +61,6 @@ def whole_s(worker: Worker, view: View) -> float:
     cost += worker.output_price * ask.expected_output * ask.samples
     cost += worker.wait_s(now, for_long=ask.long)
     return cost - worker.cached_price * worker.cached(held) if held else cost
-
-
-def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    """Whether a decode worker's cache has room for a request right now, as far as is known."""
-    capacity = worker.kv_capacity
-    if not capacity or not worker.requests or not (held := worker.kv_held):
-        return True
-    need = ask.prompt_tokens + ask.expected_output * ask.samples
-    return held + more(worker, now) + need <= KV_FULL * capacity
 
 
 def may_queue(worker: Worker, ask: RequestInfo) -> bool:

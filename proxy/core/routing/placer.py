@@ -23,7 +23,7 @@ from proxy.core.queue.queue import Queue
 from proxy.core.routing import candidates as candidate_rules
 from proxy.core.routing import handover_cost
 from proxy.core.routing.registry import rule
-from proxy.core.routing.view import View
+from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
@@ -92,7 +92,7 @@ class Placer:
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now)
         if ask.tenant is not None:
-            ask.free, halves = free, decision.handover
+            ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:  # a decode worker has it when it has come: see `leases`
@@ -142,7 +142,7 @@ class Placer:
         return None
 
     def _choose_late(
-        self, view: View, handing: handover_cost.HandoverOffer, candidates: list[Worker]
+        self, view: View, handing: HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
         """Choose for one that has waited for long for a decode worker to have room."""
         ask, view.candidates = view.ask, candidates
@@ -180,9 +180,7 @@ class Placer:
             if best is not None:
                 time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
                 shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
-                view.handing = handover_cost.HandoverOffer(
-                    *best, time, above, links, within_s, shorts
-                )
+                view.handing = HandoverOffer(*best, time, above, links, within_s, shorts)
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:

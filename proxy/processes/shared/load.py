@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad, own_numbers
+from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
+from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.shared_memory import BREAKS, MOST_WORKERS, ProcessSheet, SharedTable
 
 if TYPE_CHECKING:

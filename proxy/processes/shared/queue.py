@@ -22,9 +22,10 @@ from proxy.processes.shared.shared_memory import BYTES, PLACES, TOKENS, WAITING,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.core.queue.buckets import LastDispatch, Late, Place, Turn
+    from proxy.core.queue.buckets import LastDispatch, Late
     from proxy.core.queue.eviction import Amounts
     from proxy.core.queue.queue import Queue
+    from proxy.core.queue.request_fifo import Place, Turn
     from proxy.processes.shared.load import SharedLoad
 
 BEAT_S = 0.01

@@ -28,8 +28,8 @@ from proxy.wire.sockets import socket_of, unacknowledged
 from proxy.wire.worker.keepalive import notice_silence
 
 if TYPE_CHECKING:
+    from proxy.wire.context import WireContext
     from proxy.wire.extension import Conversation
-    from proxy.wire.server import WireServer
     from proxy.wire.settings import WireSettings
 
 # Sent ahead of its turn; beyond that the client has to wait.
@@ -62,7 +62,7 @@ class ClientConnection(asyncio.Protocol):
         "write",
     )
 
-    def __init__(self, wire: WireServer) -> None:
+    def __init__(self, wire: WireContext) -> None:
         settings = wire.settings
         self.deadline = inf
         self.writable = True
@@ -89,7 +89,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
-        if self._wire.tls is not None:  # which keeps eight times as much by itself
+        if self._wire.encrypted:  # which keeps eight times as much by itself
             self._transport.set_write_buffer_limits(high=MOST_UNSENT)
         self.write = partial(self._wire.outbox.write, self._transport)
         # How long it may take nothing is for `idle_s` to say: who reads slowly is there.
@@ -128,7 +128,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Drop what was done for the client."""
         self._wire.client_left(self)
-        self._wire.unread.discard(self)
+        self._wire.reading_resumed(self)
         self._gone()
 
     def pause_writing(self) -> None:
@@ -219,7 +219,7 @@ class ClientConnection(asyncio.Protocol):
     def _bear_with(self, now: float) -> None:
         """Let a client that is to leave take what it was sent, for as long as it does."""
         self._leave_by = self.deadline = now + self._wire.settings.idle_s
-        if self._wire.tls is not None:
+        if self._wire.encrypted:
             self.deadline = now  # for a look
 
     def _still_takes(self, now: float) -> bool:
@@ -308,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
         self._waits_for = ParserState.NOTHING  # what is begun of a request has its time anew
         if not self._reading_paused:
             self._reading_paused = True
-            self._wire.unread.add(self)
+            self._wire.reading_paused(self)
             self._transport.pause_reading()
             try:
                 self._reader.wait()
@@ -319,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
     def _read_on(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
-            self._wire.unread.discard(self)
+            self._wire.reading_resumed(self)
             self._transport.resume_reading()
 
     def _rest(self, now: float) -> None:

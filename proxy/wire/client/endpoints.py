@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.request import Request, RequestHead
-    from proxy.wire.server import WireServer
+    from proxy.wire.context import WireContext
 
 METRICS, MODELS = "/metrics", "/v1/models"
 ONE_MODEL = f"{MODELS}/"  # and its name, which may have slashes in it
@@ -36,7 +36,7 @@ def local_refusal(head: RequestHead) -> Refusal | None:
     return refusals.wrong_method(head.path, head.method, METHODS)
 
 
-def local_answer(wire: WireServer, request: Request, *, keep_alive: bool) -> bytes:
+def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> bytes:
     """Answer a request that `is_local`, but for a page of metrics: see `PageVisit`."""
     fleet, head = wire.router.fleet, request.head
     bodiless = head.method == "HEAD"

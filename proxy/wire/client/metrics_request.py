@@ -12,8 +12,8 @@ from proxy.wire.client import endpoints
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
+    from proxy.wire.context import WireContext
     from proxy.wire.extension import Recipient
-    from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Found = asyncio.Task[tuple[bytes, str]]
 class MetricsRequest:
     """One request for them; see `desk.Conversation`."""
 
-    def __init__(self, wire: WireServer, client: Recipient, request: Request) -> None:
+    def __init__(self, wire: WireContext, client: Recipient, request: Request) -> None:
         self._wire = wire
         self._client = client
         self._request = request
@@ -31,7 +31,7 @@ class MetricsRequest:
 
     def start(self, now: float) -> None:  # noqa: ARG002
         """Ask for the page."""
-        self._wire.visits.add(self)
+        self._wire.visit_began(self)
         pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
         self._found = asyncio.ensure_future(pages)
         self._found.add_done_callback(self._answer)

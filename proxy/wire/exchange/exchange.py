@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.model import refusals
-from proxy.core.model.types import Outcome, Reason, Refusal, Ticket
+from proxy.core.model.types import Outcome, Reason, Refusal
+from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import OPTIONS
 from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from proxy.core.request.routes import Route
     from proxy.http.request import Request
     from proxy.http.response_parser import ResponseHead
+    from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
-    from proxy.wire.server import WireServer
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
@@ -93,7 +94,12 @@ class Exchange:
     )
 
     def __init__(
-        self, wire: WireServer, client: Client, request: Request, route: Route, came_at: float = inf
+        self,
+        wire: WireContext,
+        client: Client,
+        request: Request,
+        route: Route,
+        came_at: float = inf,
     ) -> None:
         """Prepare it; `came_at`: when its first byte came, for the limit on its time."""
         self.connection: WorkerConnection | None = None
@@ -126,7 +132,7 @@ class Exchange:
     def start(self, now: float) -> None:
         """Read the body, and find out where it goes."""
         self.record.begin(now, self._request, self._wire.metrics)
-        self._wire.exchanges.add(self)
+        self._wire.exchange_began(self)
         request, router = self._request, self._wire.router
         head = request.head
         if head.tenant is not None and (spent := router.spent(head.tenant, now)) is not None:
@@ -644,7 +650,7 @@ class Exchange:
                 wire.router.leave(self._ask, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
-            del wire.queued[ticket]
+            wire.unqueue(ticket)
             wire.router.withdraw(ticket, now)
         connection, self.connection = self.connection, None
         if self._handing is not None:

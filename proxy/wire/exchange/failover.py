@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
-    from proxy.wire.exchange.exchange import Exchange
+    from proxy.wire.context import ServedExchange
 
 # Beyond the seconds that it takes to be called down. It may come up again meanwhile.
 GRACE_S = 10.0
@@ -25,7 +25,9 @@ class Failover:
     def __init__(self) -> None:
         self._since: dict[Worker, float] = {}
 
-    def look(self, now: float, workers: Iterable[Worker], exchanges: Iterable[Exchange]) -> None:
+    def look(
+        self, now: float, workers: Iterable[Worker], exchanges: Iterable[ServedExchange]
+    ) -> None:
         """See whom to wait for no longer.
 
         Cost: a look at each worker, and while one is overdue at each request that is under way.

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.http.headers import JSON
 from proxy.transfer.types import Pair, PrefillResult
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.http.response_parser import ResponseHead
+    from proxy.wire.context import WireContext
     from proxy.wire.handover.prefill_leg import PrefillLeg
-    from proxy.wire.server import WireServer
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT = "released", "left_to_expire"
@@ -36,7 +36,7 @@ class BlockRelease:
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
     patience_s = inf
 
-    def __init__(self, wire: WireServer, body: bytes, authorization: bytes) -> None:
+    def __init__(self, wire: WireContext, body: bytes, authorization: bytes) -> None:
         self.connection: WorkerConnection | None = None
         self.deadline = inf
         self._wire = wire
@@ -55,7 +55,7 @@ class BlockRelease:
         who = pool.authorization or self._authorization
         start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, who)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
-        wire.releases.add(self)
+        wire.release_began(self)
         pool.send(now, self, (start + framing + body,))
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
@@ -107,7 +107,7 @@ class AbandonedPrefill:
     __slots__ = ("_authorization", "_decode", "_leg", "_pair", "_wire", "connection", "deadline")
 
     def __init__(
-        self, wire: WireServer, pair: Pair, decode: Worker, authorization: bytes, leg: PrefillLeg
+        self, wire: WireContext, pair: Pair, decode: Worker, authorization: bytes, leg: PrefillLeg
     ) -> None:
         self.connection: WorkerConnection | None = None
         self.deadline = inf
@@ -118,7 +118,7 @@ class AbandonedPrefill:
     def adopt(self, now: float) -> None:
         """Wait for it, a little."""
         self.deadline = now + GRACE_S
-        self._wire.releases.add(self)
+        self._wire.release_began(self)
         self._leg.leave_to(self)
 
     def prefilled(self, now: float, answer: bytes) -> None:
@@ -151,7 +151,7 @@ class AbandonedPrefill:
         self._wire.release_over(self)
 
 
-def others(wire: WireServer, decode: Worker) -> list[Worker]:
+def others(wire: WireContext, decode: Worker) -> list[Worker]:
     """List whom else than a decode worker one may ask to have blocks freed."""
     return [
         worker
@@ -170,7 +170,7 @@ def read(answer: bytes) -> dict[str, Any]:
 
 
 def release(
-    wire: WireServer,
+    wire: WireContext,
     now: float,
     decode: Worker,
     taken: PrefillResult,

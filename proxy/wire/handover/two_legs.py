@@ -19,7 +19,7 @@ from proxy.metrics.handovers import ANY
 from proxy.transfer.legs import IDS, decode_body, prefill_body
 from proxy.transfer.types import Pair, PrefillResult, usage_of
 from proxy.wire.handover import first_token
-from proxy.wire.handover.prefill_leg import PrefillLeg
+from proxy.wire.handover.prefill_leg import PrefillLeg, PrefillOwner
 from proxy.wire.handover.release import LEFT, AbandonedPrefill, others, read, release
 from proxy.wire.timeouts import answer_patience_s, decode_patience_s, prefill_patience_s
 from proxy.wire.worker.connection import WorkerError
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
     from proxy.core.fleet.worker import Worker
     from proxy.http.request import Request
-    from proxy.wire.exchange.exchange import Exchange
-    from proxy.wire.server import WireServer
-    from proxy.wire.worker.connection import WorkerConnection
+    from proxy.wire.context import WireContext
+    from proxy.wire.worker.connection import ResponseReceiver, WorkerConnection
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class TwoLegExchange:
         "late_at",
     )
 
-    def __init__(self, wire: WireServer, request: Request, lease: Lease, first: Worker) -> None:
+    def __init__(self, wire: WireContext, request: Request, lease: Lease, first: Worker) -> None:
         if wire.connector is None:
             raise RuntimeError("a hand-over without a connector")
         self._wire, self._connector = wire, wire.connector
@@ -84,7 +83,7 @@ class TwoLegExchange:
 
     # The legs
 
-    def prefill(self, now: float, exchange: Exchange) -> None:
+    def prefill(self, now: float, exchange: PrefillOwner) -> None:
         """Have the prompt prefilled."""
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.of(self._first)
@@ -94,7 +93,7 @@ class TwoLegExchange:
         leg = self._leg = PrefillLeg(exchange, within_s)
         leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
 
-    def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
+    def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
         """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         leg, self._leg = self._leg, None

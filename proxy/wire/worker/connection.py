@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING, Protocol, cast
+from urllib.parse import urlsplit
 
 from proxy.http.response_parser import ResponseError, ResponseHead, ResponseParser
 from proxy.wire.sockets import unacknowledged
 
 if TYPE_CHECKING:
+    from proxy.core.model.specs import WorkerSpec
     from proxy.wire.exchange.stream_fast_path import StreamFastPath
-    from proxy.wire.worker.pool import ConnectionPool
+    from proxy.wire.settings import WireSettings
+    from proxy.wire.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,32 @@ class ResponseReceiver(Protocol):
         """Hear that there will be no (more of the) answer."""
 
 
+class ConnectionOwner:
+    """The pool that a connection belongs to, as the connection uses it."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: WireSettings,
+        clock: Callable[[], float],
+        outbox: WriteBatch,
+    ) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.clock = clock
+        self.outbox = outbox
+        self.host = b"%b\r\n" % urlsplit(spec.url).netloc.encode()  # two headers as sent
+        self.idle: list[WorkerConnection] = []
+
+    def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
+        """Send a request on a new connection."""
+        raise NotImplementedError
+
+    def forget(self, connection: WorkerConnection) -> None:
+        """Drop a closed connection from the pool."""
+        raise NotImplementedError
+
+
 class WorkerConnection(asyncio.Protocol):
     """One connection to a worker, from before it is made."""
 
@@ -73,7 +103,7 @@ class WorkerConnection(asyncio.Protocol):
         "passage",
     )
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, pool: ConnectionOwner) -> None:
         self.caller: ResponseReceiver | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None

@@ -11,7 +11,12 @@ from urllib.parse import urlsplit
 from proxy.net.resolver import NoAddressAnswersError, connect
 from proxy.net.tls import TlsError, to_worker
 from proxy.transfer.types import Side
-from proxy.wire.worker.connection import ResponseReceiver, WorkerConnection, WorkerError
+from proxy.wire.worker.connection import (
+    ConnectionOwner,
+    ResponseReceiver,
+    WorkerConnection,
+    WorkerError,
+)
 from proxy.wire.worker.keepalive import CONFIRMS, notice_silence
 
 if TYPE_CHECKING:
@@ -30,7 +35,7 @@ NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # which says nothin
 HANDSHAKE_S = 60.0
 
 
-class ConnectionPool:
+class ConnectionPool(ConnectionOwner):
     """The connections to one worker."""
 
     def __init__(
@@ -40,15 +45,10 @@ class ConnectionPool:
         clock: Callable[[], float],
         outbox: WriteBatch,
     ) -> None:
+        super().__init__(spec, settings, clock, outbox)
         address = urlsplit(spec.url)
-        self.spec = spec
-        self.settings = settings
-        self.clock = clock
-        self.outbox = outbox
-        self.host = b"%b\r\n" % address.netloc.encode()  # two headers as sent; may be none
         key = spec.api_key
         self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
-        self.idle: list[WorkerConnection] = []
         self.open: set[WorkerConnection] = set()  # and being opened
         self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
         self.side = Side(spec.name, self._where[0])

@@ -16,8 +16,9 @@ from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Reason, RequestInfo, Role
+from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from proxy.batches.spare_capacity import gap
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.roster import WAITED_S
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from proxy.compiled.locate import SWITCH, hot_names
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, Score, WorkerSpec
-from proxy.core.model.types import Role
 from tests.proxy.processes.crew import Crew
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat

@@ -12,8 +12,10 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.roster import still
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Refusal, RequestInfo, Role, Ticket
+from proxy.core.model.types import Refusal, RequestInfo
+from proxy.core.queue.ticket import Ticket
 from proxy.core.request.routes import Route, find
 from proxy.core.router import Router, RouterSettings
 from tests.present import present

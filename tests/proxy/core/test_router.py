@@ -8,8 +8,7 @@ import pytest
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.pool import SMALL
-from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.specs import Gauges, Score
 from proxy.core.model.types import Outcome, Reason, Refusal, Usage
 from proxy.core.router import Router, RouterSettings
@@ -446,7 +445,7 @@ def test_explain_says_why_not() -> None:
 
 
 def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
-    many = [spec(f"s{at}", SHORT, 8192) for at in range(SMALL + 1)]
+    many = [spec(f"s{at}", SHORT, 8192) for at in range(MAX_UNRANKED + 1)]
     router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
     left_out = {score.note for score in scores(router.explain(ask(10), 0.0)).values()}
     assert left_out == {"", "others look better"}

@@ -20,10 +20,12 @@ from proxy.core.fleet.ejection import Key, key_of
 from proxy.core.fleet.kv_usage import HEEDED_S
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, Usage
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec

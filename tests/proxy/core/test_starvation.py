@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Outcome, Refusal, RequestInfo, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import ask, router_of, spec
 

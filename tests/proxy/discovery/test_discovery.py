@@ -232,8 +232,8 @@ def test_the_files_workers_come_first(worker: str) -> None:
 
 
 def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    from proxy.core.model.role import Role
     from proxy.core.model.specs import WorkerSpec
-    from proxy.core.model.types import Role
 
     theirs = site.fleet.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
     site.told("s-1", "s-2")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.learned.latency import LatencyModel
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Role
 from proxy.core.router import Router
 from proxy.health.balance import MEMORY_S, Balance, SideLoad, balance
 from tests.proxy.core.making import ask, placed, router_of, spec, waits

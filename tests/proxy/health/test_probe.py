@@ -17,8 +17,8 @@ from proxy.config import ProbeConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.slots import HEEDED_S
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Role
 from proxy.health import probe_client
 from proxy.health.probe import MODELS_EVERY_S, Prober, WorkerProbe
 from tests.proxy.health.vllm_page import Engine, vllm_page

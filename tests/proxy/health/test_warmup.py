@@ -14,8 +14,9 @@ import pytest
 
 from proxy.config import TransferConfig
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Role
+from proxy.core.model.types import Outcome
 from proxy.core.router import Router
 from proxy.health import warmup as module
 from proxy.health.warmup import AGAIN_S, LONGEST_S, Warmup

@@ -8,7 +8,8 @@ import pytest
 
 from grafana.boards import fleet as board
 from proxy.core.fleet.leases import Decision, HandoverDecision
-from proxy.core.model.types import NONE, Reason, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import NONE, Reason
 from proxy.metrics import no_first_token as unseen_module
 from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, TTFT_BOUNDS
 from proxy.metrics.no_first_token import NoFirstToken

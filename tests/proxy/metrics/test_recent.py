@@ -6,8 +6,9 @@ from itertools import count
 
 from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Reason, RequestInfo, Role
+from proxy.core.model.types import Reason, RequestInfo
 from proxy.metrics.recent import MAX_TEXT, RecentRequests
 
 WORKERS = {

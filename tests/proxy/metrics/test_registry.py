@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import NONE, Reason, RequestInfo, Role
+from proxy.core.model.types import NONE, Reason, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank

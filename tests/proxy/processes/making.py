@@ -7,7 +7,8 @@ from collections.abc import Callable
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Ticket
+from proxy.core.model.types import Outcome
+from proxy.core.queue.ticket import Ticket
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import LOOK_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes

@@ -13,8 +13,8 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.roster import WAITED_S
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Role
 from proxy.core.router import Router, RouterSettings
 from proxy.discovery.discovery import Discovery
 from proxy.processes.fleet_replica import FleetReplica

@@ -18,7 +18,8 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, RequestInfo, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.queue import SharedQueues

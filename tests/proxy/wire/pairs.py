@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from proxy.core.fleet.leases import Decision
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.request import routes
 from proxy.core.request.routes import Route
 from tests.proxy.wire.conftest import Start

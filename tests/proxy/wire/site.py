@@ -14,8 +14,8 @@ from typing import Any
 from proxy.config import TransferConfig, WorkerTlsConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Role
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.tenants import Tenant
 from proxy.metrics.registry import Metrics

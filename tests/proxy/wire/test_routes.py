@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.config import FleetConfig
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.router import RouterSettings
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.traffic.catalogue import find

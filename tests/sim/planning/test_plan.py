@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.present import present
 from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.results.outcome import Outcome

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.slots import QUEUED
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.model.types import Outcome, Refusal, Usage
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from vllm_sched.bench.results.trend import Trend
 from vllm_sched.sim.engines.fluid_engine import FluidEngine

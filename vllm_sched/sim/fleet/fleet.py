@@ -25,6 +25,7 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.slots import QUEUED
 from proxy.core.model import types as core
 from proxy.core.model.specs import Gauges
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
@@ -48,7 +49,7 @@ class RequestFlight:
     outcome: Outcome
     ended: Callable[[float], None] | None  # whom to tell: a closed loop
     lease: Lease | None = None
-    ticket: core.Ticket | None = None
+    ticket: Ticket | None = None
     cached_tokens: int = 0
     priority: int = 0
     held_by: str = ""  # the worker that keeps its prefill's KV
@@ -119,7 +120,7 @@ class SimulatedFleet:
         self._agenda = EventQueue()
         self._planned = dict.fromkeys(self.engines, inf)
         self._flights: dict[str, RequestFlight] = {}
-        self._queued: dict[core.Ticket, RequestFlight] = {}
+        self._queued: dict[Ticket, RequestFlight] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
         self._outcomes: list[Outcome] = []
         self._more = False  # whether requests are still to come
@@ -210,12 +211,12 @@ class SimulatedFleet:
         self._placed(flight, router.submit(ask, now), now)
 
     def _placed(
-        self, flight: RequestFlight, answer: Lease | core.Ticket | core.Refusal, now: float
+        self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
             self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, AGAIN_S))
-        elif isinstance(answer, core.Ticket):
+        elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
             self._agenda.at(answer.deadline, self._settle, rank=COMES)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.core.model.role import Role
 from proxy.core.model.settings import HEADROOM
-from proxy.core.model.types import Role
 from proxy.core.router import RouterSettings
 from vllm_sched.sim.fleet.aggregate_flow import PlacedWorker
 

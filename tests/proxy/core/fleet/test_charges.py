@@ -9,7 +9,8 @@ import pytest
 from proxy.core.fleet.charges import Fleet, _more
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.lifecycle.feedback import judge
-from proxy.core.model.types import Outcome, Reason, RequestInfo, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
 
 

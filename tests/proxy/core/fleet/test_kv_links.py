@@ -5,7 +5,7 @@ from __future__ import annotations
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import BARRED_S, KvLinks
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.proxy.core.making import fleet_of, members, spec
 
 

@@ -9,11 +9,13 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_usage import HASTE, HEEDED_S, learn, more
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad
 from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.learned.prefix_index import COVERED
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason, Role, Ticket
+from proxy.core.model.types import Outcome, Reason
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import kv_wait_s
 from tests.proxy.core.making import (

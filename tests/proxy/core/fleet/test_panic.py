@@ -10,8 +10,9 @@ from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S
 from proxy.core.fleet.ejection import Key
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.settings import RouterSettings
-from proxy.core.model.types import Outcome, Reason, Role
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.router import Router
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, worker_of
 

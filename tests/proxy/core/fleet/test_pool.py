@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.pool import SMALL, Pool
-from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.pool import Pool
+from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Reason, RequestInfo
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
@@ -50,7 +50,7 @@ def test_models_that_the_same_workers_serve_share_a_pool() -> None:
 
 
 def test_another_models_pool_leaves_each_where_it_is_found() -> None:
-    fleet = fleet_of(*(spec(f"w{i}") for i in range(SMALL + 8)))
+    fleet = fleet_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
     for i in range(8):
         fleet.set_served(f"w{i}", [MODEL, "adapter"])
     fleet.rank_by(lambda worker: worker.pace.token_s)

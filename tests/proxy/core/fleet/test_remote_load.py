@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.remote_load import NO_LOAD, WorkerLoad, own
+from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.model.types import Outcome
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, worker_of
 

@@ -16,8 +16,9 @@ from proxy.core.fleet.roster import STALE_S, WAITED_S
 from proxy.core.fleet.slots import HEEDED_S
 from proxy.core.fleet.worker import WORKS_S, Worker
 from proxy.core.learned.prefix_index import BLOCKS
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason, Role
+from proxy.core.model.types import Outcome, Reason
 from tests.present import present
 from tests.proxy.core.making import (
     MODEL,

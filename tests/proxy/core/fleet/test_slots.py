@@ -10,8 +10,9 @@ import pytest
 from proxy.core.fleet import slots
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason, Role
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.router import Router
 from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.leases import Lease
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason, RequestInfo, Role, Usage
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.router import Router
 from proxy.core.tenants.limits import Limits

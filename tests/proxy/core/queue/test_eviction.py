@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Outcome, Reason, RequestInfo, Ticket
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.present import present

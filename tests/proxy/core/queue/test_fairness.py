@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo, Ticket
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
 from proxy.core.queue.dispatch import End
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.present import present
@@ -120,7 +121,7 @@ def test_with_answers_of_unknown_length_by_what_is_in_flight_too(
             one = running.pop(0)
             assert one.tenant is not None
             written = truth[one.tenant.name]
-            fairness.charge_output(SETTINGS, one, written - one.prepaid)
+            fairness.charge_output(SETTINGS, one, written - one.bill.prepaid)
             service[one.tenant.name] += int(100 + SETTINGS.output_weight * written)
         assert abs(service["a"] - service["b"]) <= worst * (places * 3 + 1)
 
@@ -150,7 +151,7 @@ def test_nothing_is_saved_up_by_being_away() -> None:
     for _ in range(300):
         hall.push(of(busy))
     for ticket in hall.place(200):  # they end, and come to what was foreseen
-        busy.settle(ticket.ask.unsettled, STANDARD)
+        busy.settle(ticket.ask.bill.unsettled, STANDARD)
     for _ in range(50):
         hall.push(of(lazy))
     hall.place(20)

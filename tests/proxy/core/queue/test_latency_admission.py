@@ -6,8 +6,9 @@ import pytest
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.types import Outcome, Reason, Ticket
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.latency_admission import AdmissionSettings
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model.types import Reason, Refusal, RequestInfo, Ticket
+from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue.dispatch import End
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import ask
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.queue.buckets import RequestFifo
-from proxy.core.queue.sorted_buckets import LONGEST, Entry, SortedBuckets
+from proxy.core.queue.request_fifo import Entry, RequestFifo
+from proxy.core.queue.sorted_buckets import LONGEST, SortedBuckets
 from proxy.core.tenants.tenants import Rank
 
 NUMBERS = count()

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from proxy.core.model.types import RequestInfo, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import RequestInfo
 from proxy.core.request.json_edit import spliced
 from proxy.core.request.routes import ROUTES
 from proxy.core.router import Router

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.pool import SMALL
+from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
@@ -151,7 +151,7 @@ def test_the_parts_of_a_score_make_its_whole() -> None:
 
 
 def test_a_large_fleet_is_shared_evenly_too() -> None:
-    count = SMALL * 3
+    count = MAX_UNRANKED * 3
     router = router_of(*(spec(f"w{i}") for i in range(count)))
     for i in range(count * 4):
         placed(router.submit(ask(500), i / 1000))
@@ -160,9 +160,9 @@ def test_a_large_fleet_is_shared_evenly_too() -> None:
 
 
 def test_the_holder_of_a_prefix_is_found_in_a_large_fleet() -> None:
-    router = router_of(*(spec(f"w{i}") for i in range(SMALL * 3)))
+    router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED * 3)))
     one = sized(router, chat("x" * 40_000, max_tokens=10))
-    holder = worker_of(router, f"w{SMALL * 3 - 1}")
+    holder = worker_of(router, f"w{MAX_UNRANKED * 3 - 1}")
     router.prefixes.record(one.prefix, holder.index)
     router.fleet.charge(ask(10), Decision(holder, Reason.PREFIX), 0.0)
     assert where(placed(router.submit(one, 0.0))) == (holder.name, Reason.PREFIX)

@@ -9,8 +9,9 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Outcome, Reason, RequestInfo, Role, Usage
+from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict

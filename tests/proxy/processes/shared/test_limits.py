@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Outcome, Refusal, Ticket
+from proxy.core.model.types import Outcome, Refusal
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared import limits as tenancy

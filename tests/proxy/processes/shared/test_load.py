@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.remote_load import WorkerLoad, own
-from proxy.core.model.types import Outcome, Reason, Role
-from proxy.core.routing.handover_cost import HandoverOffer
+from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.worker_load import WorkerLoad
+from proxy.core.model.role import Role
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.routing.placer import NOBODY
+from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
 from proxy.processes.shared.load import LOOK_S, REST_S, SURE_S, WorkerRows
 from proxy.processes.shared.shared_memory import RING, ProcessSheet

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from proxy.core.model.types import Outcome, Role
+from proxy.core.model.role import Role
+from proxy.core.model.types import Outcome
 from proxy.processes.shared.shared_memory import LOG, SharedTable
 from tests.proxy.core.making import ask, placed, spec
 from tests.proxy.processes.making import Crew

@@ -8,7 +8,8 @@ import pytest
 
 from proxy.batches.spare_capacity import gap
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Refusal, Ticket
+from proxy.core.model.types import Refusal
+from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.processes.shared.queue import BEAT_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.core.fleet.remote_load import WorkerLoad
+from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.queue.buckets import LastDispatch
 from proxy.processes.shared.shared_memory import (
     BYTES,
@@ -137,10 +137,10 @@ def test_a_row_is_in_use_while_anything_is_charged(table: SharedTable) -> None:
 
 def test_another_process_sees_it(table: SharedTable) -> None:
     code = (
-        "import sys; from proxy.processes.shared.shared_memory import Table;"
-        "from proxy.core.fleet.remote_load import Load;"
-        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2);"
-        "s.write_load(7, Load(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
+        "import sys; from proxy.processes.shared.shared_memory import SharedTable;"
+        "from proxy.core.fleet.remote_load import WorkerLoad;"
+        "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2);"
+        "s.write_load(7, WorkerLoad(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
     )
     table.sheet(0).write_load(7, WorkerLoad(requests=41), 0.0)
     os.set_inheritable(table.fd, True)
@@ -152,9 +152,9 @@ def test_another_process_sees_it(table: SharedTable) -> None:
 def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTable) -> None:
     """They differ from one moment to the next in one of them, and are never anything else."""
     code = (
-        "import sys; from proxy.processes.shared.shared_memory import Table, Taken;"
-        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
-        "ones, twos = (Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
+        "import sys; from proxy.processes.shared.shared_memory import SharedTable, TenantRow;"
+        "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
+        "ones, twos = (TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
         "exec('while not stop.count(1): s.write_taken(5, ones); s.write_taken(5, twos)')"
     )
     os.set_inheritable(table.fd, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat, get, request
 from tests.proxy.wire.site import Fake, Site

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.wire.exchange.failover import GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.net.resolver import NoAddressAnswersError
 from proxy.wire.exchange.exchange import MOST_SAID
 from proxy.wire.worker.pool import is_ours

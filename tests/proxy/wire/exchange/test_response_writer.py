@@ -6,8 +6,9 @@ import pytest
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision
+from proxy.core.model.role import Role
 from proxy.core.model.specs import Score, WorkerSpec
-from proxy.core.model.types import Reason, Role, Usage
+from proxy.core.model.types import Reason, Usage
 from proxy.http.request import Request, RequestHead
 from proxy.http.response_parser import ResponseParser
 from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.fleet.charges import Fleet
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Role
 from proxy.core.request.routes import ROUTES, Route
 from proxy.core.router import Router, RouterSettings
 from proxy.http.request import Request, RequestHead

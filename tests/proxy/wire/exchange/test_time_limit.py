@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.wire.handover.release import GRACE_S
 from tests.proxy.wire import scripts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.core.request.json_edit import members
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.fleet.kv_links import STRIKES
 from proxy.core.lifecycle.retries import AT_REST
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.transfer.types import LEASE_USED
 from proxy.wire.handover.prefill_leg import REST_S
 from proxy.wire.timeouts import (

@@ -10,7 +10,7 @@ import asyncio
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.wire.handover import release as module
 from proxy.wire.handover.release import GRACE_S
 from tests.proxy.wire import scripts

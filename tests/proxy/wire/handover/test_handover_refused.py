@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from proxy.core.fleet.kv_links import BARRED_S, STRIKES
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from tests.proxy.metrics.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start

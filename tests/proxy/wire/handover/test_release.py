@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.http.response_parser import ResponseHead
 from proxy.transfer.types import Pair, PrefillResult, Side
 from proxy.wire.handover.prefill_leg import PrefillLeg

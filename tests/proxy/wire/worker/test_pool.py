@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.charges import Fleet
+from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Role
 from proxy.http.response_parser import ResponseHead
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker import connection as worker_connection

@@ -1,0 +1,23 @@
+"""The charges on a worker as numbers, in the form that processes exchange."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class WorkerLoad(NamedTuple):
+    """Charges on one worker, under the names of the attributes of `Worker`."""
+
+    requests: int = 0
+    sequences: int = 0
+    prefill_tokens: int = 0
+    long_tokens: int = 0
+    decode_tokens: int = 0
+    kv_tokens: int = 0
+    decoding: int = 0
+    pinned: int = 0
+    kv_coming: int = 0
+    written: int = 0  # a total, so it only grows
+
+
+NO_LOAD = WorkerLoad()

@@ -1,0 +1,21 @@
+"""A place in the router's queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.types import RequestInfo
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits in the router's queue."""
+
+    ask: RequestInfo
+    since: float
+    deadline: float
+    tried: frozenset[Worker] = frozenset()
+    explain: bool = False
+    left: bool = False  # withdrawn, placed or refused
+    aged: bool = False  # dispatched ahead of its class because of its age
