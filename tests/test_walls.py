@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+WIDTH = 15
 HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 
 # From the top of each tower down; an import only goes down, or stays on its floor.
@@ -89,6 +91,50 @@ def test_vllm_is_touched_in_the_engine_alone(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p).startswith(PURE)], ids=name_of)
 def test_pure_floors_do_no_io(path: Path) -> None:
     assert not {module.split(".")[0] for module in imports(path)} & NOT_PURE
+
+
+def module_of(path: Path) -> str:
+    """Return a module's name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the groups of modules that import each other."""
+    reached = {module: reachable(module, graph) for module in graph}
+    found = {
+        frozenset(other for other in reached[module] if module in reached[other]) | {module}
+        for module in graph
+    }
+    return [set(group) for group in found if len(group) > 1]
+
+
+def reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules that a module imports, directly or through others."""
+    found: set[str] = set()
+    left = [module]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for the type checker count too."""
+    known = {module_of(path) for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        found = {module for module in imports(path) if module in known} - {module_of(path)}
+        # `from package import module` imports the module, not what the package itself holds.
+        graph[module_of(path)] = {
+            module for module in found if not any(each.startswith(f"{module}.") for each in found)
+        }
+    assert circles(graph) == []
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in() -> None:
+    widths = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {name_of(folder): width for folder, width in widths.items() if width > WIDTH} == {}
 
 
 @pytest.mark.parametrize("package", ["vllm_sched", "proxy", "vllm_sched.cli.main"])
