@@ -18,9 +18,10 @@ from dataclasses import replace
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, RequestInfo, Usage
-from proxy.core.request.routes import Route, find
+from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec

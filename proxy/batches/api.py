@@ -27,8 +27,8 @@ from proxy.batches.types import (
 )
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
-from proxy.core.request.routes import PromptFields, Route
 from proxy.http.headers import RefusedError, status_line
 from proxy.http.local_responses import answer, refuse
 from proxy.metrics.registry import CLIENT_GONE
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 MOST_VISITS = 64  # of one tenant at once: they share the store's thread with all others
 AGAIN_S = 1.0
 DISK_AGAIN_S = 5.0
-FILES, BATCHES = Route("files", PromptFields.OPAQUE), Route("batches", PromptFields.OPAQUE)
+FILES, BATCHES = OWN["files"], OWN["batches"]
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
 # What may be asked, by noun, whether one is named, and what of it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from proxy.batches.storage.rows import new_id
 from proxy.batches.types import LineJob, LineResult
-from proxy.core.request.routes import ROUTES
+from proxy.core.model.route_table import ROUTES
 from proxy.http.request import Request, RequestHead
 from proxy.http.response_parser import ResponseParser
 from proxy.wire.exchange.exchange import Exchange

@@ -9,8 +9,8 @@ import orjson
 from xxhash import xxh3_128_digest
 
 from proxy.batches.types import LONGEST_ID, InputLine, InputProblem
+from proxy.core.model.route_table import ROUTES, PromptFields
 from proxy.core.request.json_edit import TooManyMembersError, members
-from proxy.core.request.routes import ROUTES, PromptFields
 
 # What a batch may ask for: paths that take one JSON body and give one answer.
 SHAPES = (

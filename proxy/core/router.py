@@ -26,6 +26,7 @@ from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
 from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEvents
 from proxy.core.model import refusals
+from proxy.core.model.route_table import Route
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
@@ -34,7 +35,6 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
-from proxy.core.request.routes import Route
 from proxy.core.routing import candidates
 from proxy.core.routing.handover_cost import PATIENCE
 from proxy.core.routing.placer import NOBODY

@@ -11,9 +11,10 @@ from typing import Any
 
 import orjson
 
+from proxy.core.model.route_table import ROUTES, ErrorFormat
 from proxy.core.model.types import Refusal
 
-ANTHROPIC, COHERE = "/v1/messages", "/cohere/"
+ANTHROPIC, COHERE = "/v1/messages/", "/cohere/"
 # Anthropic's kinds; other 5xx but 505 are `api_error`, all else `invalid_request_error`.
 KINDS = {
     401: "authentication_error",
@@ -42,12 +43,22 @@ def error(status: int, message: str, code: str | None = None, param: str | None 
     return orjson.dumps({"error": _openai(status, message, code, param)})
 
 
+def format_of(path: str) -> ErrorFormat:
+    """Return the format of errors at a path, which may be unknown."""
+    if (route := ROUTES.get(path)) is not None:
+        return route.error_format
+    if path.startswith(ANTHROPIC):
+        return ErrorFormat.ANTHROPIC
+    return ErrorFormat.COHERE if path.startswith(COHERE) else ErrorFormat.OPENAI
+
+
 def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
     """Write an error for whoever asks at this path."""
-    if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
+    error_format = format_of(path)
+    if error_format is ErrorFormat.ANTHROPIC:
         said = {"type": "error", "error": _anthropic(refusal.status, refusal.message)}
         return orjson.dumps(_signed(said, "request_id", request_id))
-    if path.startswith(COHERE):
+    if error_format is ErrorFormat.COHERE:
         return orjson.dumps(_signed({"message": refusal.message}, "id", request_id))
     return error(refusal.status, refusal.message, refusal.code, refusal.param)
 

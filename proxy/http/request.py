@@ -17,7 +17,7 @@ from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, tokens,
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from proxy.core.request.routes import Route
+    from proxy.core.model.route_table import Route
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.trace import Trace
 

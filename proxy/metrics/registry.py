@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import NONE
-from proxy.core.request import routes
 from proxy.core.tenants.tenants import Rank
 from proxy.metrics.batch_counts import BatchCounts
 from proxy.metrics.exposition import OTHER
@@ -43,11 +43,6 @@ MAX_MODELS = 100
 # has, workers that are new have one name.
 MAX_SERIES = 20_000
 LOOK_EVERY_S = 60.0  # whether somebody has left; to look takes milliseconds
-
-OWN = ("files", "batches")  # routes that the router answers itself
-ROUTES = frozenset(
-    route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
-) | {*OWN}
 
 # route, model, worker, pool, reason, status, class
 RequestKey = tuple[str, str, str, str, str, int, str]
@@ -238,7 +233,7 @@ class Metrics:
         """Find or make a series, with names that a client made up folded into `other`."""
         route, model, worker, pool, reason, status, size = key
         model = self.model_label(model)
-        route = route if route in ROUTES else OTHER
+        route = route if route in BY_NAME else OTHER
         key = route, model, worker, pool, str(reason), status, size
         if (series := self.requests.get(key)) is not None:
             return series

@@ -6,28 +6,22 @@ from collections.abc import Mapping
 
 import orjson
 
+from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import RequestInfo
 from proxy.core.request.json_edit import members, spliced
 from proxy.transfer.types import NOTHING, Connector, Fields, Pair, PrefillResult
 
 ONE, FALSE = b"1", b"false"
 THINKING = "thinking"
-# Where each route has its output limit. One token is the least a worker computes; the decode worker
-# computes the same one again, from the last token of the prompt.
-LIMITS = {
-    "chat/completions": ("max_tokens", "max_completion_tokens"),
-    "completions": ("max_tokens",),
-    "messages": ("max_tokens",),
-    "cohere/v2/chat": ("max_tokens",),
-    "responses": ("max_output_tokens",),
-}
 # Routes whose workers know a request by a member of its body, and not by X-Request-Id; and how the
 # ids of their answers begin.
 IDS = {"responses": ("request_id", "resp_")}
 PREFILL: Mapping[str, Fields] = {
-    route: {**dict.fromkeys(names, ONE), "stream": FALSE, "stream_options": None}
-    | ({"store": FALSE} if route == "responses" else {})
-    for route, names in LIMITS.items()
+    # A worker computes at least one token. The decode worker computes the same token again.
+    name: {**dict.fromkeys(route.output_limits, ONE), "stream": FALSE, "stream_options": None}
+    | ({"store": FALSE} if route.stores else {})
+    for name, route in BY_NAME.items()
+    if route.may_be_split
 }
 
 

@@ -14,9 +14,9 @@ from proxy.wire.extension import Client, Conversation
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
     from proxy.core.fleet.worker import Worker
+    from proxy.core.model.route_table import Route
     from proxy.core.model.types import Reason, Refusal
     from proxy.core.queue.ticket import Ticket
-    from proxy.core.request.routes import Route
     from proxy.core.router import Router
     from proxy.http.body_budget import BodyBudget
     from proxy.http.request import Request, RequestHead

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.model.types import Reason, Refusal
 
 if TYPE_CHECKING:
-    from proxy.core.request.routes import Route
+    from proxy.core.model.route_table import Route
     from proxy.http.request import Request, RequestHead
 
 

@@ -41,7 +41,7 @@ from proxy.wire.worker.pool import ConnectionPools
 from proxy.wire.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from proxy.core.request.routes import Route
+    from proxy.core.model.route_table import Route
     from proxy.core.router import Router
     from proxy.http.request import Request, RequestHead
     from proxy.metrics.registry import Metrics

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.core.model.route_table import ROUTES, PromptFields
 from proxy.core.request.client_fields import HEADERS, WITH_PRIORITY, WITH_SALT
-from proxy.core.request.routes import ROUTES, PromptFields
 from tests.upstream.source import agrees_with_table, installed_release
 
 SPEC = find_spec("vllm")

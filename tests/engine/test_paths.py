@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.request.routes import ROUTES, Route, find
+from proxy.core.model.route_table import ROUTES, Route
+from proxy.core.request.routes import find
 from proxy.wire.client.endpoints import PATHS
 from tests.upstream.source import TABLES_OF, agrees_with_table, installed_release
 

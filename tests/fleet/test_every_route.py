@@ -17,8 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.core.request.routes import ROUTES, PromptFields
-from proxy.metrics.registry import ROUTES as NAMES
+from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from tests.fleet.conftest import ALONE
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.server import Prometheus, exhausted
@@ -199,7 +198,7 @@ async def test_every_route_is_answered_by_real_workers_and_seen(
     await whole_batch(session, router.url)
 
     without = {ROUTES[path].name for path in WITHOUT}
-    asked = {name: f'proxy_requests_total{{route="{name}",status="200"}}' for name in NAMES}
+    asked = {name: f'proxy_requests_total{{route="{name}",status="200"}}' for name in BY_NAME}
     prometheus = Prometheus(tmp_path, session)
     async with AsyncExitStack() as stack:
         targets = {
@@ -207,7 +206,7 @@ async def test_every_route_is_answered_by_real_workers_and_seen(
             "worker": [port_of(workers["default"].url), port_of(embeds.url)],
         }
         await prometheus.begin(stack, targets)
-        seen = {asked[name]: f"route {name}" for name in NAMES - without}
+        seen = {asked[name]: f"route {name}" for name in BY_NAME.keys() - without}
         missing = await exhausted(partial(prometheus.unanswered, seen))
         assert not missing, missing
         excuses = {asked[name]: f"route {name}" for name in without}

@@ -19,7 +19,7 @@ import pytest
 
 from grafana.boards import engine
 from proxy.config import FleetConfig
-from proxy.core.request import routes
+from proxy.core.model.route_table import ROUTES
 from tests.fleet.test_router import port_of
 from tests.prometheus.corners import begin_batch
 from tests.prometheus.scene import Scene, fake
@@ -119,7 +119,7 @@ class Real(Scene):
             some.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         some.append(self.send(self.split, chat(model="nobody's")))
         some.append(self.mutes.leave(self.split))
-        for path in routes.ROUTES:
+        for path in ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
         for key, times in ((KEY, 3), (NIGHT, 2)):  # by night one too many, however slow this is

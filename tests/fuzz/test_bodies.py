@@ -14,9 +14,9 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import ROUTES, PromptFields, Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, RequestInfo
-from proxy.core.request.routes import ROUTES, PromptFields, Route
 from proxy.core.router import Router, RouterSettings
 from proxy.http.sse import EventStream, recounted, usage_in
 from proxy.transfer.legs import decode_body, prefill_body

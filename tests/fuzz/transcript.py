@@ -16,10 +16,10 @@ from itertools import pairwise
 
 import uvloop
 
+from proxy.core.model.route_table import ROUTES
 from proxy.core.request import token_estimate
 from proxy.core.request.client_fields import ClientFields, forbidden_form
 from proxy.core.request.multipart import form_fields, plain_model
-from proxy.core.request.routes import ROUTES
 from proxy.http.response_parser import ResponseParser
 from proxy.http.sse import EventStream, recounted, usage_in, without_usage
 from tests.fuzz import judge

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from proxy.core.fleet.kv_links import STRIKES
+from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from proxy.core.model.types import Reason
-from proxy.core.request import routes
-from proxy.core.request.routes import PromptFields
-from proxy.metrics.registry import ROUTES
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -71,7 +69,7 @@ FULL = ("crowd", "over", "full")  # models whose workers take a request each
 
 def seen() -> dict[str, str]:
     """Ask for every route and every reason that is not excused; and say what each question is."""
-    asked = {f'proxy_requests_total{{route="{name}"}}': f"route {name}" for name in ROUTES}
+    asked = {f'proxy_requests_total{{route="{name}"}}': f"route {name}" for name in BY_NAME}
     return asked | {counted(each): f"reason {each}" for each in Reason if each not in UNSEEN}
 
 
@@ -95,7 +93,7 @@ def every_route(**fields: object) -> list[bytes]:
             form(path, model=b"tiny", file=b"RIFF")
             if route.shape is PromptFields.FORM
             else request(body, path=path)
-            for path, route in routes.ROUTES.items()
+            for path, route in ROUTES.items()
         ),
         get(STORED),
         request(b"", path=f"{STORED}/cancel"),

@@ -7,14 +7,14 @@ from math import inf
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
+from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, give_back
 from proxy.core.tenants.limits import LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # looked up once: see reading.py
-# The routes whose streams begin with the first token, and not before: a chat's role waits for it.
-PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"])
+BEGINS_WITH_TOKEN = route_names(lambda route: route.begins_with_token)
 UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
 
 
@@ -152,7 +152,7 @@ def _written(lease: Lease, now: float) -> int:
 
 def shown_since(lease: Lease) -> float | None:
     """When a stream's first token came, be it hidden, as far as the router has seen."""
-    if lease.begun_at is not None and lease.ask.route in PROMPTLY:
+    if lease.begun_at is not None and lease.ask.route in BEGINS_WITH_TOKEN:
         return lease.begun_at
     return lease.first_token_at
 
@@ -165,7 +165,7 @@ def _decoded_since(lease: Lease) -> float:
     """
     ask, pace = lease.ask, lease.worker.pace
     first_at, begun_at = lease.first_token_at, lease.begun_at
-    if ask.stream and (begun_at is None or ask.route in PROMPTLY):
+    if ask.stream and (begun_at is None or ask.route in BEGINS_WITH_TOKEN):
         since = shown_since(lease)
         return inf if since is None else since
     cached, halves = lease.decision.cached_tokens, lease.decision.handover

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.tenants.limits import Limit, LimitExceeded
 from proxy.errors import a_few, short
@@ -72,7 +73,7 @@ def too_long(ask: RequestInfo, limit: int) -> Refusal:
         f"({about}{ask.largest_prompt} in the prompt, {output} for the output). "
         "Please reduce the length of the prompt or of the output."
     )
-    param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
+    param = BY_NAME[ask.route].prompt_param
     return Refusal(400, Reason.TOO_LONG, message, "context_length_exceeded", param)
 
 
@@ -208,7 +209,7 @@ def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
             f"Your key takes prompts of up to {breach.most} tokens; this one has {about}"
             f"{ask.largest_prompt}. Please reduce the length of the prompt."
         )
-        param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
+        param = BY_NAME[ask.route].prompt_param
         return Refusal(400, Reason.LIMITED, message, "context_length_exceeded", param)
     return limited_for_now(breach, breach.retry_after_s)
 

@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from proxy.core.model.route_table import route_names
 from proxy.core.request.json_edit import members, times
 from proxy.core.request.kv_transfer_fields import TREE, Tree, find, steering, steering_form
 
@@ -48,18 +49,12 @@ PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
 # In an id, these are followed by the addresses that the p2p-nccl connector is to use.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
-# The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
-# nothing can be cached apart.
-BOTH = frozenset(
-    ["chat/completions", "chat/completions/batch", "completions", "responses", "embeddings",
-     "pooling", "classify", "score", "rerank", "v2/rerank", "generative_scoring", "systemone",
-     "inference/v1/generate"]
-)  # fmt: skip
-WITH_PRIORITY = BOTH | {"cohere/v2/chat", "v2/embed"}
-WITH_SALT = BOTH | {"messages"}
+WITH_PRIORITY = route_names(lambda route: route.takes_priority)
+# A body without room for a salt can't keep its cached prefix apart.
+WITH_SALT = route_names(lambda route: route.salted)
 LONGEST_SALT = 128
-# Those whose streams tell usage if `stream_options` has it. Others tell it in any case, or never.
-WITH_OPTIONS = frozenset(["chat/completions", "completions", "inference/v1/generate"])
+# Other streams have usage in any case, or never.
+WITH_OPTIONS = route_names(lambda route: route.usage_by_option)
 WITH_USAGE = b'{"include_usage":true}'
 TRUE = frozenset(["true", "t", "yes", "y", "on", "1", "1.0"])
 STRICT: Tree = {**TREE, ARGUMENTS.encode(): None, b"sampling_params": {b"extra_args": None}}

@@ -12,6 +12,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
+from proxy.core.model.route_table import PromptFields, Route
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.request.client_fields import (
     ID,
@@ -36,7 +37,6 @@ from proxy.core.request.json_edit import check
 from proxy.core.request.json_limits import LARGE, JsonMask, too_many
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
-from proxy.core.request.routes import PromptFields, Route
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant

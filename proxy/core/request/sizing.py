@@ -19,9 +19,9 @@ from typing import Any
 from proxy.core.learned.bytes_per_token import MOST_PER_TOKEN, LearnedSizes
 from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, RequestMedia
 from proxy.core.learned.tenant_prior import TenantPrior
+from proxy.core.model.route_table import PromptFields, Route, route_names
 from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.client_fields import is_true
-from proxy.core.request.routes import PromptFields, Route
 from proxy.core.request.token_estimate import PromptExtent, count, measure
 from proxy.core.tenants.tenants import Tenant
 
@@ -34,16 +34,9 @@ MOST_SAMPLES = 4096
 # Models and routes of which a tenant keeps rates of its own: the last that it used.
 MOST_LEARNT = 32
 FEW = 50  # prompts and answers of a tenant that are all learnt from
-COUNTABLE = ("chat/completions", "completions")
-# The routes on which vLLM 0.32 takes any output limit; on others one above its context is an error,
-# whatever the prompt.
-ANY_LIMIT = frozenset(["inference/v1/generate", "audio/transcriptions", "audio/translations"])
-# The routes on which vLLM 0.32 heeds `truncate_prompt_tokens`; on others it says nothing.
+# On other routes an output limit above the context is an error, whatever the prompt.
+ANY_LIMIT = route_names(lambda route: route.takes_any_limit)
 CUT = "truncate_prompt_tokens"
-CUTTING = frozenset(
-    ["chat/completions", "chat/completions/batch", "completions", "embeddings", "pooling",
-     "classify", "score", "rerank", "v2/rerank"]
-)  # fmt: skip
 # What a response says for the same; whatever else is said there, null too, cuts it.
 TRUNCATION, WHOLE = "truncation", "disabled"
 
@@ -120,7 +113,7 @@ class Sizer:
             ask.text_bytes = 0
             ask.whole = "not_text"
         ask.counted = not (extent.text or extent.vague)
-        ask.countable = extent.plain and route.name in COUNTABLE
+        ask.countable = extent.plain and route.countable
         if route.generates:
             usual = learnt.output
             ask.expected_output = int(usual if output is None or output > usual else output)
@@ -130,7 +123,7 @@ class Sizer:
         ask.samples = samples * extent.prompts
         if extent.cut:
             ask.text_bytes = 0
-        if route.truncates or (body.get(CUT) is not None and route.name in CUTTING):
+        if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
             _cut(ask, count(body.get(CUT)), extent.prompts)
         elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
             _cut(ask, None, extent.prompts)

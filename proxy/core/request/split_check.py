@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxy.core.model.route_table import route_names
 from proxy.core.model.types import RequestInfo
 from proxy.core.request.token_estimate import count
 
-# Those whose workers take transfer parameters and tell them in an answer of one JSON object; not
-# /inference/v1/generate, which has its output limit inside another object.
-ROUTES = frozenset(["chat/completions", "completions", "messages", "cohere/v2/chat", "responses"])
+SPLITTABLE = route_names(lambda route: route.may_be_split)
 SAMPLES = ("n", "best_of")
 CHAT, RESPONSES = "chat/completions", "responses"
 
 
 def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
     """Say why a request can't be split, in a word that may be a label; empty if it can."""
-    if ask.route not in ROUTES:
+    if ask.route not in SPLITTABLE:
         return "route"
     if ask.samples != 1:
         return "samples"

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from proxy.core.learned.media_tokens import AUDIO, FIRST_SIZES, IMAGE, NONE, VIDEO, Numbers
-from proxy.core.request.routes import PromptFields
+from proxy.core.model.route_table import PromptFields
 
 # What a chat template adds around each message, and once per conversation.
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3

@@ -41,8 +41,8 @@ from proxy.wire.worker.request_bytes import to_worker
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
+    from proxy.core.model.route_table import Route
     from proxy.core.model.types import RequestInfo
-    from proxy.core.request.routes import Route
     from proxy.http.request import Request
     from proxy.http.response_parser import ResponseHead
     from proxy.wire.context import WireContext
@@ -61,7 +61,6 @@ CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failu
 # How vLLM says that a request exceeds the worker's context; and how much of a 400 is looked at.
 TOO_LONG = re.compile(rb"maximum (?:context|model) length")
 MOST_SAID = 1 << 16
-STORING = "responses"  # the route whose answers may be asked for again
 
 
 class Exchange:
@@ -325,7 +324,7 @@ class Exchange:
             or asked.http_1_0
             or not asked.keep_alive
             or self._suspect is not None
-            or self._route.name == STORING
+            or self._route.stores
         ):
             return False
         self.connection = None
@@ -520,7 +519,7 @@ class Exchange:
             self._wire.router.first_token(lease, now)
         elif lease.ask.tenant is not None:
             self._wire.router.began(lease, now)
-        if self._route.name == STORING and (response_id := response_id_in(data)):
+        if self._route.stores and (response_id := response_id_in(data)):
             self._wire.router.remember(response_id, lease.worker.name, lease.ask.tenant)
 
     def _forget_body(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from proxy.core.model.route_table import route_names
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.http.local_responses import decision_header
 from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK
@@ -24,17 +25,7 @@ LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
 MOST_HELD = 1 << 20
-# Routes whose streams end with [DONE]; typed ones end otherwise.
-SAY_DONE = frozenset(
-    [
-        "chat/completions",
-        "completions",
-        "cohere/v2/chat",
-        "inference/v1/generate",
-        "audio/transcriptions",
-        "audio/translations",
-    ]
-)
+ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
 class ResponseWriter:
@@ -137,7 +128,7 @@ class ResponseWriter:
         piece, not taken yet.
         """
         stream = self._stream
-        if stream is None or not self._until_close or route not in SAY_DONE:
+        if stream is None or not self._until_close or route not in ENDS_WITH_DONE:
             return False
         return not stream.says_done(body)
 

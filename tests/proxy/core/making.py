@@ -13,10 +13,11 @@ from proxy.core.fleet.roster import still
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.routes import Route, find
+from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
 from tests.present import present
 

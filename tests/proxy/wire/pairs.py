@@ -10,8 +10,8 @@ from typing import Any
 
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import Route
 from proxy.core.request import routes
-from proxy.core.request.routes import Route
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
+from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.request import json_edit, json_limits
 from proxy.core.request.json_edit import MOST_MEMBERS, spliced
 from proxy.core.request.json_limits import LARGE, MOST_NODES, masked
 from proxy.core.request.parser import prompt_start
-from proxy.core.request.routes import PromptFields
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import (

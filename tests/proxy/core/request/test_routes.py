@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.model.route_table import ROUTES, PromptFields, Route
 from proxy.core.model.types import Reason
-from proxy.core.request.routes import ROUTES, PromptFields, Route, find
+from proxy.core.request.routes import find
 from tests.proxy.core.making import refused, route
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.learned.bytes_per_token import USUAL_OUTPUT
+from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo, Usage
-from proxy.core.request.routes import ROUTES
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from tests.proxy.core.making import ask, chat, route

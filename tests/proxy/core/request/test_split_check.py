@@ -7,9 +7,9 @@ import json
 import pytest
 
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo
 from proxy.core.request.json_edit import spliced
-from proxy.core.request.routes import ROUTES
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import chat, router_of, sized, spec

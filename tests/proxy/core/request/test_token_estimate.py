@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from proxy.core.learned.media_tokens import IMAGE_TOKENS, VIDEO_TOKENS
-from proxy.core.request.routes import PromptFields
+from proxy.core.model.route_table import PromptFields
 from proxy.core.request.token_estimate import (
     EMBEDDED_BYTES,
     LETTERS,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import ROUTES, Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.request.routes import ROUTES, Route
 from proxy.core.router import Router, RouterSettings
 from proxy.http.request import Request, RequestHead
 from proxy.metrics.registry import Metrics

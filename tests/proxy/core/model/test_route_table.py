@@ -1,0 +1,59 @@
+"""Every endpoint states every fact, and no other module names an endpoint."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+import proxy
+from proxy.core.model import route_table
+from proxy.core.model.route_table import BY_NAME, OWN, ROUTES, STORED, Route
+from proxy.http.error_formats import format_of
+
+# Facts of one endpoint, that no column of the table could say: why each module names it.
+NAMED = {
+    "core/request/split_check.py": "members of one API's body that forbid a split",
+    "admin/schemas.py": "an explanation is of a chat",
+    "health/warmup.py": "a warm-up is a completion",
+}
+
+
+@pytest.mark.plain("a compiled class has no fields to look at")
+def test_a_row_with_a_missing_fact_is_an_error() -> None:
+    optional = {each.name for each in fields(Route) if each.default is not MISSING}
+    assert optional == {"response_id"}  # filled in for each request
+
+
+def test_rows_of_one_name_state_the_same_facts() -> None:
+    rows = (*ROUTES.values(), *STORED.values(), *OWN.values())
+    assert all(BY_NAME[route.name] == route for route in rows)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_facts_agree(path: str) -> None:
+    route = ROUTES[path]
+    assert format_of(path) is route.error_format
+    assert bool(route.output_limits) == route.may_be_split
+    assert route.generates or not (route.ends_with_done or route.begins_with_token)
+    assert not route.countable or route.generates
+    assert not (route.truncates and route.truncates_if_asked)
+
+
+@pytest.mark.plain("reads sources")
+def test_no_other_module_names_an_endpoint() -> None:
+    root = Path(proxy.__file__).parent
+    names = {*ROUTES, *(name for name in BY_NAME if "/" in name)}
+    found = set()
+    for path in root.rglob("*.py"):
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        if strings & names:
+            found.add(path.relative_to(root).as_posix())
+    own = Path(route_table.__file__).relative_to(root).as_posix()
+    assert found - {own} == NAMED.keys()
