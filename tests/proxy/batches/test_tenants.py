@@ -90,7 +90,7 @@ async def test_lines_are_the_tenants_and_of_the_batch_class(office: Office) -> N
 
     async def look(call: Any) -> None:
         [exchange] = office.site.wire.exchanges
-        ask = present(exchange._ask)
+        ask = present(exchange.ask)
         seen.append((ask.tenant and ask.tenant.name, ask.rank))
         await scripts.obey("w0")(call)
 

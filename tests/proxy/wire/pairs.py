@@ -65,7 +65,8 @@ class Pairs:
 
     def has_begun(self) -> bool:
         """Whether the router has part of a prefill's answer."""
-        handings = [exchange._handing for exchange in self.site.wire.exchanges]
+        attempts = [exchange._attempt for exchange in self.site.wire.exchanges]
+        handings = [each and each.handover for each in attempts]
         return any(each is not None and each.is_answering for each in handings)
 
     def _calls(self) -> list[tuple[str, Any]]:

@@ -95,7 +95,7 @@ async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: 
     await client.send(chat(stream=True))
     await eventually(lambda: site.wire.queued)
     [waiting] = site.wire.queued.values()
-    connection = waiting._client
+    connection = waiting.client
     before = b"." * (16 << 20)
     connection.write(before)
     await eventually(lambda: not connection.writable)

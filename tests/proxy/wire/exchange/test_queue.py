@@ -8,6 +8,7 @@ import pytest
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
+from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.exchange import Exchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -127,7 +128,7 @@ async def test_one_that_can_not_be_sent_on_takes_nobody_along(
     def placed(exchange: Exchange, now: float, answer: Lease | Refusal) -> None:
         if exchange is first:
             assert isinstance(answer, Lease)
-            exchange._ticket, exchange._lease = None, answer
+            exchange._ticket, exchange._attempt = None, Attempt(exchange, answer)
             raise RuntimeError("no reason")
         usual(exchange, now, answer)
 

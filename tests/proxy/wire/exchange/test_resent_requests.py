@@ -14,7 +14,7 @@ import pytest
 
 from proxy.core.model.role import Role
 from proxy.net.resolver import NoAddressAnswersError
-from proxy.wire.exchange.exchange import MOST_SAID
+from proxy.wire.exchange.attempt import MAX_ERROR_BYTES
 from proxy.wire.worker.pool import is_ours
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -420,7 +420,7 @@ async def test_it_waits_for_one_that_is_full(start: Start) -> None:
 
 async def test_what_else_is_refused_is_final(start: Start) -> None:
     site = await short_and_long(start)
-    for words in ("no such role", "maximum context length".rjust(2 * MOST_SAID, "x")):
+    for words in ("no such role", "maximum context length".rjust(2 * MAX_ERROR_BYTES, "x")):
         site.fakes["short"].then(scripts.error(400, words, (b"x-detail", b"1")))
         answer = await site.ask(chat())
         assert (answer.status, answer.error()["message"]) == (400, words)

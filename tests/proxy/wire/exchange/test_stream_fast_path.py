@@ -108,7 +108,7 @@ class Stream:
         gaps = sum(each.cumulative()[-1] for each in self.metrics.gaps.values())
         assert gaps <= record.tokens
         assert record.sent_bytes == len(got)
-        lease = self.exchange._lease
+        lease = self.exchange._attempt.lease
         assert lease is not None
         body = dechunked(framed)
         return body, record.opening + record.tokens, lease.seen_tokens, lease.decode_tokens, (
@@ -220,7 +220,7 @@ async def test_a_passage_opens_again() -> None:
 
 async def test_none_opens_for_a_client_that_gets_no_chunks() -> None:
     stream = Stream()
-    stream.exchange._request.head.http_1_0 = True
+    stream.exchange.request.head.http_1_0 = True
     stream.read(HEAD + scripts.chunk(TOKENS[0]))
     assert not stream.passes
 
@@ -262,7 +262,7 @@ async def test_a_whole_answer_is_as_one_in_pieces(name: str, version: bytes) -> 
         [HEADS[name] + WHOLE[:9], WHOLE[9:]],
     ):
         stream = Stream()
-        asked = stream.exchange._request.head
+        asked = stream.exchange.request.head
         asked.http_1_0, asked.keep_alive = version == b"1.0", version == b"1.1"
         for piece in pieces:
             stream.read(piece)

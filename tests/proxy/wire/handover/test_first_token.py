@@ -92,7 +92,8 @@ async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path
 
 
 def handings(here: Pairs) -> list[TwoLegExchange]:
-    return [each._handing for each in here.site.wire.exchanges if each._handing is not None]
+    attempts = [each._attempt for each in here.site.wire.exchanges]
+    return [each.handover for each in attempts if each is not None and each.handover is not None]
 
 
 @pytest.mark.parametrize("path", OPENINGS)

@@ -191,12 +191,13 @@ async def test_a_client_that_takes_nothing_makes_no_transfer_late(start: Start) 
     await fake.got(1)
     [exchange] = here.site.wire.exchanges
     before = b"." * (16 << 20)
-    exchange._client.write(before)
-    await eventually(lambda: not exchange._client.writable)
+    exchange.client.write(before)
+    await eventually(lambda: not exchange.client.writable)
     gate.set()
-    await eventually(lambda: exchange._handing is not None and exchange._handing._early)
+    handover = exchange._attempt.handover
+    await eventually(lambda: handover._early)
     rest.set()
-    await eventually(lambda: exchange._handing is None or not exchange._handing.waits)
+    await eventually(lambda: not handover.waits)
     here.site.skip(TOO_LATE_S)
     client.read_on()
     async with asyncio.timeout(10):

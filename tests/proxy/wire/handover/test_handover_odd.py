@@ -332,7 +332,7 @@ async def test_a_long_prefill_may_take_long(start: Start) -> None:
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     [exchange] = here.site.wire.exchanges
-    lease = exchange._lease
+    lease = exchange._attempt.lease
     assert lease is not None
     assert lease.decision.handover is not None
     lease.decision.handover.prefill_s = 50.0

@@ -1,0 +1,355 @@
+"""One attempt at a request: a worker, or two for a hand-over, and the response as it arrives.
+
+An attempt receives what its connections bring. It passes the response on to the client, or gives up
+and lets its exchange send the request to another worker. Once the client has a byte of the response
+no other worker is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.model import refusals
+from proxy.core.model.types import Outcome, Refusal
+from proxy.http.response_parser import OK
+from proxy.wire.exchange.owner import AttemptOwner
+from proxy.wire.exchange.progress import (
+    break_off,
+    fast_path,
+    finish,
+    first_bytes,
+    pass_whole,
+    passes_whole,
+    saw_tokens,
+    writer_for,
+)
+from proxy.wire.exchange.response_writer import ResponseWriter
+from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.handover.first_token import says_failed
+from proxy.wire.handover.two_legs import TwoLegExchange
+from proxy.wire.timeouts import MOST, answer_patience_s, is_only_slow, more_patience_s
+from proxy.wire.worker.connection import WorkerError
+from proxy.wire.worker.request_bytes import to_worker
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.core.fleet.worker import Worker
+    from proxy.http.response_parser import ResponseHead
+    from proxy.wire.exchange.stream_fast_path import StreamFastPath
+    from proxy.wire.worker.connection import WorkerConnection
+
+BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
+TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
+# Any other 5xx is a failure of the worker.
+OUTCOMES = {
+    TOO_MANY: Outcome.BUSY,
+    UNAVAILABLE: Outcome.BUSY,
+    SERVER_ERROR: Outcome.ERRED,
+}
+# 5xx for what a worker does not support: no failure of the worker.
+NOT_SUPPORTED = frozenset([501, 505])
+# vLLM's message for a request that exceeds the worker's context.
+TOO_LONG = re.compile(rb"maximum (?:context|model) length")
+MAX_ERROR_BYTES = 1 << 16  # of a 400, that are searched for that message
+
+
+class Attempt:
+    """A request on the worker that was chosen for it."""
+
+    __slots__ = (
+        "_error_body",
+        "_head",
+        "_owner",
+        "_passage",
+        "_wire",
+        "connection",
+        "handover",
+        "lease",
+        "patience_s",
+        "response",
+    )
+
+    def __init__(self, owner: AttemptOwner, lease: Lease) -> None:
+        self.connection: WorkerConnection | None = None
+        self.patience_s = inf
+        self.lease: Lease | None = lease  # None once the attempt has failed
+        self.handover: TwoLegExchange | None = None
+        self._owner = owner
+        self._wire = owner.wire
+        self._head: ResponseHead | None = None  # of a response without any of its body yet
+        self.response: ResponseWriter | None = None
+        self._passage: StreamFastPath | None = None
+        self._error_body: bytes | None = None  # of a 400, while a larger worker may be asked
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the client has a part of the response."""
+        return self.response is not None and self.response.has_begun
+
+    # To the worker
+
+    def start(self, now: float, lease: Lease) -> None:
+        """Send the request, or its prefill leg."""
+        owner, wire = self._owner, self._wire
+        request = owner.request
+        if lease.prefill is not None:
+            owner.enter(ExchangeState.PREFILLING)
+            handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
+            self.handover = handover
+            handover.prefill(now, self)
+            return
+        owner.enter(ExchangeState.SENT)
+        self.patience_s = answer_patience_s(lease, wire.settings.first_byte_s)
+        pool = wire.pools.of(lease.worker)
+        pool.send(now, self, to_worker(request, pool, request.body, request.id))
+
+    def prefilled(self, now: float, answer: bytes) -> None:
+        """Send the decode leg."""
+        handover, owner = self.handover, self._owner
+        if handover is None:
+            return
+        owner.record.prefilled_at = now
+        if handover.decode(now, self, answer):
+            owner.enter(ExchangeState.SENT)
+        else:
+            refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
+            if refusal is not None:
+                owner.refuse(now, refusal)
+        self._wire.settle(now)
+
+    # From the worker
+
+    def begun(self, now: float, head: ResponseHead) -> None:
+        """Pass the response on, unless its status tells to ask another worker."""
+        owner, status = self._owner, head.status
+        self._head = self._error_body = None
+        if status == OK and self.handover is None:
+            self._head = head  # until a part of the body is there, which may be all of it
+            return
+        if status >= BAD_REQUEST and self._is_retried(now, head):
+            return
+        handover, cached_tokens = self.handover, None
+        if handover is not None:
+            cached_tokens = handover.cached_tokens
+            if status >= BAD_REQUEST:  # the connector was not told of a request that was refused
+                handover.give_back(now, well=True)
+        lease = self.lease
+        if status == BAD_REQUEST and lease is not None and owner.wire.router.has_larger(lease):
+            self._error_body = b""
+        self.response = writer_for(owner, head, cached_tokens)
+
+    def _is_retried(self, now: float, head: ResponseHead) -> bool:
+        """Ask another worker where an error calls for it; False if the error passes on."""
+        owner, status, handover = self._owner, head.status, self.handover
+        if (status >= SERVER_ERROR or status == TOO_MANY) and status not in NOT_SUPPORTED:
+            retry_after_s = head.retry_after_s
+            outcome = OUTCOMES.get(status, Outcome.FAILED)
+            if outcome is Outcome.ERRED and retry_after_s is not None:
+                outcome = Outcome.FAILED  # the worker knows that it is at fault
+            refusal = owner.try_another(
+                now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
+            )
+        elif handover is not None and handover.prefills:
+            # The limits of the prefill leg are not the client's, so a decode worker decides.
+            handover.refused(now, status, again=bool(owner.tried))
+            refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
+        else:
+            return False
+        if refusal is None:
+            return True
+        owner.last_refusal = refusal
+        return False
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Pass on a piece of the response."""
+        owner, response = self._owner, self.response
+        if response is None:
+            head, self._head = self._head, None
+            if head is None or (ended and self._passed_whole(now, head, body)):
+                return
+            response = self.response = writer_for(owner, head)
+        if ended:
+            if response.is_cut(owner.route.name, body):
+                self.lost(now, WorkerError.RESET)
+                return
+            self.connection = None
+        handover = self.handover
+        if handover is not None and handover.waits and response.status == OK:
+            first = handover.first_of(body, ended, self.connection)
+            if first is None or (says_failed(first) and not self._is_final(now)):
+                return
+            body = first
+        if self._error_body is not None:
+            whole = self._of_its_size(now, self._error_body + body, ended)
+            if whole is None:
+                return
+            body = whole
+        had_begun = response.has_begun
+        data = response.take(body, ended)
+        if not had_begun and response.has_begun:
+            if not owner.client.writable:
+                self.pause()  # the client stopped reading before there was a connection to pause
+            if self.handover is not None:  # a head alone proves nothing: a stream's comes too early
+                self.handover.fetched()
+            first_bytes(owner, self.lease, now, response, data)
+        if response.tokens:
+            saw_tokens(owner, self.lease, now, response.tokens)
+        if data:
+            owner.record.sent_bytes += len(data)
+            owner.client.write(data)
+        if ended:
+            finish(self._owner, self.lease, now, response)
+        elif response.tokens:
+            self._open_passage(response)
+
+    def _passed_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
+        lease = self.lease
+        if lease is None or not passes_whole(self._owner, head):
+            return False
+        self.connection = None
+        pass_whole(self._owner, lease, now, head, body)
+        return True
+
+    def _open_passage(self, response: ResponseWriter) -> None:
+        """Let the rest of a stream pass without this object."""
+        connection, lease, owner = self.connection, self.lease, self._owner
+        stream = response.flowing
+        if connection is None or lease is None or stream is None:
+            return
+        if self._passage is None:
+            self._passage = fast_path(owner, lease, response, stream)
+        connection.open_passage(self._passage)
+
+    def _is_final(self, now: float) -> bool:
+        """Ask another worker after a failed transfer, as after a 500; True if there is none."""
+        failed, self.response = self.response, None
+        refusal = self._owner.try_another(now, Outcome.ERRED, WorkerError.STATUS)
+        if refusal is None:
+            return False
+        self.response, self._owner.last_refusal = failed, refusal
+        return True
+
+    def _of_its_size(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
+        """Read a 400 to its end, and place a request once more that was too long for the worker.
+
+        The router's estimate was too low then, and the client is not at fault. None if the client
+        gets nothing of the error, or not yet.
+        """
+        self._error_body = error_body
+        if not ended and len(error_body) <= MAX_ERROR_BYTES:
+            return None
+        self._error_body, lease, owner = None, self.lease, self._owner
+        if lease is None or not TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES):
+            return error_body
+        self._wire.router.outgrew(lease)
+        refused, self.response = self.response, None
+        refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
+        if refusal is None:
+            return None
+        self.response, owner.last_refusal = refused, refusal
+        return error_body
+
+    # Failures
+
+    def late(self, now: float) -> float:
+        """Return how much longer to wait for a worker that is only slow."""
+        lease, handover = self.lease, self.handover
+        if lease is None:
+            return 0.0
+        late_at = inf if handover is None else handover.late_at
+        return more_patience_s(lease, now, self._wire.settings.first_byte_s, late_at)
+
+    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+        """Give up on one of these workers, unless its response has begun or no other is left."""
+        lease, handover = self.lease, self.handover
+        if lease is None or self._owner.last_refusal or self.has_begun:
+            return
+        if lease.under_way.worker not in workers:
+            return
+        connection = self.connection
+        if handover is not None and handover.prefills:
+            connection = handover.prefill_connection
+        if connection is not None and self._wire.router.may_go_over(lease, now, self._owner.tried):
+            connection.fail(now, WorkerError.TIMEOUT)
+
+    def lost(self, now: float, error: WorkerError) -> None:
+        """Ask another worker, or show a client that has a part of the response that it ends."""
+        owner, wire = self._owner, self._wire
+        connection, self.connection = self.connection, None
+        if error is WorkerError.OURS:
+            # No worker has failed, and for no other would there be room.
+            wire.short_of_room(now)
+            self._end_with(now, Outcome.MOOT, refusals.router_full())
+            return
+        if error is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
+            refusal = refusals.unfinished(MOST * wire.settings.first_byte_s)
+            self._end_with(now, Outcome.UNFINISHED, refusal)
+            return
+        response = self.response
+        if response is None or not response.has_begun:
+            self.response = None
+            failed = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
+            if failed is None:
+                return
+            if failed.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
+                failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
+            owner.refuse(now, failed)
+            return
+        if self.ends_whole(now):
+            return
+        if self.lease is not None:
+            wire.router.finish(self.lease, now, Outcome.FAILED, why=error.value)
+        break_off(owner, now, response, "The worker failed while it answered.", f"worker_{error}")
+
+    def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
+        self.stop(now, outcome)
+        self._owner.refuse(now, refusal)
+        self._wire.settle(now)
+
+    def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
+        """Return True if the response takes long to make, as it would on another worker."""
+        lease = self.lease
+        if lease is None or self.handover is not None or self._head or self.response:
+            return False
+        return connection is not None and connection.is_open and is_only_slow(lease, now)
+
+    # The end
+
+    def ends_whole(self, now: float) -> bool:
+        """End a stream whose last event the client has; False if the client does not have it."""
+        owner, response = self._owner, self.response
+        if response is None or not response.is_whole:
+            return False
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.drop()
+        owner.record.sent_bytes += len(response.end)
+        owner.client.write(response.end)
+        finish(owner, self.lease, now, response)
+        return True
+
+    def pause(self) -> None:
+        """Read no more from the worker: the client does not keep up."""
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self, now: float) -> None:
+        """Read on."""
+        if self.connection is not None:
+            self.connection.resume(now)
+
+    def stop(self, now: float, outcome: Outcome) -> None:
+        """Stop the worker, and release its lease."""
+        wire = self._wire
+        connection, self.connection = self.connection, None
+        if self.handover is not None:
+            self.handover.left(now, connection)
+            if outcome is Outcome.CLIENT_GONE and self.lease is not None:
+                wire.metrics.handover_left(self.lease)
+        elif connection is not None:
+            connection.drop()
+        if self.lease is not None:
+            wire.router.finish(self.lease, now, outcome)

@@ -1,0 +1,69 @@
+"""The exchange of an attempt, as the attempt uses it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.state import ExchangeState
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.worker import Worker
+    from proxy.core.model.route_table import Route
+    from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+    from proxy.http.request import Request
+    from proxy.wire.context import WireContext
+    from proxy.wire.extension import Client
+    from proxy.wire.handover.two_legs import TwoLegExchange
+    from proxy.wire.worker.connection import WorkerError
+
+
+class AttemptOwner:
+    """What an attempt shares with its exchange, and may ask of it."""
+
+    def __init__(self, wire: WireContext, client: Client, request: Request, route: Route) -> None:
+        self.wire = wire
+        self.client = client
+        self.request = request
+        self.route = route
+        self.ask: RequestInfo | None = None
+        self.record = RequestRecord()
+        self.state = ExchangeState.READING
+        self.tried: frozenset[Worker] = frozenset()
+        self.last_refusal: Refusal | None = None  # of another attempt, while an error passes on
+        # A hand-over that failed, perhaps by its transfer. The next attempt shows whether it did.
+        self.suspect: TwoLegExchange | None = None
+
+    def enter(self, state: ExchangeState) -> None:
+        """Change the state."""
+        if not state.follows(self.state):
+            raise RuntimeError(f"no transition from {self.state} to {state}")
+        self.state = state
+
+    def try_another(
+        self,
+        now: float,
+        outcome: Outcome,
+        error: WorkerError,
+        retry_after_s: float | None = None,
+        *,
+        free: bool = False,
+        why: str = "",
+    ) -> Refusal | None:
+        """Give up the attempt and send the request to another worker; a refusal if there is none.
+
+        `free`: the retry costs nothing of the budget. `why`: the error in more words.
+        """
+        raise NotImplementedError
+
+    def refuse(self, now: float, refusal: Refusal) -> None:
+        """End the exchange with a response of the router's own."""
+        raise NotImplementedError
+
+    def close(self, now: float, status: int, reason: Reason | None = None) -> None:
+        """Count the request and forget the exchange."""
+        raise NotImplementedError
+
+    def forget_body(self) -> None:
+        """Free the body: no other worker will be asked."""
+        raise NotImplementedError

@@ -1,0 +1,157 @@
+"""What is done as a response passes: at its first bytes, at tokens, and at its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core.model.types import Outcome, Reason
+from proxy.core.request.client_fields import OPTIONS
+from proxy.http.response_parser import OK
+from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in, usage_of
+from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.exchange.stream_fast_path import StreamFastPath
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.http.response_parser import ResponseHead
+    from proxy.http.sse import EventStream
+    from proxy.wire.exchange.owner import AttemptOwner
+
+BAD_REQUEST, BAD_GATEWAY = 400, 502
+
+
+def writer_for(
+    owner: AttemptOwner, head: ResponseHead, cached_tokens: int | None = None
+) -> ResponseWriter:
+    """Return the writer of a response that begins with this head."""
+    request, ask = owner.request, owner.ask
+    changed = None if ask is None else ask.fields
+    return ResponseWriter(
+        request,
+        head,
+        owner.record.decision,
+        keep_alive=request.head.keep_alive and not owner.wire.leaving,
+        cached_tokens=cached_tokens,
+        hides_usage=changed is not None and OPTIONS in changed,
+    )
+
+
+def first_bytes(
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, data: bytes
+) -> None:
+    """Note that the client has a part of the response, so that no other worker is asked."""
+    router = owner.wire.router
+    owner.enter(ExchangeState.ANSWERING)
+    owner.forget_body()
+    if lease is None or response.status != OK:
+        return
+    if owner.suspect is not None:
+        owner.suspect.blame(now)
+    if not lease.ask.generates:
+        router.first_token(lease, now)
+    elif lease.ask.tenant is not None:
+        router.began(lease, now)
+    if owner.route.stores and (response_id := response_id_in(data)):
+        router.remember(response_id, lease.worker.name, lease.ask.tenant)
+
+
+def saw_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int) -> None:
+    """Count tokens of the response."""
+    record, wire = owner.record, owner.wire
+    if lease is not None:
+        if record.first_token_at is None:
+            if lease.prefill is not None:
+                wire.metrics.handovers.transferred(lease, now)
+            wire.router.first_token(lease, now)
+        wire.router.tokens(lease, tokens)
+    record.saw_tokens(now, wire.metrics, tokens)
+
+
+def fast_path(
+    owner: AttemptOwner, lease: Lease, response: ResponseWriter, stream: EventStream
+) -> StreamFastPath:
+    """Return the fast path for the rest of a stream."""
+    return StreamFastPath(
+        owner.wire.router,
+        lease,
+        owner.wire.metrics,
+        owner.record,
+        stream,
+        owner.client.write,
+        recounts=response.recounts,
+    )
+
+
+def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
+    """Return True if a whole response may take the short path of `pass_whole`."""
+    asked = owner.request.head
+    return (
+        head.length is not None
+        and asked.keep_alive
+        and not owner.wire.leaving
+        and not asked.explain
+        and not asked.http_1_0
+        and owner.suspect is None
+        and not owner.route.stores
+    )
+
+
+def pass_whole(
+    owner: AttemptOwner, lease: Lease, now: float, head: ResponseHead, body: bytes
+) -> None:
+    """Pass on a response that arrived in one piece, and end the exchange."""
+    wire, client = owner.wire, owner.client
+    owner.forget_body()
+    data = b"%bX-Request-Id: %b\r\nContent-Length: %b\r\n\r\n%b" % (
+        head.top, owner.request.id, head.length or b"", body,
+    )  # fmt: skip
+    router = wire.router
+    if not lease.ask.generates:
+        router.first_token(lease, now)
+    owner.record.sent_bytes += len(data)
+    client.write(data)
+    usage = usage_of(head, body) if router.wants_usage(lease, now) else None
+    router.finish(lease, now, Outcome.DONE, usage)
+    owner.close(now, OK)
+    client.done(now, keep_alive=True)
+    wire.settle(now)
+
+
+def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter) -> None:
+    """End an exchange whose client has all of the response."""
+    wire, status = owner.wire, response.status
+    if lease is not None:
+        done = status < BAD_REQUEST
+        if done and lease.sent and lease.prefill and owner.record.first_token_at is None:
+            wire.metrics.handovers.arrived(lease)
+        outcome = Outcome.DONE if done else Outcome.REFUSED
+        # Reading the usage takes a microsecond or two, and few requests have to teach anything.
+        usage = response.usage() if wire.router.wants_usage(lease, now) else None
+        wire.router.finish(lease, now, outcome, usage)
+    owner.close(now, status)
+    owner.client.done(now, keep_alive=response.keep_alive)
+    wire.settle(now)
+
+
+def break_off(
+    owner: AttemptOwner,
+    now: float,
+    response: ResponseWriter,
+    message: str,
+    code: str,
+    status: int = BAD_GATEWAY,
+    reason: Reason | None = None,
+) -> None:
+    """End a response that is not whole so that the client notices.
+
+    An error event and the end of the framing leave the connection fit for another request.
+    """
+    last_words = response.last_words(message, code)
+    owner.record.sent_bytes += len(last_words or b"")
+    owner.close(now, status, reason)
+    if last_words is None:
+        owner.client.break_off()
+    else:
+        owner.client.write(last_words)
+        owner.client.done(now, keep_alive=response.keep_alive)
+    owner.wire.settle(now)
