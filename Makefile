@@ -55,10 +55,11 @@ mutants: setup ## small faults in the source, and which of them the tests catch 
 	@mkdir -p out/mutants
 	@$(BIN)/python -m benchmarks.mutants --count $(COUNT) --save out/mutants/found.json
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy and the links of the documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mkdocs build --strict --quiet
 
 format: setup ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
