@@ -1,8 +1,7 @@
-"""The fleet: its workers, and what is charged to them.
+"""The fleet: its workers, and the charges on them.
 
-A request is charged to its worker when it is sent, not when it is answered: or else every long
-prompt of a burst goes to the one that looked idle. What was charged is released once, on whichever
-way out comes first.
+A request is charged to its worker when it is sent, so that a burst of long prompts does not all go
+to one worker. The charge is released once, when the request ends.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-# A request without a stream shows no first token; it is taken to come at so many times the
-# predicted moment.
+# A request without a stream shows no first token. Its prefill counts as done at this multiple of
+# the predicted time.
 SILENT_PATIENCE = 1.25
-LENDS = 8  # so many first observations are lent to workers that have none
+LENDS = 8  # first observations of a worker that are copied to workers without any
 
 
 class Fleet(Roster):
@@ -37,7 +36,7 @@ class Fleet(Roster):
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
-        """Charge a request to a worker, or to two."""
+        """Charge a request to its worker, or a hand-over to both workers."""
         if decision.handover is not None:
             return self._charge_both(ask, decision, decision.handover, now)
         worker = decision.worker
@@ -54,10 +53,10 @@ class Fleet(Roster):
         return lease
 
     def _charge_prefill(self, lease: Lease, now: float) -> None:
-        """Charge what a leg takes that begins with its prompt."""
         ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
-        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens  # as far as we would hear
+        # of this process: remote prefills may be late to appear
+        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
         before = worker.prefill_tokens + worker.strange_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
@@ -84,7 +83,7 @@ class Fleet(Roster):
     def _charge_both(
         self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
     ) -> Lease:
-        """Charge the prompt to one, and room in the cache and the output to the other, at once."""
+        """Charge the prompt to the prefill worker, KV cache and output to the decode worker."""
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
@@ -129,14 +128,14 @@ class Fleet(Roster):
             heappush(self._silent, (due, next(self._numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
-        """Note that a prefill worker no longer holds blocks for a request."""
+        """Note that the prefill worker no longer holds blocks for a request."""
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
             self.moved(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        """Have another decode worker do the rest of a hand-over, whose prefill is done."""
+        """Move the decode leg of a hand-over to another decode worker."""
         if lease.released or not lease.sent or lease.decoding:
             return
         before, samples = lease.worker, lease.ask.samples
@@ -166,7 +165,7 @@ class Fleet(Roster):
             self._lend(first.worker)
 
     def _decodes(self, lease: Lease) -> None:
-        """Count a request among those that decode."""
+        """Count a request among those being decoded."""
         worker, samples = lease.worker, lease.ask.samples
         lease.decoding_before = worker.decoding
         worker.decoding += samples
@@ -174,12 +173,12 @@ class Fleet(Roster):
         worker.reprice()
         self.moved(worker)
 
-    # How they go on
+    # Progress of requests
 
     def settle(self, now: float) -> None:
-        """Take those that show no first token as decoding once they should be.
+        """Count silent requests as decoding once their first token is due.
 
-        And what other processes have charged, if there are any.
+        Also take in the charges of other router processes.
         """
         if self.others is not None:
             self.others.look(now)
@@ -212,7 +211,7 @@ class Fleet(Roster):
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
-        # Who may have waited for a seat says nothing of prefills: see `seats`.
+        # The time to first token may include a wait for a slot: see `slots`.
         stood = worker.role is Role.DECODE and worker.queued_before
         if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
             cached = lease.decision.cached_tokens
@@ -243,7 +242,7 @@ class Fleet(Roster):
             self.moved(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
-        """Note output tokens."""
+        """Count output tokens."""
         lease.seen_tokens += seen
         lease.worker.written += seen
         before = lease.decode_tokens
@@ -257,7 +256,7 @@ class Fleet(Roster):
             self._hand_down(lease.worker)
 
     def release(self, lease: Lease) -> bool:
-        """Give back what was charged; False if that was done before."""
+        """Release the charge; False if it was released before."""
         if lease.released:
             return False
         lease.released = True
@@ -285,10 +284,10 @@ class Fleet(Roster):
 
 
 def _more(ask: RequestInfo, seen: int) -> int:
-    """Reckon what may come of an answer that is as long as was foreseen, and has not ended.
+    """Estimate the remaining output of a response that has reached its expected length.
 
-    As much again, as far as its limit allows: or else the longer it is, the sooner it would seem to
-    leave its seat and its room to others.
+    The estimate is the expected length again, within the output limit. Otherwise a response would
+    seem nearer its end the longer it is.
     """
     foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
     more = foreseen - seen % foreseen

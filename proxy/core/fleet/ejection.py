@@ -1,20 +1,16 @@
-"""Workers kept out by their breakers, and when too few are left for that: panic, as in Envoy.
+"""Workers kept out by their breakers, and panic mode as in Envoy.
 
-Idea: a breaker moves load from a worker that fails to workers that do not. Where most of a pool's
-breakers are open, either the requests break the workers or the rest can't carry the load. Below a
-share of the pool with closed breakers (`routing.panic_threshold`) the breakers of the pool are
-ignored: requests go to every worker that is up. So breakers never keep out more than the rest of
-that share. Only breakers that opened for failures are ignored, and only they count as out: a
-worker that says it is busy is left alone. Workers that are down by their probes are not part of the
-pool. A pool is the workers of one model that serve requests whole, or the workers that prefill for
-them. A pool of one worker panics whenever its breaker opens: no other worker could take the load.
+Idea: if the share of closed breakers in a pool falls below `routing.panic_threshold`, the pool's
+breakers are ignored. The remaining workers could not carry the load, or the requests themselves
+cause the failures. Only breakers that opened for failures count and are ignored: a busy worker is
+left alone. Workers that are down do not belong to the pool. A pool is the workers of one model that
+serve whole requests, or its prefill workers. A pool of one worker panics whenever its breaker
+opens. During panic each request to a worker with an open breaker is a trial.
 
-While a pool panics, each request to a worker with an open breaker is a trial: its first token
-closes the breaker, its failure keeps it open. Once enough are closed, open ones are heeded again.
+Cost: none while all breakers are closed.
 
-Cost: nothing while all breakers are closed; a look at the open ones when one opens or closes. How
-it fails: workers that hang, all of them, have every client wait for a timeout instead of a quick
-503; probes are to find those.
+How it fails: if all workers hang, clients wait for a timeout instead of a quick 503, until probes
+find the workers down.
 """
 
 from __future__ import annotations
@@ -30,22 +26,22 @@ Key = tuple[str, bool]  # a model, and whether its workers prefill only
 
 
 class BreakerListener(Protocol):
-    """What is told of workers that are left alone for a while."""
+    """Receives the changes of breakers and pools."""
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Note that a worker is left alone from now on."""
+        """Note that a worker's breaker has opened."""
 
     def is_back(self, worker: Worker) -> None:
-        """Note that a worker is given requests again."""
+        """Note that a worker's breaker has closed."""
 
     def has_left(self, worker: Worker) -> None:
-        """Note that a worker was taken out, resting or not."""
+        """Note that a worker was removed."""
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:
         """Note that a pool's breakers are ignored from now on: `out` of `live` are open."""
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Note that a pool's breakers are heeded again."""
+        """Note that a pool's breakers apply again."""
 
 
 def key_of(worker: Worker) -> Key:
@@ -58,7 +54,7 @@ def _is_live(worker: Worker) -> bool:
 
 
 class Ejections:
-    """Of one fleet."""
+    """The open breakers and the panicking pools of one fleet."""
 
     __slots__ = (
         "_clock",
@@ -79,24 +75,25 @@ class Ejections:
         moved: Callable[[Worker], None],
         clock: Callable[[], float],
     ) -> None:
-        self.threshold = 0.0  # below which share of closed breakers a pool panics; 0: never
-        self.resting: set[Worker] = set()  # with a breaker that is not closed
+        self.threshold = 0.0  # share of closed breakers below which a pool panics; 0: never
+        self.resting: set[Worker] = set()  # workers with an open breaker
         self.panics: set[Key] = set()
-        self.started: dict[Key, int] = {}  # how often each pool began to panic
+        self.started: dict[Key, int] = {}  # panics per pool
         self.witness: BreakerListener | None = None
         self._workers = workers
         self._moved = moved
         self._clock = clock
-        self._live: dict[Key, int] = {}  # workers of each pool that are up, where that was counted
-        self._out: dict[Key, set[Worker]] = {}  # of each pool, the resting that failed
+        self._live: dict[Key, int] = {}  # workers of each pool that are up, cached
+        # of each pool, the workers whose breakers opened for failures
+        self._out: dict[Key, set[Worker]] = {}
 
     def set_threshold(self, threshold: float) -> None:
-        """Take what the operator states."""
+        """Set the panic threshold."""
         self.threshold = threshold
         self.live_changed()
 
     def judged(self, worker: Worker, now: float) -> None:
-        """Take a change of a worker's breaker, and note when it begins to rest and when it ends."""
+        """Note a change of a worker's breaker."""
         resting, witness = self.resting, self.witness
         rested = worker in resting
         rests = not worker.breaker.closed and self._workers.get(worker.name) is worker
@@ -123,13 +120,13 @@ class Ejections:
             self._weigh(key)
 
     def left(self, worker: Worker) -> None:
-        """Forget a worker that was taken out; `live_changed` follows."""
+        """Forget a removed worker; the caller calls `live_changed` next."""
         self.resting.discard(worker)
         if self.witness is not None:
             self.witness.has_left(worker)
 
     def live_changed(self) -> None:
-        """Count anew: workers came, went, or became others."""
+        """Count again after workers came, went, or changed."""
         self._live.clear()
         self._out.clear()
         if not self.resting and not self.panics:
@@ -146,7 +143,7 @@ class Ejections:
             self._weigh(key)
 
     def _weigh(self, key: Key) -> None:
-        """Let a pool panic, or have its breakers heeded again."""
+        """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
             same = (each for each in self._workers.values() if key_of(each) == key)

@@ -1,17 +1,12 @@
 """Charges on a worker that this process did not make.
 
-They come from other router processes, or from requests that a removed worker with the same address
-still has in flight.
+They come from other router processes, or from requests that a removed worker at the same address
+still has in flight. A worker's charges include them, so that rules and limits do not depend on the
+number of processes. `RemoteLoad.look` replaces the remote part: an increase acts as a charge, a
+decrease as a first token. A breaker's state is copied from the process that wrote it last.
 
-Idea: a worker's charges include those of all processes, so that rules, limits and the comparison
-with the worker's own metrics do not depend on the number of processes. The part of the other
-processes is kept separately. Each `RemoteLoad.look` replaces it, and the charges change by the
-difference: more tokens to prefill act as a charge does, fewer as a first token does.
-
-The state of a breaker is copied whole from the process that wrote it last.
-
-A removed worker may still have requests in flight. A new worker at its address is the same server,
-so these requests are charged to the new worker, the heir, until they end.
+A new worker at the address of a removed one is the same server. It is the heir: the old requests
+are charged to it until they end.
 """
 
 from __future__ import annotations
@@ -23,20 +18,20 @@ from proxy.core.fleet.worker_load import WorkerLoad
 
 
 class RemoteLoad(Protocol):
-    """The other processes, as the fleet needs them."""
+    """The other router processes, as the fleet sees them."""
 
     def look(self, now: float) -> None:
         """Take in what they have charged."""
 
     def changed(self, worker: Worker) -> None:
-        """Tell them soon of a worker whose charges or breaker have changed here."""
+        """Publish a worker's charges and breaker soon."""
 
     def have_filled(self, worker: Worker, now: float) -> bool:
-        """Whether a worker that was chosen is full by now, through them; then that is taken in."""
+        """True if remote charges fill a chosen worker; then take them in."""
 
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
-    """Return what this process has charged to a worker, in the order of a `WorkerLoad`."""
+    """Return this process's charges on a worker, in the order of `WorkerLoad`."""
     theirs = worker.elsewhere
     return (
         worker.requests - theirs[0],
@@ -53,12 +48,12 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
 
 
 def own(worker: Worker) -> WorkerLoad:
-    """Return what this process has charged to a worker."""
+    """Return this process's charges on a worker."""
     return WorkerLoad._make(own_numbers(worker))
 
 
 def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
-    """Have a worker charged by others with so much, in place of what it was."""
+    """Replace the remote charges on a worker."""
     before, worker.elsewhere = worker.elsewhere, load
     if grown := _shift(worker, before, load):
         token_s = worker.pace.token_s
@@ -69,7 +64,7 @@ def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
 
 
 def inherit(heir: Worker, before: Worker) -> None:
-    """Have a worker charged with what is charged to one that had its address before."""
+    """Charge a worker with the requests of its predecessor."""
     load = own(before)
     had, heir.inherited = heir.inherited, load
     if grown := _shift(heir, had, load):
@@ -79,7 +74,7 @@ def inherit(heir: Worker, before: Worker) -> None:
 
 
 def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
-    """Charge one load in place of another; return how much more that is to prefill."""
+    """Replace one load by another; return the increase in prefill tokens."""
     worker.requests += load[0] - before[0]
     worker.sequences += load[1] - before[1]
     worker.long_tokens += load[3] - before[3]

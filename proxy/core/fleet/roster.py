@@ -1,7 +1,7 @@
-"""The workers by name: who is here, for which models, and how they fare.
+"""The workers by name: membership, models served, and health.
 
-Workers come and go, and change, while requests are under way: what is known of one stays with its
-object, and a namesake that is added later is another.
+Workers come, go and change while requests are in flight. State belongs to the `Worker` object: a
+worker added later under the same name is a new object.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 
-WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is served
-MOST_HEARD = 10_000  # models that are known to have been served; the oldest are forgotten
-STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
+WAITED_S = 600.0  # longest wait for a worker's or an empty pool's first model list
+MOST_HEARD = 10_000  # models remembered as served
+STALE_S = 10.0  # idle time after which a slow worker is tried again
 FORGIVE = 0.1
 
 
 def still() -> float:
-    """Tell a time at which everybody who is waited for may still come."""
+    """Return a constant time, at which no wait for a model list has ended."""
     return 0.0
 
 
 class Roster:
-    """The workers by name. `Fleet` adds what is charged to them."""
+    """The workers by name. `Fleet` adds the charges."""
 
     def __init__(
         self,
@@ -42,38 +42,38 @@ class Roster:
         up_after: int = 2,
         clock: Callable[[], float] = still,
     ) -> None:
-        self.version = 0  # changes whenever a worker comes, goes, or becomes another
+        self.version = 0  # changes when a worker comes, goes or changes
         self.down_after = down_after
         self.up_after = up_after
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
-        self.others: RemoteLoad | None = None  # processes that charge the same workers
+        self.others: RemoteLoad | None = None  # router processes with the same workers
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
         self._clock = clock
-        self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
-        self._empty_since: dict[str, float] = {}  # of those, the ones that nobody is here for
-        self._told_since: dict[str, float] = {}  # pools, from when their first worker was up
-        self._heard: dict[str, None] = {}  # models that somebody served once, the last told last
+        self._expected: tuple[str, ...] = ()  # models of the fleet file, even without workers
+        self._empty_since: dict[str, float] = {}  # expected models without workers
+        self._told_since: dict[str, float] = {}  # per pool, since its first worker came up
+        self._heard: dict[str, None] = {}  # models ever served, the latest last
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
-        self._left: dict[str, Worker] = {}  # of those, who left an address to which nobody came
+        self._left: dict[str, Worker] = {}  # by URL, those without an heir
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
-        """All of them, in the order they came."""
+        """Iterate over the workers in the order of their addition."""
         return iter(self._workers.values())
 
     @property
     def resting(self) -> set[Worker]:
-        """The workers with a breaker that is not closed."""
+        """The workers with an open breaker."""
         return self.ejections.resting
 
     @property
     def witness(self) -> BreakerListener | None:
-        """What is told of workers that are left alone for a while."""
+        """The listener for breaker changes."""
         return self.ejections.witness
 
     @witness.setter
@@ -81,26 +81,25 @@ class Roster:
         self.ejections.witness = witness
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of workers."""
         return len(self._workers)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a worker of that name is here."""
+        """True if a worker has that name."""
         return name in self._workers
 
     def get(self, name: str) -> Worker | None:
-        """Find a worker by name."""
+        """Return a worker by name."""
         return self._workers.get(name)
 
     def models(self) -> tuple[str, ...]:
-        """Every model some worker is for, live or not, or is expected to be."""
+        """Return every model that has workers or is expected."""
         return tuple(self._by_model)
 
     def contexts(self) -> dict[str, int | None]:
-        """Name what live workers serve, with the longest context that one offers.
+        """Return the models of live workers, with the largest context of each.
 
-        What nobody can be given now is left out, whether its workers are down or drain: who asks
-        for it even so hears 503, and when to come again.
+        Models without live workers are left out; a request for one gets 503 and Retry-After.
         """
         found: dict[str, int | None] = {}
         for worker in self:
@@ -112,22 +111,21 @@ class Roster:
         return found
 
     def origin(self, model: str) -> Origin:
-        """Say what live workers have loaded for a model, and whose adapter it is."""
+        """Return the loaded model of a name, and the base model of an adapter."""
         live = (worker for worker in self.of(model) if worker.live)
         told = (worker.origins[model] for worker in live if model in worker.origins)
         return next(told, (None, None))
 
     def serves(self, model: str) -> bool:
-        """Whether some worker is for a model, live or not, or is expected to be."""
+        """True if a model has workers or is expected."""
         return model in self._by_model
 
     def all_told(self, model: str = "") -> bool:
-        """Whether nobody may still say that it serves a model: adapters are in no fleet file.
+        """True once every worker that might serve this model has listed its models or timed out.
 
-        Who was never up has not told, nor have the workers of a model that nobody is here for.
-        Neither is waited for without end: one that never comes would leave every mistyped name
-        possible. So would one after the other that comes: once somebody of a pool was up for as
-        long, others of it are waited for with what was served before, by anybody.
+        Adapters are in no fleet file, so only model lists name them. Workers that were never up and
+        models without workers are waited for, `WAITED_S` at most. Once a worker of a pool has been
+        up that long, other workers of the pool are waited for only if the model was served before.
         """
         due = self._clock() - WAITED_S
         heard = model in self._heard
@@ -139,18 +137,18 @@ class Roster:
             and not (worker.up or worker.up_since)
             and self._may_tell(worker.model, due, heard=heard)
             for worker in self
-            if worker.role is not Role.PREFILL  # who decodes serves the same
+            if worker.role is not Role.PREFILL  # decode workers list the same models
         )
 
     def _may_tell(self, pool: str, due: float, *, heard: bool) -> bool:
         return heard or self._told_since.get(pool, inf) > due
 
     def of(self, model: str) -> list[Worker]:
-        """List the workers of a model, live or not. Not to be changed."""
+        """Return the workers of a model, live or not. Read-only."""
         return self._by_model.get(model, [])
 
     def pool(self, model: str) -> Pool:
-        """Return what is live of a model."""
+        """Return the live workers of a model."""
         found = self._pools.get(model)
         return found if found is not None else self._make_pool(model)
 
@@ -158,12 +156,12 @@ class Roster:
         workers = self._by_model.get(model)
         if not workers:
             return NO_POOL
-        for other, pool in self._pools.items():  # adapters: the same workers by other names
+        for other, pool in self._pools.items():  # adapters have the same workers
             if self._by_model[other] == workers:
                 self._pools[model] = pool
                 return pool
         for worker in workers:
-            if worker.ranked_in:  # another model's pool finds it by the key it has
+            if worker.ranked_in:  # its place in another pool depends on its key
                 self.moved(worker)
             else:
                 worker.key = inf if worker.shut else self._rank(worker)
@@ -171,19 +169,19 @@ class Roster:
         return pool
 
     def rank_by(self, rank: Callable[[Worker], float]) -> None:
-        """Keep large groups in this order, the least first."""
+        """Set the load key by which large groups are sorted."""
         self._rank = rank
         self._live_changed()
 
-    # Who is here
+    # Membership
 
     def expect(self, models: Iterable[str]) -> None:
-        """Take these models for known, whoever is here: who is for them comes and goes."""
+        """Set the models that are known even without workers."""
         self._expected = tuple(dict.fromkeys(models))
         self._changed()
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """Take in a worker; it has to be probed before it is given anything."""
+        """Add a worker. It gets requests after its first good probe."""
         if spec.name in self._workers:
             raise ValueError(f"worker {spec.name!r} is in the fleet already")
         worker = self._take_in(spec, next(self._free()))
@@ -191,7 +189,7 @@ class Roster:
         return worker
 
     def _free(self) -> Iterator[int]:
-        """Name indexes that are nobody's."""
+        """Yield unused indexes."""
         taken = {*self.by_index, *(worker.index for worker in self._leaving)}
         for index in count():
             if index not in taken:
@@ -209,7 +207,7 @@ class Roster:
         return worker
 
     def remove(self, name: str) -> Worker | None:
-        """Take a worker out; its leases in flight are still released to it."""
+        """Remove a worker. Its leases in flight are still released to it."""
         worker = self._workers.get(name)
         if worker is not None:
             self._take_out(worker)
@@ -228,7 +226,7 @@ class Roster:
             self._left[worker.url] = worker
 
     def _hand_down(self, worker: Worker) -> None:
-        """Charge what is charged to a removed worker to its heir, if it has one."""
+        """Charge a removed worker's load to its heir, if it has one."""
         if (heir := worker.heir) is not None:
             inherit(heir, worker)
             self.moved(heir)
@@ -238,7 +236,7 @@ class Roster:
                 del self._left[worker.url]
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        """Take workers out and others in: as `remove` and `add`, and one change however many."""
+        """Remove and add several workers as one change."""
         for worker in gone:
             self._take_out(worker)
         free = self._free()
@@ -247,7 +245,7 @@ class Roster:
         self._changed()
 
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
-        """Become these workers; one whose address and model stay keeps all that is known of it."""
+        """Set the workers; those with the same address and model keep their state."""
         wanted = {spec.name: spec for spec in specs}
         gone = []
         for worker in self:
@@ -261,15 +259,15 @@ class Roster:
         self.swap(gone, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
-        """Take what is stated of a worker that is here now; its address and model are the same."""
+        """Apply a changed spec with the same address and model."""
         worker.respecify(spec)
         self.moved(worker)
         self._live_changed()
 
     def drain(self, name: str, *, draining: bool = True, starts: bool = False) -> bool:
-        """Give a worker nothing more, or something again; False when there is none of the name.
+        """Start or stop draining a worker; False if the name is unknown.
 
-        `starts`: it is not ready yet. Of any other that was never up nobody waits for a word.
+        `starts`: the worker is not ready yet. No other draining worker is waited for.
         """
         worker = self._workers.get(name)
         if worker is None:
@@ -289,7 +287,7 @@ class Roster:
         max_model_len: int | None = None,
         origins: Mapping[str, Origin] | None = None,
     ) -> None:
-        """Take what a worker's /v1/models says; a shorter context that is stated stands."""
+        """Take the models from a worker's /v1/models. A shorter configured context applies."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
@@ -334,10 +332,10 @@ class Roster:
         self._pools.clear()
         self.ejections.live_changed()
 
-    # How they fare
+    # Health
 
     def probe_ok(self, name: str, now: float) -> bool:
-        """Take a probe's good answer; True if the worker has just come up."""
+        """Count a good probe; True if the worker has just come up."""
         worker = self._workers.get(name)
         if worker is None:
             return False
@@ -345,7 +343,7 @@ class Roster:
         worker.good_probes += 1
         if worker.up or (worker.probed and worker.good_probes < self.up_after):
             return False
-        if worker.probed:  # it was down: nothing says that its cache is what it was
+        if worker.probed:  # it was down: its cache may be empty
             self.prefixes.forget(worker.index)
         worker.up = worker.probed = True
         worker.up_since = now
@@ -357,7 +355,7 @@ class Roster:
         return True
 
     def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
-        """Take a probe's failure; True if the worker has just gone down."""
+        """Count a failed probe; True if the worker has just gone down."""
         worker = self._workers.get(name)
         if worker is None:
             return False
@@ -381,11 +379,11 @@ class Roster:
         awaited_since: float,
         draining: bool,
     ) -> None:
-        """Take what another process, that probes, has found of a worker that is here."""
+        """Take a worker's health from the router process that probes."""
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
-                self.prefixes.forget(worker.index)  # it was started anew
+                self.prefixes.forget(worker.index)  # restarted
             worker.up_since = up_since
         if up and not worker.up:
             self._told(worker)
@@ -406,12 +404,12 @@ class Roster:
         busy: bool = False,
         why: str = "",
     ) -> None:
-        """Note that a request failed on a worker, and why: see `Breaker`."""
+        """Count a failed request in the worker's breaker."""
         worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
         self._judged(worker, now)
 
     def succeeded(self, worker: Worker) -> None:
-        """Note that a request was answered."""
+        """Note a successful request."""
         worker.breaker.succeeded()
         self._judged(worker, 0.0)
 
@@ -420,7 +418,7 @@ class Roster:
         self.moved(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
-        """Take what a worker's /metrics says."""
+        """Take the gauges from a worker's /metrics."""
         worker = self._workers.get(name)
         if worker is None:
             return
@@ -428,11 +426,11 @@ class Roster:
         if before is not None and gauges.computed > before.computed:
             worker.worked_at = gauges.at
         worker.kv_capacity = gauges.kv_capacity_tokens or 0
-        # The page is a moment old: only what two of them show is nobody's request of ours.
+        # A page is a moment old, so only requests on two pages in a row count as other clients'.
         strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
         worker.strangers = min(strangers, worker.strangers_before)
         worker.strangers_before = strangers
-        # What is charged may be computed in part: strangers' work is taken too low, never too high.
+        # Charged prompts may be partly computed, so this underestimates the other clients' prefill.
         backlog = gauges.extra.get("backlog", 0.0)
         strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
         worker.strange_tokens = min(strange, worker.strange_tokens_before)
@@ -447,7 +445,7 @@ class Roster:
         self.moved(worker)
 
     def no_gauges(self, name: str, now: float) -> None:
-        """Note that a worker is well and tells no gauges; soon the last say nothing of now."""
+        """Note that a worker gives no gauges; forget the last ones once they are old."""
         worker = self._workers.get(name)
         if worker is None or worker.gauges is None:
             return
@@ -455,7 +453,7 @@ class Roster:
             self.forget_gauges(worker)
 
     def forget_gauges(self, worker: Worker) -> None:
-        """Forget what only a worker's page tells; what its cache holds in all stays known."""
+        """Forget a worker's gauges, except the cache capacity."""
         if worker.gauges is None:
             return
         worker.gauges = None
@@ -467,21 +465,21 @@ class Roster:
         self.moved(worker)
 
     def _forgive(self, worker: Worker) -> None:
-        """Let a worker that looks slow be tried again: it may have been a bad moment."""
+        """Make a slow worker look faster, so that it is tried again."""
         peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:
             worker.pace.adopt(best, FORGIVE)
 
     def _borrow(self, worker: Worker) -> None:
-        """Take a new worker to be like the best known of its model."""
+        """Start a new worker with the latency of the best-known worker of its model."""
         peers = [w for w in self.of(worker.model) if w.pace.prefills]
         if peers:
             worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
             worker.reprice()
 
     def moved(self, worker: Worker) -> None:
-        """Keep what pools rely on true: a worker's load has changed."""
+        """Update pools and listeners after a change of a worker's load."""
         worker.shut = worker.full or (not worker.breaker.closed and worker.barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)
@@ -496,19 +494,19 @@ class Roster:
         if self._leaving and worker in self._leaving:
             self._hand_down(worker)
 
-    # What other processes say
+    # Reports of other processes
 
     def charged_elsewhere(
         self, worker: Worker, load: WorkerLoad, due_at: float, now: float
     ) -> None:
-        """Take what others have charged to a worker, and when they expect to hear of it."""
+        """Take the charges of other processes, and when their next first token is due."""
         if self._workers.get(worker.name) is not worker:
-            return  # gone: nobody would tell of what they give back
+            return  # removed: no process would report the release
         replace(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
         self.moved(worker)
 
     def judged_elsewhere(self, worker: Worker, told: Told) -> None:
-        """Take what another process has made of a worker's breaker."""
+        """Take a breaker's state from another process."""
         worker.breaker.take(told)
         self._judged(worker, self._clock())

@@ -1,20 +1,17 @@
-"""Which worker may still hold the beginning of a prompt in its cache.
+"""Index of prompt prefixes that workers may have cached.
 
-Idea: a body's prompt part is cut into blocks at fixed places, small ones first and larger ones
-further in, and each block's hash is seeded with the one before. Two prompts share as many hashes as
-they share blocks. For each hash a bit mask says which workers were sent it; walking a chain and
-and-ing masks gives every worker's match at once, however many workers there are.
+Idea: the prompt part of a body is cut into blocks that grow with depth. Each block's hash is seeded
+with the previous one, so prompts share hashes as far as they share blocks. Each hash has a bit mask
+of the workers that were sent it.
 
-Memory: two generations of `GENERATION` hashes; when the young one is full the old one goes, so what
-is used stays and what is not is forgotten in time. An entry is about 105 bytes with few workers and
-240 with a thousand: 7 to 16 MB in all, and never more. Cost: a hash and two look-ups per block, at
-most 96 blocks (1.3 MB of prompt; a longer one is as good as unique by then). Who is gone is left
-out at once, and taken out of all masks (10 ms) when a place of the gone is taken again: once for a
-thousand.
+Memory: two generations of `GENERATION` hashes, 7 to 16 MB. A full young generation replaces the old
+one.
 
-How it fails: bytes are not tokens, so equal prompts written with other spaces do not match; a
-worker that evicted a prefix is still believed to hold it, which is why it is learnt how much of
-what should be cached is missing (`Pace.missing`).
+Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB). Masks are swept (10 ms) when a
+removed worker's index is reused.
+
+How it fails: equal prompts with other whitespace do not match. Evictions are unseen, so
+`LatencyModel.missing` learns their share.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ GENERATION = 32_768
 BLOCKS = (512,) * 32 + (2048,) * 24 + (8192,) * 24 + (65_536,) * 16
 ENDS = tuple(accumulate(BLOCKS))
 FEW = 8
-COVERED = (0, *ENDS)  # bytes that so many blocks stand for
-Matches = list[tuple[int, int]]  # so many blocks, and a mask of the workers that hold at least them
+COVERED = (0, *ENDS)  # bytes in that many blocks
+Matches = list[tuple[int, int]]  # block counts, and masks of the workers that hold them
 
 
 class PrefixIndex:
@@ -40,17 +37,17 @@ class PrefixIndex:
         self._generation = generation
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._gone = 0  # workers whose bits are still in them, and mean nothing
+        self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
-        # Where several processes serve: tells the others what is recorded here.
+        # Publishes records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:
-        """Count the hashes held."""
+        """Return the number of hashes."""
         return len(self._young) + len(self._old)
 
     def hashes(self, model: str, body: bytes, start: int = 0) -> tuple[int, ...]:
-        """Hash the whole blocks of a body from where its prompt starts."""
+        """Hash the whole blocks of a prompt."""
         blocks = bisect_right(ENDS, len(body) - start)
         if not blocks:
             return ()
@@ -61,7 +58,7 @@ class PrefixIndex:
                 self._seeds[model] = seed
         if blocks == 1:
             return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
-        view = body if blocks < FEW else memoryview(body)  # to copy a little is cheaper
+        view = body if blocks < FEW else memoryview(body)  # copying a little is cheaper
         chain = []
         for size in BLOCKS[:blocks]:
             seed = xxh3_64_intdigest(view[start : start + size], seed)
@@ -70,7 +67,7 @@ class PrefixIndex:
         return tuple(chain)
 
     def matches(self, hashes: tuple[int, ...]) -> Matches:
-        """Return how many leading blocks are held, and by whom: the deepest first."""
+        """Return the leading blocks that workers hold, deepest first."""
         found: Matches = []
         young, old = self._young, self._old
         alive = ~self._gone
@@ -88,13 +85,13 @@ class PrefixIndex:
         return found
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Note that a worker was sent these blocks."""
+        """Record that a worker was sent these blocks."""
         young, old = self._young, self._old
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
         if hashes and young.get(hashes[-1], 0) & bit:
-            return  # and with it all that is in front of it
+            return  # the earlier blocks are recorded too
         for block in hashes:
             holders = young.get(block)
             if holders is None:
@@ -108,11 +105,11 @@ class PrefixIndex:
             self._old, self._young = young, {}
 
     def forget(self, worker: int) -> None:
-        """Drop a worker from every block: it is gone, or has restarted with an empty cache."""
-        self._gone |= 1 << worker  # many may be gone at a time: see `_sweep`
+        """Drop a worker that was removed or restarted."""
+        self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
-        """Take who is gone out of every block, before one of them is in any again."""
+        """Clear the stale bits."""
         keep, self._gone = ~self._gone, 0
         for generation in (self._young, self._old):
             for block, holders in list(generation.items()):
@@ -123,7 +120,7 @@ class PrefixIndex:
 
 
 def deepest(matches: Matches, most: int) -> list[int]:
-    """Name some of those that hold the most."""
+    """Return some workers that hold the most."""
     holders = matches[0][1] if matches else 0
     named: list[int] = []
     while holders and len(named) < most:

@@ -1,39 +1,34 @@
-"""How long a KV transfer takes, learnt from what was seen.
+"""Time of a KV transfer: seconds = fixed + seconds per token x tokens.
 
-    seconds = fixed + seconds per token x tokens
+Observed is the time from the start of the decode leg to its first token, less one step.
 
-Seen is the time from when the decode leg was sent to its first token, less one step, which it would
-have taken anyhow. Idea: least squares over observations that fade, each weighed by its prediction,
-so that short transfers count as much as long ones. What lies far off what is known is moved nearer
-first: the handshake behind a first transfer does no lasting harm. Where some take very long that is
-the mean, and most are faster; so a factor follows the median: it grows a little with each transfer
-that takes longer, by whatever that is, and shrinks with each that does not.
+Idea: least squares over fading observations, weighted by their predictions. Outliers are clamped. A
+factor moves the mean towards the median, because some transfers take very long. Each pair of
+workers has an estimate; the model's stands in until then.
 
-Each pair of workers has its own, as links differ: within a host, a rack, or across. Until it has
-seen a few, the whole model's stands in for it.
+Cost: forty multiplications per observation.
 
-Cost: some forty multiplications per observation, one and a look-up per prediction. How it fails: of
-P x D pairs each learns for itself, so the first few transfers of each are predicted as the others'.
+How it fails: each of P x D pairs learns alone.
 """
 
 from __future__ import annotations
 
 from math import exp, log
 
-# Before anything was seen: a handshake is done, and the network is decent.
+# First values: a warm connection and a decent network.
 FIXED_S, TOKEN_S = 0.01, 1e-6
 LEAST_S = 1e-6
-KEPT = 0.98  # of the weight of what was seen, with each observation
-FARTHEST = 4.0  # times what was predicted, or that part of it
-STEP, NEAR = 0.02, 0.1  # of the factor; what is no farther off moves it by less
+KEPT = 0.98  # weight left per observation
+FARTHEST = 4.0  # clamp, times the prediction
+STEP, NEAR = 0.02, 0.1  # step of the factor, and error for a full step
 LEAST_FACTOR, MOST_FACTOR = 0.5, 1.5
 MOST_PAIRS = 10_000
-YOUNG = 4  # so many observations are believed whatever they say
-DISTINCT = 1e-3  # how different sizes have to be, to tell the two parts from each other
+YOUNG = 4  # observations without clamp
+DISTINCT = 1e-3  # relative spread of sizes that tells the parts apart
 
 
 class TransferTime:
-    """One pair's, or one model's."""
+    """The estimate of one pair or model."""
 
     __slots__ = ("_n", "_nn", "_nt", "_t", "_weight", "factor", "fixed_s", "seen", "token_s")
 
@@ -45,7 +40,7 @@ class TransferTime:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Predict the transfer of so many tokens."""
+        """Predict a transfer."""
         return self.factor * (self.fixed_s + self.token_s * tokens)
 
     def saw(self, tokens: float, seconds: float) -> None:
@@ -69,7 +64,7 @@ class TransferTime:
     def _fit(self) -> None:
         weight, n, nn, t, nt = self._weight, self._n, self._nn, self._t, self._nt
         spread = weight * nn - n * n
-        if spread <= DISTINCT * weight * nn:  # all of one size: both parts by one factor
+        if spread <= DISTINCT * weight * nn:  # equal sizes: scale both parts
             factor = t / (weight * self.fixed_s + n * self.token_s)
             self.fixed_s *= factor
             self.token_s *= factor
@@ -82,14 +77,14 @@ class TransferTime:
 
 
 class TransferTimes:
-    """One model's, by the names of prefill and decode worker."""
+    """The estimates of one model, by worker names."""
 
     def __init__(self) -> None:
         self.all = TransferTime()
         self._pairs: dict[tuple[str, str], TransferTime] = {}
 
     def of(self, prefill: str, decode: str) -> TransferTime:
-        """Return what is known of a pair, or if that is next to nothing of all."""
+        """Return a pair's estimate, or the model's."""
         if not self._pairs:
             return self.all
         found = self._pairs.get((prefill, decode))
@@ -99,7 +94,7 @@ class TransferTimes:
         """Learn from a transfer."""
         found = self._pairs.get((prefill, decode))
         if found is None:
-            if len(self._pairs) >= MOST_PAIRS:  # of workers that left long ago, most likely
+            if len(self._pairs) >= MOST_PAIRS:  # probably of removed workers
                 del self._pairs[next(iter(self._pairs))]
             found = self._pairs[prefill, decode] = TransferTime()
         self.all.saw(tokens, seconds)

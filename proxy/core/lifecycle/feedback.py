@@ -1,4 +1,4 @@
-"""What a finished request says of its worker."""
+"""What a finished request teaches about its worker."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import shown_since
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 
-ENOUGH_STEPS = 4  # fewer say little of a step's time
+ENOUGH_STEPS = 4  # for a step time
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
-A_500 = "500"  # what it erred with
-# By these a worker has said nothing.
+A_500 = "500"
+# Outcomes that say nothing of the worker.
 SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
@@ -24,7 +24,7 @@ def judge(
     retry_after_s: float | None,
     why: str = "",
 ) -> None:
-    """Tell the breaker. Only the trial closes one that is open: others were sent before."""
+    """Update the breaker; only a trial may close it."""
     worker = lease.worker
     if outcome not in SILENT and lease.ask.computes:
         worker.heard(now)
@@ -41,10 +41,9 @@ def judge(
 
 
 def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
-    """Hold a 500 against a worker, now that another one could do what it could not.
+    """Count a 500 against a worker once another worker has succeeded.
 
-    Until then it may be the request that no worker survives: whoever sends such requests must not
-    have every worker shut to everybody else.
+    Until then the request may be at fault, and must not open every breaker.
     """
     for name in ask.erred_on:
         if (worker := fleet.get(name)) is not None:
@@ -53,24 +52,23 @@ def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
 
 
 def written(lease: Lease) -> int:
-    """Say how many tokens a stream wrote that told no usage: its events, 0 where they may mislead.
+    """Return a stream's tokens by its events; 0 if unreliable.
 
-    Of a call of a tool many tokens may come in one event. Elsewhere too, if an engine speculates or
-    writes in intervals: then fewer and longer steps are learnt, that take as long all together.
+    A tool call puts many tokens into one event. Otherwise fewer, longer steps are learnt.
     """
     ask = lease.ask
     return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
-    """Learn the worker's pace, and whether it has cached what it should have."""
+    """Learn the worker's latency and missing cache share."""
     learn_pace(lease, now, usage.completion_tokens, decoding)
-    if lease.prefill is None:  # else it is the prefill worker that had so much cached
+    if lease.prefill is None:  # the prefill worker had these tokens cached
         saw_cached(lease.worker, lease.decision.cached_tokens, usage)
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
-    """Learn the worker's pace from an answer of so many tokens."""
+    """Learn the worker's latency from a response."""
     ask, cached = lease.ask, lease.decision.cached_tokens
     pace = lease.worker.pace
     if ask.generates:
@@ -86,25 +84,23 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
             if halves is None:
                 ahead = lease.ahead_tokens + ask.prompt_tokens - cached
                 pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
-            elif (
-                steps >= ENOUGH_STEPS and halves.tokens
-            ):  # its first token is one more, after the transfer
+            elif steps >= ENOUGH_STEPS and halves.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
                 pace.saw_steps(beside, decode_s / (steps + 1), now)
 
 
 def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
-    """Learn from a client that did not wait for its answer: it would have taken longer still.
+    """Learn from a client that left: its response would have taken longer.
 
-    A worker that hangs would look idle and as quick as ever to whoever comes next, time and again.
+    Otherwise a hung worker would look idle and fast.
     """
     ask, worker = lease.ask, lease.worker
     pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not ask.computes:
         return
-    if lease.prefill is not None:  # a transfer's time is learnt from those that come about
+    if lease.prefill is not None:  # transfers teach when they succeed
         return
-    if now < pace.first_due:  # many leave at once, and say the same
+    if now < pace.first_due:  # many clients leave at once
         return
     seconds = now - lease.charged_at
     tokens = lease.ahead_tokens + ask.prompt_tokens - cached
@@ -115,7 +111,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
         pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
     else:
         if ask.output_tokens is None or ask.samples > 1:
-            return  # how long all of it should have taken is not known
+            return  # expected total time unknown
         beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
@@ -125,7 +121,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
-    """Learn whether a worker has cached what it should have, where it says so."""
+    """Learn the missing cache share of a worker that reports cached tokens."""
     if usage.cached_tokens:
         worker.reports_cache = True
     if worker.reports_cache and cached:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Bill:
-    """Amounts that a tenant was charged for a request, and that the end of the request settles."""
+    """A tenant's charges for a request, settled at its end."""
 
-    entered: int = -1  # tokens taken from the tenant's limit while in flight; -1: none
-    free: bool = False  # placed while no request waited, so it costs no share
-    paid: float = 0.0  # charged for the prompt at the placement
-    unsettled: float = 0.0  # the part of the tenant's share that was charged by estimates
-    prepaid: int = 0  # output tokens that were charged before they were written
+    entered: int = -1  # tokens taken from the limit; -1: none
+    free: bool = False  # placed without a queue: costs no share
+    paid: float = 0.0  # for the prompt, at placement
+    unsettled: float = 0.0  # share charged by estimates
+    prepaid: int = 0  # output tokens charged before they were written

@@ -1,8 +1,7 @@
-"""Who asks: tenants, known by their keys.
+"""Tenants and their keys.
 
-Of a key only its SHA-256 is kept. Keys are long and random (`vllm-sched key` makes them), so a
-plain hash is as good as a slow one, which each request would pay for. A presented key is looked up
-by its hash and compared in constant time: how long it takes tells nothing of the keys there are.
+Only SHA-256 hashes of keys are kept. Keys are long and random (`vllm-sched key`), so a slow hash is
+unnecessary. Digests are compared in constant time.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ SALTED = b"vllm-sched cache\0"
 
 
 class Rank(IntEnum):
-    """Whose turn comes first. Within one, tenants have shares."""
+    """Tenant classes by precedence. Within a class, tenants have shares."""
 
     INTERACTIVE = 0
     STANDARD = 1
-    BATCH = 2  # in the gaps that the others leave
+    BATCH = 2  # when no other class waits
 
 
 RANKS = {rank.name.lower(): rank for rank in Rank}
@@ -32,28 +31,28 @@ RANKS = {rank.name.lower(): rank for rank in Rank}
 
 @dataclass(frozen=True, slots=True)
 class TenantSpec:
-    """What the operator states of a tenant."""
+    """A tenant as the operator configures it."""
 
     name: str
     rank: Rank = Rank.STANDARD
     weight: float = 1.0
     limits: Limits = field(default_factory=Limits)
     models: frozenset[str] | None = None  # None: all
-    salted: bool = False  # whether its prefixes are cached apart from others'
-    explain: bool = False  # whether it may know of workers
+    salted: bool = False  # separate prefix cache
+    explain: bool = False  # may see workers
 
 
 @dataclass(slots=True)
 class TenantTotals:
-    """What was counted of a tenant since the router began; stays when the tenant goes."""
+    """Counters of a tenant, kept after its removal."""
 
-    prompt_tokens: int = 0  # of requests that are over
+    prompt_tokens: int = 0  # of finished requests
     output_tokens: int = 0
-    limited: dict[str, int] = field(default_factory=dict)  # requests that met a limit, by which
+    limited: dict[str, int] = field(default_factory=dict)  # per limit
 
 
 class ChangedTenants:
-    """Who has changed since somebody looked: so nobody need look at all there are."""
+    """Tenants that changed since the last look."""
 
     __slots__ = ("changed",)
 
@@ -61,13 +60,13 @@ class ChangedTenants:
         self.changed: set[Tenant] = set()
 
     def take(self) -> set[Tenant]:
-        """Return them, and begin anew."""
+        """Return and clear them."""
         changed, self.changed = self.changed, set()
         return changed
 
 
 class Tenant:
-    """A tenant: its share, and what it has of it."""
+    """A tenant, its share and its usage."""
 
     __slots__ = (
         "beside_salted",
@@ -90,54 +89,53 @@ class Tenant:
         self.spec = spec
         self.totals = totals or TenantTotals()
         self.ledger = TenantUsage(spec.limits)
-        self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
-        # By class, of these what others waited for, and what it was away for: whose is the least
-        # goes next. They are the sum of the two below, and of what other processes charged.
+        self.virtual = 0.0  # tokens served by weight: see `fairness`
+        # Per class: contended charges and lifts, of all processes. The least standing is next.
         self.standings = [0.0] * len(Rank)
-        self.charged = [0.0] * len(Rank)  # by this process, since ever, and not free
-        # Of `standings`, the estimates of requests in flight: all of them, and this process's.
+        self.charged = [0.0] * len(Rank)  # by this process, not free
+        # The estimated part of `standings`: in all processes, and in this one.
         self.unsettled = [0.0] * len(Rank)
         self.own_unsettled = [0.0] * len(Rank)
-        self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
+        self.lifts = [0.0] * len(Rank)  # by any process
         # By model and route, the last used at the end: see `sizing`.
         self.learnt: dict[tuple[str, str], LearnedSizes] = {}
-        self.beside_salted = False  # whether one of all is salted: no other may name its salt
+        self.beside_salted = False  # no other tenant may set its own salt
         self.waiting = 0  # in the queue
-        self.waits = 0  # a bit for each class in which it waits here
-        self.watches: set[ChangedTenants] = set()  # that are told of each change
+        self.waits = 0  # a bit per class
+        self.watches: set[ChangedTenants] = set()  # get each change
 
     def __repr__(self) -> str:
-        """Name it."""
+        """Return the name."""
         return f"<Tenant {self.spec.name}>"
 
     @property
     def name(self) -> str:
-        """What the operator calls it."""
+        """The configured name."""
         return self.spec.name
 
     def change(self) -> None:
-        """Have those know who watch it: for whoever changes it but by its methods."""
+        """Notify the watches, after a direct change."""
         for watch in self.watches:
             watch.changed.add(self)
 
     def settled(self, rank: int) -> float:
-        """Return the standing in a class without the estimates of requests in flight."""
+        """Return the standing in a class without estimates in flight."""
         return self.standings[rank] - self.unsettled[rank]
 
     def lift(self, rank: Rank, floor: float) -> None:
-        """Raise the settled standing in a class to the settled standings of others."""
+        """Raise the settled standing in a class to `floor`."""
         if (lacks := floor - self.settled(rank)) > 0:
             self.lifted_to(rank, self.lifts[rank] + lacks)
 
     def lifted_to(self, rank: int, lift: float) -> None:
-        """Have been lifted by that in all, here or elsewhere: the same lift counts once."""
+        """Apply a total lift of any process once."""
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown
             self.change()
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
-        """Count tokens that it is served here, in a class; `free`: nobody waits for them."""
+        """Charge tokens; `free`: no other tenant waits."""
         share = tokens / self.spec.weight
         self.virtual += share
         if not free:
@@ -147,65 +145,62 @@ class Tenant:
             self.change()
 
     def estimate(self, tokens: float, rank: Rank) -> float:
-        """Mark tokens that were just charged as an estimate; return their share, for `settle`."""
+        """Mark charged tokens as an estimate; return their share, for `settle`."""
         share = tokens / self.spec.weight
         self.unsettled[rank] += share
         self.own_unsettled[rank] += share
         return share
 
     def settle(self, share: float, rank: Rank) -> None:
-        """Take a share for settled: its request has ended, and its usage is charged."""
+        """Settle the share of a finished request."""
         self.unsettled[rank] -= share
         self.own_unsettled[rank] -= share
         self.change()
 
     def charged_elsewhere(self, share: float, unsettled: float, rank: int) -> None:
-        """Add what other processes charged, and by how much their estimates in flight changed."""
+        """Add other processes' charges and estimates."""
         self.virtual += share
         self.standings[rank] += share
         self.unsettled[rank] += unsettled
         self.change()
 
     def may_use(self, model: str) -> bool:
-        """Whether a model is for it."""
+        """Return whether it may use a model."""
         models = self.spec.models
         return models is None or model in models
 
     def salt(self, own: str = "") -> str:
-        """Return what keeps its cached prefixes apart; `own` is a salt that the client gave.
+        """Return the cache salt; `own`: the client's salt.
 
-        No secret is needed: where anybody is salted, no client sets it itself.
+        No secret is needed: with salted tenants no client sets the salt.
         """
         return sha256(SALTED + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
 
 
 class Tenants:
-    """All of them, and their keys. With none at all nobody is asked for a key."""
+    """All tenants and their keys. Without any, no key is needed."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, TenantTotals] = {}  # of those that are gone too
+        self.totals: dict[str, TenantTotals] = {}  # including removed tenants
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[bytes, tuple[bytes, Tenant]] = {}
         self.open = True  # no keys
-        self.edition = 0  # counts the changes: what was found before one must be looked up anew
+        self.edition = 0  # changes with each `replace`
 
     def __iter__(self) -> Iterator[Tenant]:
-        """List them."""
+        """Iterate over the tenants."""
         return iter(self._tenants.values())
 
     def __len__(self) -> int:
-        """Count them."""
+        """Return the number of tenants."""
         return len(self._tenants)
 
     def get(self, name: str) -> Tenant | None:
-        """Find one by its name."""
+        """Return a tenant by name."""
         return self._tenants.get(name)
 
     def replace(self, specs: Iterable[TenantSpec], keys: Mapping[bytes, str]) -> None:
-        """Take what the operator states now; `keys` are hashes, and whose each is.
-
-        Those that stay keep what was counted of them.
-        """
+        """Apply the operator's tenants, with hashed keys by name; counters stay."""
         before, self._tenants = self._tenants, {}
         for spec in specs:
             tenant = before.get(spec.name)
@@ -223,7 +218,7 @@ class Tenants:
         self.edition += 1
 
     def of_key(self, presented: bytes) -> Tenant | None:
-        """Find whose key this is."""
+        """Return the tenant of a key."""
         digest = sha256(presented).digest()
         known, tenant = self._keys.get(digest, (b"", None))
         return tenant if hmac.compare_digest(known, digest) else None
