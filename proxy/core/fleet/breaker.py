@@ -1,9 +1,8 @@
 """Circuit breaker of one worker.
 
-A closed breaker lets every request pass. Three failures in a row, or one response 429 or 503, open
-it. It stays open for a time that doubles with each opening, or for the time in the worker's
-Retry-After. Then one request at a time passes on trial. Its first token closes the breaker, its
-failure opens the breaker again. A trial without a result blocks the next trial for `TRIAL_S` only.
+Three failures in a row, or one response 429 or 503, open the breaker. It stays open for a time that
+doubles with each opening, or for the worker's Retry-After. Then one request at a time passes on
+trial. Its first token closes the breaker, its failure opens the breaker again.
 """
 
 from __future__ import annotations
@@ -15,34 +14,29 @@ FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 TRIAL_S = 2.0
 LONGEST_ASKED_S = 300.0  # a longer Retry-After is capped
-# Why a breaker opened: the worker failed, or said that it is busy.
 FAILED, BUSY = "failed", "busy"
-LONG_AGO = -math.inf  # `_tried_at` of a trial without a result: the next trial may be sent
+LONG_AGO = -math.inf  # the trial ended without a result
 
 
-# The fields: closed, busy, until, failures, openings, tried_at (0: no trial is out), why.
+# closed, busy, until, failures, openings, tried_at (0: no trial), why
 Told = tuple[bool, bool, float, int, int, float, str]
 
 
 class BreakerState(StrEnum):
-    """Whether requests pass."""
-
     CLOSED = "closed"
     OPEN = "open"
-    HALF_OPEN = "half_open"  # one trial request may pass
+    HALF_OPEN = "half_open"  # a trial may pass
 
 
 class Breaker:
-    """The circuit breaker of one worker."""
-
     __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until", "why")
 
     def __init__(self) -> None:
         self.closed = True
-        self.busy = False  # opened because the worker was busy, not because it failed
-        self.why = ""  # an HTTP status or the name of an error
+        self.busy = False  # the cause was busy, not a failure
+        self.why = ""  # HTTP status or name of an error
         self.until = 0.0
-        # Openings by cause. Failed trials and openings seen by other processes do not count.
+        # By cause, without failed trials.
         self.opened = {FAILED: 0, BUSY: 0}
         self._failures = 0
         self._openings = 0
@@ -50,30 +44,27 @@ class Breaker:
 
     @property
     def spotless(self) -> bool:
-        """True if no request has failed since the last success."""
+        """Return whether no request has failed since the last success."""
         return self.closed and not self._failures
 
     def state(self, now: float) -> BreakerState:
-        """Return the state."""
         if self.closed:
             return BreakerState.CLOSED
         return BreakerState.HALF_OPEN if now >= self.until else BreakerState.OPEN
 
     def lets_pass(self, now: float) -> bool:
-        """True if a request may be sent."""
         if self.closed:
             return True
         return now >= self.until and (self._tried_at is None or now - self._tried_at >= TRIAL_S)
 
     def sent(self, now: float) -> bool:
-        """Note that a request was sent; True if it is a trial."""
+        """Note a sent request; True if it is a trial."""
         if self.closed:
             return False
         self._tried_at = now
         return True
 
     def succeeded(self) -> None:
-        """Close the breaker."""
         self.closed = True
         self.busy = False
         self.why = ""
@@ -88,18 +79,17 @@ class Breaker:
         busy: bool = False,
         why: str = "",
     ) -> None:
-        """Count a failure, and open the breaker after too many."""
+        """Count a failure; open the breaker if it has too many."""
         asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
         if self.closed and self._failures < FAILURES and not busy and asked is None:
             return
         if not self.closed and now < self.until and asked is None:
-            return  # requests sent before the opening fail too
+            return  # sent before the opening
         rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
         if asked is not None:
             rest = min(asked, LONGEST_ASKED_S)
-        # Requests sent before the opening fail too: count them as one opening. A trial without a
-        # result may still count.
+        # Requests sent before the opening fail too, and count once.
         if self.closed or self._tried_at is not None:
             self._openings += 1
         if self.closed:
@@ -111,15 +101,16 @@ class Breaker:
         self.until = max(self.until, now + rest)
 
     def told(self) -> Told:
-        """Return the whole state, for a breaker of the same worker in another process."""
+        """Return the state for other processes."""
         tried_at = self._tried_at or 0.0
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
     def take(self, told: Told) -> None:
-        """Take over the state of another process's breaker.
+        """Take the state of another process's breaker.
 
-        An opening counts here too: a sum over processes would count one crash several times.
+        The opening counts here too, because a sum over processes would count one crash several
+        times.
         """
         was_closed = self.closed
         self.closed, self.busy, self.until = told[:3]
@@ -129,5 +120,5 @@ class Breaker:
             self.opened[BUSY if self.busy else FAILED] += 1
 
     def abandoned(self) -> None:
-        """Note that the trial ended without a result, so that another may be sent."""
+        """Allow another trial: the last one has no result."""
         self._tried_at = LONG_AGO

@@ -1,7 +1,7 @@
-"""The fleet: its workers, and the charges on them.
+"""The charges of requests on workers.
 
-A request is charged to its worker when it is sent, so that a burst of long prompts does not all go
-to one worker. The charge is released once, when the request ends.
+A request is charged when it is sent, so that a burst of long prompts does not go to one worker. The
+charge is released once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-# A request without a stream shows no first token. Its prefill counts as done at this multiple of
-# the predicted time.
+# A request without a stream shows no first token: its prefill ends at this multiple of the
+# predicted time.
 SILENT_PATIENCE = 1.25
-LENDS = 8  # first observations of a worker that are copied to workers without any
+LENDS = 8  # first observations that are copied to new workers
 
 
 class Fleet(Roster):
@@ -36,7 +36,6 @@ class Fleet(Roster):
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
-        """Charge a request to its worker, or a hand-over to both workers."""
         if decision.handover is not None:
             return self._charge_both(ask, decision, decision.handover, now)
         worker = decision.worker
@@ -55,7 +54,7 @@ class Fleet(Roster):
     def _charge_prefill(self, lease: Lease, now: float) -> None:
         ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
-        # of this process: remote prefills may be late to appear
+        # remote prefills may appear late
         idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
         before = worker.prefill_tokens + worker.strange_tokens
         if before:
@@ -83,7 +82,6 @@ class Fleet(Roster):
     def _charge_both(
         self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
     ) -> Lease:
-        """Charge the prompt to the prefill worker, KV cache and output to the decode worker."""
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
@@ -103,7 +101,7 @@ class Fleet(Roster):
         return lease
 
     def hand_over(self, lease: Lease, now: float) -> None:
-        """Note that the prefill is done and the request goes on to the decode worker."""
+        """Release the prefill leg and start the decode leg."""
         first = lease.prefill
         if first is None or first.released or lease.released:
             return
@@ -128,14 +126,13 @@ class Fleet(Roster):
             heappush(self._silent, (due, next(self._numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
-        """Note that the prefill worker no longer holds blocks for a request."""
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
             self.moved(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        """Move the decode leg of a hand-over to another decode worker."""
+        """Move the decode leg to another decode worker."""
         if lease.released or not lease.sent or lease.decoding:
             return
         before, samples = lease.worker, lease.ask.samples
@@ -165,7 +162,6 @@ class Fleet(Roster):
             self._lend(first.worker)
 
     def _decodes(self, lease: Lease) -> None:
-        """Count a request among those being decoded."""
         worker, samples = lease.worker, lease.ask.samples
         lease.decoding_before = worker.decoding
         worker.decoding += samples
@@ -178,7 +174,7 @@ class Fleet(Roster):
     def settle(self, now: float) -> None:
         """Count silent requests as decoding once their first token is due.
 
-        Also take in the charges of other router processes.
+        Take in the charges of other processes.
         """
         if self.others is not None:
             self.others.look(now)
@@ -211,7 +207,7 @@ class Fleet(Roster):
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
-        # The time to first token may include a wait for a slot: see `slots`.
+        # The time may include a wait for a slot.
         stood = worker.role is Role.DECODE and worker.queued_before
         if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
             cached = lease.decision.cached_tokens
@@ -242,7 +238,6 @@ class Fleet(Roster):
             self.moved(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
-        """Count output tokens."""
         lease.seen_tokens += seen
         lease.worker.written += seen
         before = lease.decode_tokens
@@ -284,10 +279,9 @@ class Fleet(Roster):
 
 
 def _more(ask: RequestInfo, seen: int) -> int:
-    """Estimate the remaining output of a response that has reached its expected length.
+    """Estimate the rest of a response that has reached its expected length.
 
-    The estimate is the expected length again, within the output limit. Otherwise a response would
-    seem nearer its end the longer it is.
+    The expected length again: otherwise long responses would seem nearest to their end.
     """
     foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
     more = foreseen - seen % foreseen

@@ -1,16 +1,13 @@
 """Workers kept out by their breakers, and panic mode as in Envoy.
 
-Idea: if the share of closed breakers in a pool falls below `routing.panic_threshold`, the pool's
-breakers are ignored. The remaining workers could not carry the load, or the requests themselves
-cause the failures. Only breakers that opened for failures count and are ignored: a busy worker is
-left alone. Workers that are down do not belong to the pool. A pool is the workers of one model that
-serve whole requests, or its prefill workers. A pool of one worker panics whenever its breaker
-opens. During panic each request to a worker with an open breaker is a trial.
+Idea: if the share of closed breakers in a pool falls below `routing.panic_threshold`, the breakers
+are ignored, because the other workers could not carry the load. Breakers of busy workers always
+apply. A pool is the live workers of one model that serve whole requests, or its prefill workers.
+During panic each request to a worker with an open breaker is a trial.
 
 Cost: none while all breakers are closed.
 
-How it fails: if all workers hang, clients wait for a timeout instead of a quick 503, until probes
-find the workers down.
+How it fails: if all workers hang, clients wait for a timeout, until probes fail.
 """
 
 from __future__ import annotations
@@ -22,30 +19,27 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 
 PREFILL = Role.PREFILL
-Key = tuple[str, bool]  # a model, and whether its workers prefill only
+Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    """Receives the changes of breakers and pools."""
-
     def rests(self, worker: Worker, now: float) -> None:
-        """Note that a worker's breaker has opened."""
+        """Note an opened breaker."""
 
     def is_back(self, worker: Worker) -> None:
-        """Note that a worker's breaker has closed."""
+        """Note a closed breaker."""
 
     def has_left(self, worker: Worker) -> None:
-        """Note that a worker was removed."""
+        """Note a removed worker."""
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:
-        """Note that a pool's breakers are ignored from now on: `out` of `live` are open."""
+        """Note that a pool panics: `out` of `live` breakers are open."""
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Note that a pool's breakers apply again."""
+        """Note the end of a panic."""
 
 
 def key_of(worker: Worker) -> Key:
-    """Return the pool of a worker."""
     return worker.model, worker.role is PREFILL
 
 
@@ -54,7 +48,7 @@ def _is_live(worker: Worker) -> bool:
 
 
 class Ejections:
-    """The open breakers and the panicking pools of one fleet."""
+    """The open breakers and panicking pools of a fleet."""
 
     __slots__ = (
         "_clock",
@@ -75,25 +69,24 @@ class Ejections:
         moved: Callable[[Worker], None],
         clock: Callable[[], float],
     ) -> None:
-        self.threshold = 0.0  # share of closed breakers below which a pool panics; 0: never
-        self.resting: set[Worker] = set()  # workers with an open breaker
+        self.threshold = 0.0  # least share of closed breakers; 0: no panic
+        self.resting: set[Worker] = set()  # with an open breaker
         self.panics: set[Key] = set()
         self.started: dict[Key, int] = {}  # panics per pool
         self.witness: BreakerListener | None = None
         self._workers = workers
         self._moved = moved
         self._clock = clock
-        self._live: dict[Key, int] = {}  # workers of each pool that are up, cached
-        # of each pool, the workers whose breakers opened for failures
+        self._live: dict[Key, int] = {}  # workers that are up, cached
+        # workers that failed
         self._out: dict[Key, set[Worker]] = {}
 
     def set_threshold(self, threshold: float) -> None:
-        """Set the panic threshold."""
         self.threshold = threshold
         self.live_changed()
 
     def judged(self, worker: Worker, now: float) -> None:
-        """Note a change of a worker's breaker."""
+        """Note a change of a breaker."""
         resting, witness = self.resting, self.witness
         rested = worker in resting
         rests = not worker.breaker.closed and self._workers.get(worker.name) is worker
@@ -120,13 +113,13 @@ class Ejections:
             self._weigh(key)
 
     def left(self, worker: Worker) -> None:
-        """Forget a removed worker; the caller calls `live_changed` next."""
+        """Forget a removed worker; `live_changed` must follow."""
         self.resting.discard(worker)
         if self.witness is not None:
             self.witness.has_left(worker)
 
     def live_changed(self) -> None:
-        """Count again after workers came, went, or changed."""
+        """Recount after workers came, went, or changed."""
         self._live.clear()
         self._out.clear()
         if not self.resting and not self.panics:

@@ -1,11 +1,10 @@
-"""KV connections between prefill and decode workers, and links barred after failures.
+"""KV connections between prefill and decode workers, and barred links.
 
-The first transfer between two workers needs a handshake that may take seconds. `health/warmup`
-makes the connections in advance. Until then there are no hand-overs between two workers. Failed
-warm-ups are retried, and requests are served whole.
+The first transfer of a link needs a handshake that may take seconds. `health/warmup` makes it in
+advance; until then the link gets no hand-overs.
 
-A failing link makes each prompt run twice. A link, or a prefill worker with unusable responses, is
-barred for `BARRED_S` after `STRIKES` failures in a row. Then the next hand-over tests it.
+A failing link makes each prompt run twice. After `STRIKES` failures in a row, a link or a prefill
+worker is barred for `BARRED_S`.
 """
 
 from __future__ import annotations
@@ -20,56 +19,52 @@ DECODE = Role.DECODE
 STRIKES = 3
 BARRED_S = 60.0
 Lives = tuple[float, float]  # `up_since` of the two workers
-Link = tuple[Worker, Worker | None]  # None: any decode worker
+Link = tuple[Worker, Worker | None]  # None: any
 
 
 @dataclass(slots=True)
 class LinkFailures:
-    """Failures in a row of one link."""
-
     lives: Lives
     count: int = 0
     until: float = 0.0
 
 
 class KvLinks:
-    """The connections between workers."""
-
     def __init__(self) -> None:
-        self.are_made = False  # True if the router makes connections in advance
+        self.are_made = False  # connections are made in advance
         self.version = 0  # grows with every connection
         self._warm: dict[Link, Lives] = {}
-        self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # the connection failed
+        self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # failed
         self._strikes: dict[Link, LinkFailures] = {}
 
     def are_cold(self, prefill: Worker, decode: Worker) -> bool:
-        """True if no hand-over is allowed until the connection is made."""
+        """Return whether the link still waits for its connection."""
         return self.are_made and not self.knows(prefill, decode)
 
     def is_shut(self, prefill: Worker, decode: Worker, now: float) -> bool:
-        """True if no hand-over is allowed for now."""
+        """Return whether hand-overs are not allowed."""
         if self.are_cold(prefill, decode):
             return True
         return self.bars and self.is_barred(prefill, decode, now)
 
     def reaches(self, prefill: Worker, workers: Iterable[Worker], now: float) -> bool:
-        """True if the prefill worker may hand over to one of these workers."""
+        """Return whether a prefill worker may hand over to any of these workers."""
         if not (self.are_made or self.bars):
             return True
         return any(w.role is DECODE and not self.is_shut(prefill, w, now) for w in workers)
 
     def knows(self, prefill: Worker, decode: Worker) -> bool:
-        """True if the connection needs no more work."""
+        """Return whether the connection needs no more work."""
         return self._warm.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
     def warm(self, prefill: Worker, decode: Worker) -> None:
-        """Note that a connection is made, or that only requests can make it."""
+        """Note a connection, or that only requests can make it."""
         self._warm[prefill, decode] = prefill.up_since, decode.up_since
         self._unmade.pop((prefill, decode), None)
         self.version += 1
 
     def unmade(self, prefill: Worker, decode: Worker) -> None:
-        """Note that a connection failed."""
+        """Note a failed connection."""
         self._unmade[prefill, decode] = prefill.up_since, decode.up_since
 
     def keep(self, workers: Collection[Worker]) -> None:
@@ -81,7 +76,7 @@ class KvLinks:
     # Links that fail
 
     def failed(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
-        """Count a failure of a link, or of a prefill worker; True if it becomes barred."""
+        """Count a failure of a link or prefill worker; True if it becomes barred."""
         lives = _lives(prefill, decode)
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or strikes.lives != lives:
@@ -93,24 +88,21 @@ class KvLinks:
         return True
 
     def worked(self, prefill: Worker, decode: Worker | None) -> None:
-        """Note a success of a link, or of a prefill worker."""
         if self._strikes:
             self._strikes.pop((prefill, decode), None)
 
     @property
     def bars(self) -> bool:
-        """True if any link has failures."""
+        """Return whether any link has failures."""
         return bool(self._strikes)
 
     def is_barred(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
-        """True if a link, or with None a prefill worker, is barred."""
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or now >= strikes.until:
             return False
         return strikes.lives == _lives(prefill, decode)
 
     def barred(self, now: float) -> list[Link]:
-        """List the barred links."""
         return [link for link in self._strikes if self.is_barred(*link, now)]
 
     def note(self, worker: Worker, now: float) -> str:

@@ -1,19 +1,17 @@
 """The KV cache that a worker's requests take together.
 
-Idea: an engine stores a common prefix once, so the prefix is charged once while any request holds
-it. Hashes of body blocks stand for token blocks, as in `prefix_index`. The share that was learnt as
-`missing` is charged again. The decode leg of a hand-over shares from its first token on.
+Idea: an engine stores a common prefix once, so the prefix is charged once. Hashes of body blocks
+stand for token blocks. The decode leg of a hand-over shares from its first token on.
 
-The worker's metrics page corrects the charges. Without a queue the worker holds what the page
-shows, the output to come and prompts without a first token. A lower sum than the charge leaves room
-(`kv_spare`). With a queue and a full cache, waiting requests are assumed to need as much as running
-ones. A higher sum means less sharing, which `kv_apart` learns. Usage beyond the charge (`kv_more`)
-leaves less room for hand-overs.
+The worker's metrics page corrects the charges. Without a queue, the page plus the output to come
+may be less than the charge: the rest is `kv_spare`. With a queue and a full cache, waiting requests
+count like running ones. A higher sum means less sharing, which `kv_apart` learns. Usage beyond the
+charge is `kv_more`.
 
 Cost: that of `PrefixTree`. Prompts under 2 KB share nothing.
 
-How it fails: blocks are coarse further into a prompt. Several router processes each charge a common
-block until the next page.
+How it fails: blocks are coarse further into a prompt. Several processes each charge a common block
+until the next page.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ if TYPE_CHECKING:
     from proxy.core.model.specs import Gauges
     from proxy.core.model.types import RequestInfo
 
-KV_FULL = 0.95  # usage above which a new request would wait for room
+KV_FULL = 0.95  # full: new requests wait
 HASTE = 0.5  # learning rate of `kv_apart`
-FEW = 4  # blocks: shorter prefixes are ignored
-HEEDED_S = 5.0  # older pages are ignored
+FEW = 4  # blocks: shorter prefixes share nothing
+HEEDED_S = 5.0  # age limit of a page
 
 
 def take(lease: Lease, now: float, *, together: bool = True) -> None:
-    """Charge a lease to its worker's cache; `together`: shared with other requests."""
+    """Charge a lease; `together`: its prefix may be shared."""
     worker = lease.worker
     before = worker.kv_tokens
     worker.kv_tokens += lease.kv_tokens
@@ -50,7 +48,7 @@ def take(lease: Lease, now: float, *, together: bool = True) -> None:
 
 
 def came(lease: Lease) -> None:
-    """Note that a lease's prompt is in the cache."""
+    """Note that the prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
     if lease.prefill is not None and lease.holds is None:
@@ -58,7 +56,6 @@ def came(lease: Lease) -> None:
 
 
 def give(lease: Lease) -> None:
-    """Release the charge."""
     worker = lease.worker
     worker.kv_tokens -= lease.kv_tokens
     worker.kv_coming -= lease.kv_coming
@@ -69,21 +66,18 @@ def give(lease: Lease) -> None:
         stems.let_go(lease.holds)
         worker.kv_tokens -= before - stems.tokens
         lease.holds = None
-        # Without sharing the remaining requests take no more than their own sizes.
+        # Without sharing, the rest takes no more than its own size.
         worker.kv_spare = max(worker.kv_spare, -stems.saved)
 
 
 def more(worker: Worker, now: float) -> int:
-    """Return the tokens in a worker's cache beyond the charges, by its last page.
-
-    They belong to other clients' requests or to responses longer than expected.
-    """
+    """Return the tokens in the cache beyond the charges."""
     gauges = worker.gauges
     return worker.kv_more if gauges is not None and now - gauges.at <= HEEDED_S else 0
 
 
 def shares(worker: Worker, ask: RequestInfo) -> int:
-    """Estimate the tokens of a prompt that a worker's cache already holds for other requests."""
+    """Estimate the prompt tokens that other requests hold in the cache."""
     prefix = ask.prefix
     if len(prefix) < FEW:
         return 0
@@ -92,7 +86,7 @@ def shares(worker: Worker, ask: RequestInfo) -> int:
 
 
 def _join(lease: Lease) -> None:
-    """Charge a lease's prefix together with equal prefixes of other leases."""
+    """Charge the prefix together with equal ones."""
     ask, worker = lease.ask, lease.worker
     prefix, stems = ask.prefix, worker.stems
     if len(prefix) < FEW or not worker.kv_capacity:
@@ -107,7 +101,7 @@ def _join(lease: Lease) -> None:
 
 
 def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
-    """Learn from a metrics page; `queued`: requests that wait for room on the worker."""
+    """Learn from a page; `queued`: requests waiting for room."""
     worker.kv_spare = worker.kv_more = 0
     capacity = worker.kv_capacity
     if not capacity or not gauges.kv_usage:

@@ -1,12 +1,11 @@
-"""The live workers of one model, in groups of the same role and context length.
+"""The live workers of one model, grouped by role and context length.
 
-A decision looks at all workers of a small group. A large group is sorted by the routing rule's load
-key. A decision looks at its first few and at the workers that may hold the request's prefix.
+A decision looks at every worker of a small group. A large group is sorted by the rule's load key: a
+decision looks at its first workers and at prefix holders.
 
 Cost: a change in load moves one entry of a sorted list.
 
-How it fails: the order ignores the request, so the first few of a large group may miss the best
-worker.
+How it fails: the first workers need not include the best one for a request.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from proxy.core.fleet.worker import NO_LIMIT, Group, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-HOLDERS = 4  # workers with the longest cached prefix that a decision looks at
+HOLDERS = 4  # prefix holders that a decision looks at
 
 
 class Pool:
-    """The live workers of one model, rebuilt on each change."""
+    """The live workers of one model. Changes make a new pool."""
 
     __slots__ = (
         "all",
@@ -59,8 +58,8 @@ class Pool:
         self.ranked = any(group.ranked for group in self.groups)
         limits = sorted({group.limit for group in self.groups})
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
-        self.boundaries = limits[:-1]  # a longer request has fewer workers
-        # The largest context, including workers that are down or draining.
+        self.boundaries = limits[:-1]
+        # Includes workers that are down or draining.
         whole = [worker.limit for worker in workers if worker.role.serves_whole]
         self.limit = max(whole, default=NO_LIMIT)
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
@@ -73,7 +72,7 @@ class Pool:
     def holding(self, ask: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
 
-        If the estimate leaves it open for every group, return the groups with the largest context.
+        An uncertain request goes to the largest context.
         """
         needs, error = ask.needs, ask.prompt_error
         sure = [group for group in self.groups if needs + error <= group.limit]
@@ -84,7 +83,7 @@ class Pool:
     def open_to(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
-        """Return the workers to consider for a request, all of them able to take it."""
+        """Return the workers that can take a request."""
         if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]

@@ -1,12 +1,11 @@
 """Charges on a worker that this process did not make.
 
-They come from other router processes, or from requests that a removed worker at the same address
-still has in flight. A worker's charges include them, so that rules and limits do not depend on the
-number of processes. `RemoteLoad.look` replaces the remote part: an increase acts as a charge, a
-decrease as a first token. A breaker's state is copied from the process that wrote it last.
+Other router processes made them, or the worker's predecessor. A worker's charges include them, so
+rules and limits do not depend on the number of processes. An increase acts as a charge, a decrease
+as a first token. A breaker's state is copied from its last writer.
 
-A new worker at the address of a removed one is the same server. It is the heir: the old requests
-are charged to it until they end.
+A new worker at the address of a removed one is the same server. It is the heir of requests still in
+flight.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ from proxy.core.fleet.worker_load import WorkerLoad
 
 
 class RemoteLoad(Protocol):
-    """The other router processes, as the fleet sees them."""
-
     def look(self, now: float) -> None:
-        """Take in what they have charged."""
+        """Take in their charges."""
 
     def changed(self, worker: Worker) -> None:
-        """Publish a worker's charges and breaker soon."""
+        """Publish a worker's change soon."""
 
     def have_filled(self, worker: Worker, now: float) -> bool:
-        """True if remote charges fill a chosen worker; then take them in."""
+        """Return whether remote charges fill a chosen worker; then take them in."""
 
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
-    """Return this process's charges on a worker, in the order of `WorkerLoad`."""
+    """Return this process's charges in the order of `WorkerLoad`."""
     theirs = worker.elsewhere
     return (
         worker.requests - theirs[0],
@@ -48,12 +45,10 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
 
 
 def own(worker: Worker) -> WorkerLoad:
-    """Return this process's charges on a worker."""
     return WorkerLoad._make(own_numbers(worker))
 
 
 def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
-    """Replace the remote charges on a worker."""
     before, worker.elsewhere = worker.elsewhere, load
     if grown := _shift(worker, before, load):
         token_s = worker.pace.token_s
@@ -64,7 +59,7 @@ def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
 
 
 def inherit(heir: Worker, before: Worker) -> None:
-    """Charge a worker with the requests of its predecessor."""
+    """Charge the heir with its predecessor's requests."""
     load = own(before)
     had, heir.inherited = heir.inherited, load
     if grown := _shift(heir, had, load):
@@ -74,7 +69,7 @@ def inherit(heir: Worker, before: Worker) -> None:
 
 
 def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
-    """Replace one load by another; return the increase in prefill tokens."""
+    """Replace a load; return the increase in prefill tokens."""
     worker.requests += load[0] - before[0]
     worker.sequences += load[1] - before[1]
     worker.long_tokens += load[3] - before[3]

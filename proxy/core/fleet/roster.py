@@ -1,7 +1,6 @@
-"""The workers by name: membership, models served, and health.
+"""The workers by name: membership, models, and health.
 
-Workers come, go and change while requests are in flight. State belongs to the `Worker` object: a
-worker added later under the same name is a new object.
+State belongs to the `Worker` object. A later worker of the same name is a new object.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 
-WAITED_S = 600.0  # longest wait for a worker's or an empty pool's first model list
-MOST_HEARD = 10_000  # models remembered as served
-STALE_S = 10.0  # idle time after which a slow worker is tried again
+WAITED_S = 600.0  # for a model list
+MOST_HEARD = 10_000  # models
+STALE_S = 10.0  # idle time before a slow worker is retried
 FORGIVE = 0.1
 
 
 def still() -> float:
-    """Return a constant time, at which no wait for a model list has ended."""
+    """Return 0, so that no wait for a model list ends."""
     return 0.0
 
 
 class Roster:
-    """The workers by name. `Fleet` adds the charges."""
+    """The workers by name. `Fleet` adds charges."""
 
     def __init__(
         self,
@@ -42,38 +41,35 @@ class Roster:
         up_after: int = 2,
         clock: Callable[[], float] = still,
     ) -> None:
-        self.version = 0  # changes when a worker comes, goes or changes
+        self.version = 0  # changes with the workers
         self.down_after = down_after
         self.up_after = up_after
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
-        self.others: RemoteLoad | None = None  # router processes with the same workers
+        self.others: RemoteLoad | None = None  # other processes
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
         self._clock = clock
-        self._expected: tuple[str, ...] = ()  # models of the fleet file, even without workers
+        self._expected: tuple[str, ...] = ()  # models from the fleet file
         self._empty_since: dict[str, float] = {}  # expected models without workers
-        self._told_since: dict[str, float] = {}  # per pool, since its first worker came up
-        self._heard: dict[str, None] = {}  # models ever served, the latest last
+        self._told_since: dict[str, float] = {}  # pools, by their first worker up
+        self._heard: dict[str, None] = {}  # models, the latest last
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
-        self._left: dict[str, Worker] = {}  # by URL, those without an heir
+        self._left: dict[str, Worker] = {}  # by URL, without an heir
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
-        """Iterate over the workers in the order of their addition."""
         return iter(self._workers.values())
 
     @property
     def resting(self) -> set[Worker]:
-        """The workers with an open breaker."""
         return self.ejections.resting
 
     @property
     def witness(self) -> BreakerListener | None:
-        """The listener for breaker changes."""
         return self.ejections.witness
 
     @witness.setter
@@ -81,26 +77,20 @@ class Roster:
         self.ejections.witness = witness
 
     def __len__(self) -> int:
-        """Return the number of workers."""
         return len(self._workers)
 
     def __contains__(self, name: object) -> bool:
-        """True if a worker has that name."""
         return name in self._workers
 
     def get(self, name: str) -> Worker | None:
-        """Return a worker by name."""
         return self._workers.get(name)
 
     def models(self) -> tuple[str, ...]:
-        """Return every model that has workers or is expected."""
+        """Return the models with workers, and the expected ones."""
         return tuple(self._by_model)
 
     def contexts(self) -> dict[str, int | None]:
-        """Return the models of live workers, with the largest context of each.
-
-        Models without live workers are left out; a request for one gets 503 and Retry-After.
-        """
+        """Return the models of live workers, with their largest contexts."""
         found: dict[str, int | None] = {}
         for worker in self:
             if not worker.live:
@@ -111,21 +101,21 @@ class Roster:
         return found
 
     def origin(self, model: str) -> Origin:
-        """Return the loaded model of a name, and the base model of an adapter."""
+        """Return the loaded model, and the base model of an adapter."""
         live = (worker for worker in self.of(model) if worker.live)
         told = (worker.origins[model] for worker in live if model in worker.origins)
         return next(told, (None, None))
 
     def serves(self, model: str) -> bool:
-        """True if a model has workers or is expected."""
+        """Return whether a model has workers or is expected."""
         return model in self._by_model
 
     def all_told(self, model: str = "") -> bool:
-        """True once every worker that might serve this model has listed its models or timed out.
+        """Return whether no further worker may list this model.
 
-        Adapters are in no fleet file, so only model lists name them. Workers that were never up and
-        models without workers are waited for, `WAITED_S` at most. Once a worker of a pool has been
-        up that long, other workers of the pool are waited for only if the model was served before.
+        Adapters appear in model lists only. Workers that were never up, and empty pools, are waited
+        for up to `WAITED_S`. Once a pool has been up that long, only models served before are
+        waited for.
         """
         due = self._clock() - WAITED_S
         heard = model in self._heard
@@ -144,7 +134,7 @@ class Roster:
         return heard or self._told_since.get(pool, inf) > due
 
     def of(self, model: str) -> list[Worker]:
-        """Return the workers of a model, live or not. Read-only."""
+        """Return the workers of a model. Read-only."""
         return self._by_model.get(model, [])
 
     def pool(self, model: str) -> Pool:
@@ -161,7 +151,7 @@ class Roster:
                 self._pools[model] = pool
                 return pool
         for worker in workers:
-            if worker.ranked_in:  # its place in another pool depends on its key
+            if worker.ranked_in:  # sorted by its key in another pool
                 self.moved(worker)
             else:
                 worker.key = inf if worker.shut else self._rank(worker)
@@ -169,7 +159,7 @@ class Roster:
         return pool
 
     def rank_by(self, rank: Callable[[Worker], float]) -> None:
-        """Set the load key by which large groups are sorted."""
+        """Sort large groups by this key."""
         self._rank = rank
         self._live_changed()
 
@@ -181,7 +171,7 @@ class Roster:
         self._changed()
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """Add a worker. It gets requests after its first good probe."""
+        """Add a worker. Requests need a good probe first."""
         if spec.name in self._workers:
             raise ValueError(f"worker {spec.name!r} is in the fleet already")
         worker = self._take_in(spec, next(self._free()))
@@ -189,7 +179,6 @@ class Roster:
         return worker
 
     def _free(self) -> Iterator[int]:
-        """Yield unused indexes."""
         taken = {*self.by_index, *(worker.index for worker in self._leaving)}
         for index in count():
             if index not in taken:
@@ -207,7 +196,7 @@ class Roster:
         return worker
 
     def remove(self, name: str) -> Worker | None:
-        """Remove a worker. Its leases in flight are still released to it."""
+        """Remove a worker. Leases in flight are still released to it."""
         worker = self._workers.get(name)
         if worker is not None:
             self._take_out(worker)
@@ -226,7 +215,7 @@ class Roster:
             self._left[worker.url] = worker
 
     def _hand_down(self, worker: Worker) -> None:
-        """Charge a removed worker's load to its heir, if it has one."""
+        """Charge a removed worker's load to its heir."""
         if (heir := worker.heir) is not None:
             inherit(heir, worker)
             self.moved(heir)
@@ -236,7 +225,7 @@ class Roster:
                 del self._left[worker.url]
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        """Remove and add several workers as one change."""
+        """Remove and add workers in one change."""
         for worker in gone:
             self._take_out(worker)
         free = self._free()
@@ -245,7 +234,7 @@ class Roster:
         self._changed()
 
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
-        """Set the workers; those with the same address and model keep their state."""
+        """Replace the workers; the same address and model keep their state."""
         wanted = {spec.name: spec for spec in specs}
         gone = []
         for worker in self:
@@ -259,15 +248,15 @@ class Roster:
         self.swap(gone, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
-        """Apply a changed spec with the same address and model."""
+        """Apply a spec with the same address and model."""
         worker.respecify(spec)
         self.moved(worker)
         self._live_changed()
 
     def drain(self, name: str, *, draining: bool = True, starts: bool = False) -> bool:
-        """Start or stop draining a worker; False if the name is unknown.
+        """Start or stop draining; False without such a worker.
 
-        `starts`: the worker is not ready yet. No other draining worker is waited for.
+        `starts`: its model list is still waited for.
         """
         worker = self._workers.get(name)
         if worker is None:
@@ -287,7 +276,7 @@ class Roster:
         max_model_len: int | None = None,
         origins: Mapping[str, Origin] | None = None,
     ) -> None:
-        """Take the models from a worker's /v1/models. A shorter configured context applies."""
+        """Apply a model list; a shorter configured context wins."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
@@ -335,7 +324,7 @@ class Roster:
     # Health
 
     def probe_ok(self, name: str, now: float) -> bool:
-        """Count a good probe; True if the worker has just come up."""
+        """Count a good probe; True if the worker comes up."""
         worker = self._workers.get(name)
         if worker is None:
             return False
@@ -343,7 +332,7 @@ class Roster:
         worker.good_probes += 1
         if worker.up or (worker.probed and worker.good_probes < self.up_after):
             return False
-        if worker.probed:  # it was down: its cache may be empty
+        if worker.probed:  # its cache may be empty
             self.prefixes.forget(worker.index)
         worker.up = worker.probed = True
         worker.up_since = now
@@ -355,7 +344,7 @@ class Roster:
         return True
 
     def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
-        """Count a failed probe; True if the worker has just gone down."""
+        """Count a failed probe; True if the worker goes down."""
         worker = self._workers.get(name)
         if worker is None:
             return False
@@ -379,7 +368,7 @@ class Roster:
         awaited_since: float,
         draining: bool,
     ) -> None:
-        """Take a worker's health from the router process that probes."""
+        """Apply the health that another process has probed."""
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
@@ -404,12 +393,11 @@ class Roster:
         busy: bool = False,
         why: str = "",
     ) -> None:
-        """Count a failed request in the worker's breaker."""
+        """Count a failed request in the breaker."""
         worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
         self._judged(worker, now)
 
     def succeeded(self, worker: Worker) -> None:
-        """Note a successful request."""
         worker.breaker.succeeded()
         self._judged(worker, 0.0)
 
@@ -418,7 +406,7 @@ class Roster:
         self.moved(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
-        """Take the gauges from a worker's /metrics."""
+        """Apply a metrics page."""
         worker = self._workers.get(name)
         if worker is None:
             return
@@ -426,11 +414,11 @@ class Roster:
         if before is not None and gauges.computed > before.computed:
             worker.worked_at = gauges.at
         worker.kv_capacity = gauges.kv_capacity_tokens or 0
-        # A page is a moment old, so only requests on two pages in a row count as other clients'.
+        # The page is a moment old: only requests on two pages count as other clients'.
         strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
         worker.strangers = min(strangers, worker.strangers_before)
         worker.strangers_before = strangers
-        # Charged prompts may be partly computed, so this underestimates the other clients' prefill.
+        # Charged prompts may be partly computed: this underestimates other clients' work.
         backlog = gauges.extra.get("backlog", 0.0)
         strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
         worker.strange_tokens = min(strange, worker.strange_tokens_before)
@@ -445,7 +433,7 @@ class Roster:
         self.moved(worker)
 
     def no_gauges(self, name: str, now: float) -> None:
-        """Note that a worker gives no gauges; forget the last ones once they are old."""
+        """Forget old gauges of a worker that reports none."""
         worker = self._workers.get(name)
         if worker is None or worker.gauges is None:
             return
@@ -453,7 +441,7 @@ class Roster:
             self.forget_gauges(worker)
 
     def forget_gauges(self, worker: Worker) -> None:
-        """Forget a worker's gauges, except the cache capacity."""
+        """Forget the gauges, except the cache capacity."""
         if worker.gauges is None:
             return
         worker.gauges = None
@@ -465,21 +453,21 @@ class Roster:
         self.moved(worker)
 
     def _forgive(self, worker: Worker) -> None:
-        """Make a slow worker look faster, so that it is tried again."""
+        """Let a slow worker be tried again."""
         peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:
             worker.pace.adopt(best, FORGIVE)
 
     def _borrow(self, worker: Worker) -> None:
-        """Start a new worker with the latency of the best-known worker of its model."""
+        """Copy the latency of the best-known worker."""
         peers = [w for w in self.of(worker.model) if w.pace.prefills]
         if peers:
             worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
             worker.reprice()
 
     def moved(self, worker: Worker) -> None:
-        """Update pools and listeners after a change of a worker's load."""
+        """Update the pools after a change in load."""
         worker.shut = worker.full or (not worker.breaker.closed and worker.barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)
@@ -499,14 +487,13 @@ class Roster:
     def charged_elsewhere(
         self, worker: Worker, load: WorkerLoad, due_at: float, now: float
     ) -> None:
-        """Take the charges of other processes, and when their next first token is due."""
+        """Apply the remote charges; `due_at`: their next first token."""
         if self._workers.get(worker.name) is not worker:
-            return  # removed: no process would report the release
+            return  # removed: no release would follow
         replace(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
         self.moved(worker)
 
     def judged_elsewhere(self, worker: Worker, told: Told) -> None:
-        """Take a breaker's state from another process."""
         worker.breaker.take(told)
         self._judged(worker, self._clock())

@@ -1,15 +1,14 @@
-"""How many requests a worker runs before some wait in its own queue.
+"""Slots of a worker, learnt from its own queue.
 
-The router does not know other clients' requests or an engine's scheduling limits, but the engine's
-queue shows their effect. A hand-over must not wait in that queue, because the prefill worker keeps
-its blocks for a limited time. It needs a slot when its prefill is done, not when it is placed.
+A hand-over must not wait in that queue, because the prefill worker holds its blocks for a limited
+time. It needs a slot when its prefill is done.
 
-Idea: if requests wait on two pages in a row, the number of slots is the taken ones less the waiting
-ones. Each page without a queue raises it by a quarter plus one.
+Idea: with a queue on two pages, the slots are the taken ones less the waiting. Each page without a
+queue adds a quarter plus one.
 
 Cost: a few additions per page.
 
-How it fails: a burst within two pages is not held back. A missing or old page holds nothing back.
+How it fails: a burst within two pages is not held back. An old page holds nothing back.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges
 
 MORE, ONE_MORE = 1.25, 1.0
-HEEDED_S = 10.0  # older pages are ignored
-# Gauge of requests that wait for room in the engine. `waiting` includes KV transfers.
+HEEDED_S = 10.0  # age limit of a page
+# Requests waiting for room; `waiting` includes transfers.
 QUEUED = "queued"
 
 
 def learn(worker: Worker, gauges: Gauges) -> None:
-    """Learn from a page, after `strangers` was updated."""
+    """Learn from a page, after `strangers`."""
     queued = int(gauges.extra.get(QUEUED, gauges.waiting))
     worker.queued = min(queued, worker.queued_before)
     worker.queued_before = queued
@@ -39,16 +38,12 @@ def learn(worker: Worker, gauges: Gauges) -> None:
 
 
 def forget(worker: Worker) -> None:
-    """Forget the learnt slots."""
     worker.queued = worker.queued_before = 0
     worker.seats = inf
 
 
 def wait_s(worker: Worker, now: float) -> float:
-    """Estimate the time until a worker has a free slot; inf if unknown.
-
-    A slot becomes free when a decoding request has written its expected output.
-    """
+    """Estimate the time to a free slot; inf if unknown."""
     taken, seats = _taken(worker, now)
     if taken < seats or not taken:
         return 0.0
@@ -60,25 +55,25 @@ def wait_s(worker: Worker, now: float) -> float:
 
 
 def share_taken(worker: Worker, now: float) -> float:
-    """Return the share of a worker's slots in use; 0 if their number is unknown.
+    """Return the share of slots in use; 0 if unknown.
 
-    Requests still in prefill elsewhere do not count.
+    Requests in prefill elsewhere do not count.
     """
     here, gauges = worker.sequences, worker.gauges
     if gauges is not None and now - gauges.at <= HEEDED_S:
         here += worker.strangers
         if here and (worker.queued or gauges.kv_usage > KV_FULL):
-            return 1.0  # no free slot
+            return 1.0
     return min(here / _taken(worker, now)[1], 1.0) if here else 0.0
 
 
 def are_taken(worker: Worker, now: float, within_s: float = 0.0) -> bool:
-    """True if a request that arrives in `within_s` would wait for a slot."""
+    """Return whether a request would wait for a slot."""
     return wait_s(worker, now) > within_s
 
 
 def _taken(worker: Worker, now: float) -> tuple[int, float]:
-    """Return the slots taken or promised, and all slots; inf if unknown."""
+    """Return the taken or promised slots, and all slots."""
     gauges = worker.gauges
     seats = inf if worker.spec.seats is None else float(worker.spec.seats)
     if gauges is None or now - gauges.at > HEEDED_S:

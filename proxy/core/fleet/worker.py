@@ -1,4 +1,4 @@
-"""One worker as the router sees it: its spec, its health, and its charges."""
+"""One worker as the router sees it: spec, health, and charges."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import RequestInfo
 from proxy.errors import a_few
 
-# Share of the predicted wait that remains while a prefill is overdue: it still runs.
+# Least share of the wait while a prefill is overdue.
 LEAST_WAIT_SHARE = 0.2
-STALL = 0.3  # share of a prefill's time that decoding requests lose
+STALL = 0.3  # share of a prefill's time that decoding loses
 NO_LIMIT = sys.maxsize
-FEW = 3  # models named in `why`
+FEW = 3  # models in `why`
 OVERBOOKED = 2
-WORKS_S = 30.0  # seconds without progress: longer than a step and than most prefills
-# Misfit of a role for shorts and longs: the tie-break for equal costs.
+WORKS_S = 30.0  # longer than most prefills
+# For shorts and longs, at equal costs.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
-# Tokens of a prompt, and the mask of the workers that hold them, descending.
+# Tokens and worker masks, descending.
 Held = list[tuple[int, int]]
-# The loaded model, and the base model of an adapter.
+# Loaded model, and base model of an adapter.
 Origin = tuple[str | None, str | None]
 
 
-MAX_UNRANKED = 32  # a decision looks at a whole group up to this size
-MAX_LOOKED_AT = 8  # workers of a larger group that a decision looks at
+MAX_UNRANKED = 32  # largest group looked at whole
+MAX_LOOKED_AT = 8  # of a larger group
 
 
 class Worker:
@@ -103,67 +103,65 @@ class Worker:
     )
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
-        self.index = index  # bit in the prefix index; reused after removal
+        self.index = index  # bit in the prefix index, reused after removal
         self.bit = 1 << index
         self.name = spec.name
         self.told_max_model_len: int | None = None  # from /v1/models
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
-        self.origins: dict[str, Origin] = {}  # known origins of `models`
+        self.origins: dict[str, Origin] = {}  # of `models`
 
-        self.awaited_since = 0.0  # wait for its first model list since; -inf: no wait
+        self.awaited_since = 0.0  # for a model list; -inf: no wait
         self.up = False
-        self.up_since = 0.0  # when it last came up or restarted
-        self.probed = False  # False until the first probe ends
-        self.trouble = ""  # error of the last failed probe
+        self.up_since = 0.0  # or restarted
+        self.probed = False  # any probe ended
+        self.trouble = ""  # of the last failed probe
         self.draining = False
         self.good_probes = self.failed_probes = 0  # in a row
         self.breaker = Breaker()
-        self.in_panic = False  # whether its breaker is ignored: see `ejection`
+        self.in_panic = False  # its breaker is ignored
         self.pace = LatencyModel()
         self.gauges: Gauges | None = None
-        self.kv_capacity = 0  # tokens; 0 = unknown
+        self.kv_capacity = 0  # 0: unknown
         self.strangers = self.strangers_before = 0  # other clients' requests
-        # Their prefill tokens, if known; of these, the longs'.
+        # Of these requests, if reported.
         self.strange_tokens = self.strange_tokens_before = self.strange_long = 0.0
         self.reports_cache = False
-        self.queued = self.queued_before = 0  # requests in its own queue
-        self.seats = inf  # slots learnt from that queue
+        self.queued = self.queued_before = 0  # on the worker
+        self.seats = inf  # slots learnt from its queue
 
         self.requests = 0
-        self.sequences = 0  # as the engine counts: prompts times samples
-        self.prefill_tokens = 0  # of requests without a first token
-        self.long_tokens = 0  # of these, the longs'
+        self.sequences = 0  # prompts times samples
+        self.prefill_tokens = 0  # before the first token
+        self.long_tokens = 0  # of these
         self.decode_tokens = 0  # output to come
         self.kv_tokens = 0  # cached or promised
-        self.kv_coming = 0  # of these, before the first token
-        self.kv_spare = 0  # charged but not held, by its page; < 0: held but not charged
-        self.kv_more = 0  # on its page beyond the charges
+        self.kv_coming = 0  # before the first token
+        self.kv_spare = 0  # charged but not held; negative: held but not charged
+        self.kv_more = 0  # beyond the charges
         self.stems = PrefixTree()  # prefixes of its requests
-        self.kv_apart = 0.0  # learnt share of common prefixes that is not shared
-        self.pinned = 0  # hand-overs with blocks not fetched yet
-        self.decoding = 0  # sequences after their first token
-        self.written = 0  # tokens streamed, total
+        self.kv_apart = 0.0  # learnt share of prefixes that is not shared
+        self.pinned = 0  # hand-overs not fetched yet
+        self.decoding = 0  # after the first token
+        self.written = 0  # total
         self.worked_at = -inf  # when its page last showed progress
-        self.free_at = 0.0  # when its prefills should be done
-        self.due_at = 0.0  # when the next sign of progress is due
-        self.elsewhere: WorkerLoad = NO_LOAD  # charges of other processes, included above
-        self.inherited: WorkerLoad = NO_LOAD  # charges of its predecessor, included above
-        self.heir: Worker | None = None  # the new worker at its address after removal
+        self.free_at = 0.0  # when its prefills are done
+        self.due_at = 0.0  # next progress is due
+        self.elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
+        self.inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
+        self.heir: Worker | None = None  # new worker at its address after removal
 
         self.reprice()
 
-        self.served = 0  # number of its last request in the fleet
+        self.served = 0  # order of its last request
         self.shut = False  # full or barred
         self.ranked_in: tuple[Group, ...] = ()
-        self.key = 0.0  # sort key in those groups
+        self.key = 0.0  # sort key in groups
 
     def __repr__(self) -> str:
-        """Return the name, role and load, for test failures."""
         return f"<Worker {self.name} {self.role} {self.requests} requests>"
 
     def respecify(self, spec: WorkerSpec) -> None:
-        """Apply the operator's spec."""
         self.spec = spec
         self.role = spec.role
         self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
@@ -172,64 +170,60 @@ class Worker:
         self.max_model_len = min(lengths, default=None)
 
     def is_meant_by(self, spec: WorkerSpec) -> bool:
-        """True if a spec names the same address and model."""
+        """Return whether the address and model are the same."""
         return (spec.url, spec.model) == (self.url, self.model)
 
     @property
     def url(self) -> str:
-        """The base URL."""
         return self.spec.url
 
     @property
     def model(self) -> str:
-        """The model of the fleet file."""
         return self.spec.model
 
     @property
     def strays(self) -> bool:
-        """True if its model list lacks the configured model."""
+        """Return whether its model list lacks its model."""
         return self.spec.model not in self.models
 
     @property
     def why(self) -> str:
-        """Return why requests for its model do not reach it; empty if they do."""
+        """Return why its model is not served; empty if it is."""
         if self.up and self.strays:
             return f"serves {a_few(self.models, FEW)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
     @property
     def max_requests(self) -> int | None:
-        """Return the limit of requests in flight."""
         return self.spec.max_requests
 
     def works(self, now: float) -> bool:
-        """True if its page showed progress lately, so that a late response is only slow.
+        """Return whether its page showed progress lately.
 
-        Good probes are not enough: an engine may hang under a healthy API server.
+        An engine may hang under a server that still answers probes.
         """
         return self.up and now - self.worked_at <= WORKS_S
 
     @property
     def live(self) -> bool:
-        """True if it may be given requests to decode."""
+        """Return whether it may decode."""
         return self.up and not self.draining and self.role.serves_whole
 
     @property
     def prefills(self) -> bool:
-        """True if it may be given prefill legs."""
+        """Return whether it may prefill for others."""
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
     def limit(self) -> int:
-        """Return its context length, or `NO_LIMIT`."""
         return self.max_model_len or NO_LIMIT
 
     @property
     def full(self) -> bool:
-        """True if it has as many requests as allowed.
+        """Return whether it has all requests allowed.
 
-        Without `max_requests` the limit is twice the KV cache. So the worker's queue is never
-        empty, and the other requests wait where they can still go elsewhere.
+        By default twice the KV cache: its queue is never empty, and other requests can still go
+        elsewhere.
         """
         if self.requests >= self.most:
             return True
@@ -238,44 +232,37 @@ class Worker:
 
     @property
     def kv_held(self) -> int:
-        """Return the tokens that its KV cache holds or soon will."""
         return max(self.kv_tokens - self.kv_spare, self.kv_coming)
 
     @property
     def barred(self) -> bool:
-        """True if its breaker lets only trials pass."""
+        """Return whether only trials pass."""
         breaker = self.breaker
         return not breaker.closed and (breaker.busy or not self.in_panic)
 
     def lets_pass(self, now: float) -> bool:
-        """True if its breaker lets a request pass, even as a trial."""
         return not self.barred or self.breaker.lets_pass(now)
 
     def takes(self, now: float) -> bool:
-        """True if it has room and its breaker lets a request pass."""
         return not self.shut or (not self.full and self.lets_pass(now))
 
     def may_hold(self, ask: RequestInfo) -> bool:
-        """True if a request fits at the low end of its estimate."""
+        """Return whether the low estimate fits."""
         return ask.needs - ask.prompt_error <= self.limit
 
     def surely_holds(self, ask: RequestInfo) -> bool:
-        """True if a request fits at the high end of its estimate."""
+        """Return whether the high estimate fits."""
         return ask.needs + ask.prompt_error <= self.limit
 
     def cached(self, held: Held) -> int:
-        """Return the tokens of a prompt that it should have cached."""
+        """Return the prompt tokens it should have cached."""
         for tokens, holders in held:
             if holders & self.bit:
                 return tokens
         return 0
 
     def reprice(self) -> None:
-        """Update the cost of a token in seconds: its own time and that of other requests.
-
-        Decoding requests lose a part of a prefill's time, and one more sequence lengthens each
-        step. `cached_price` is the saving per cached token.
-        """
+        """Update the cost of a token in seconds, including delays to decoding requests."""
         pace, others = self.pace, self.decoding + self.strangers
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + STALL * others)
@@ -283,12 +270,11 @@ class Worker:
         self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
     def ttft_s(self, ask: RequestInfo, now: float, cached: int) -> float:
-        """Predict the time to first token with that many tokens cached."""
         wait = self.wait_s(now, for_long=ask.long)
         return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
-        """Predict how long earlier prefills delay a new one.
+        """Predict the delay by earlier prefills.
 
         An overdue prefill is assumed to take as long again: the worker may hang.
         """
@@ -311,12 +297,12 @@ class Worker:
         return wait + pace.token_s * strange
 
     def heard(self, now: float) -> None:
-        """Note a sign of progress, or the first prefill after none."""
+        """Note progress, or a first prefill."""
         pace = self.pace
         self.due_at = (
             now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.strange_tokens)
         )
-        if self.heir is not None:  # the same server
+        if self.heir is not None:
             self.heir.heard(now)
 
 
@@ -334,15 +320,13 @@ class Group:
             self.ranked = sorted((w.key, w.index, w) for w in workers)
 
     def drop(self, worker: Worker) -> None:
-        """Remove a worker from its place."""
         del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
 
     def put(self, worker: Worker) -> None:
-        """Insert a worker at its place."""
         insort(self.ranked, (worker.key, worker.index, worker))
 
     def first(self) -> list[Worker]:
-        """Return the workers to consider, none of them full or barred."""
+        """Return the workers to look at."""
         if not self.ranked:
             return [w for w in self.workers if not w.shut]
         return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.shut]

@@ -1,12 +1,11 @@
 """Tokens per text, learnt from prompts of known size.
 
-Idea: tokens = fixed + per_byte * text + per_tool * tools. A Kalman filter gives each parameter a
-value and a variance, and attributes an error to the uncertain ones. Short prompts teach the
-template's size, long ones the rate. The values drift.
+Idea: tokens = fixed + per_byte * text + per_tool * tools. A Kalman filter attributes errors to
+uncertain parameters: short prompts teach the template, long ones the rate.
 
-Cost: thirty multiplications per prompt, a root per estimate.
+Cost: thirty multiplications per prompt.
 
-How it fails: mixed kinds of text on one route widen the error band.
+How it fails: mixed texts on one route widen the error band.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ MOST_PER_TOKEN, LEAST_PER_TOKEN = 16.0, 0.5
 FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
 FIRST_FIXED = 128.0  # typical chat template
 LEAST_FIXED, MOST_FIXED = -128.0, 4096.0
-SPREADS = 3.0  # the band in mean errors, each way
+SPREADS = 3.0  # mean errors, each way
 FORGET = 0.05
-FULL_WEIGHT_BYTES = 2000.0  # text that counts fully towards the rate
-# Errors taken for noise: in tokens, and as a share.
+FULL_WEIGHT_BYTES = 2000.0  # full weight for the rate
+# Noise: tokens, and a share.
 NOISE_TOKENS, NOISE = 4.0, 0.1
-FAR = 4.0  # outliers are limited to this many deviations
+FAR = 4.0  # deviations
 FEW = 4  # after this many prompts
-SLACK = 32.0  # tokens: short texts have large relative errors
+SLACK = 32.0  # tokens
 FIXED_VAR, BYTE_VAR = FIRST_FIXED**2, (FIRST_BAND * PER_BYTE) ** 2
 # Drift per prompt: about twenty long texts make the rate.
 FIXED_DRIFT, BYTE_DRIFT = 0.5**2, (0.005 * PER_BYTE) ** 2
@@ -57,15 +56,13 @@ class LearnedSizes:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the rate of text."""
         return 1.0 / self.per_byte
 
     def tokens(self, text: int, tools: int = 0, prompts: int = 1) -> float:
-        """Estimate tokens."""
         return self.fixed * prompts + self.per_byte * text + self.per_tool * tools
 
     def error(self, text: int, tools: int = 0) -> float:
-        """Return the possible error of a one-prompt estimate."""
+        """Return the possible error."""
         size = self.per_byte * text + self.per_tool * tools
         var = self.fixed_var + (2.0 * self.both_var + self.byte_var * text) * text
         var = max(var + self.tool_var * tools * tools, 0.0)  # rounding
@@ -73,7 +70,6 @@ class LearnedSizes:
         return min(max(wide, LEAST_BAND * size), MOST_BAND * size + sqrt(self.fixed_var))
 
     def see_prompt(self, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> None:
-        """Learn from one request."""
         weight = min(text / FULL_WEIGHT_BYTES, 1.0)
         self._drift(weight, tools)
         fixed = self.fixed_var * prompts + self.both_var * text
@@ -96,7 +92,6 @@ class LearnedSizes:
         self.tool_var = max(self.tool_var - tool * tool / var, 0.0)
 
     def _drift(self, weight: float, tools: int) -> None:
-        """Increase the variances up to their first values."""
         if self.fixed_var < FIXED_VAR:
             self.fixed_var += FIXED_DRIFT
         if self.byte_var < BYTE_VAR:
@@ -106,7 +101,7 @@ class LearnedSizes:
 
     def _move(self, fixed: float, each: float, tool: float, text: int, prompts: int) -> None:
         if text < FULL_WEIGHT_BYTES:
-            # A short text far off more likely has a large template than long tokens.
+            # A short text far off more likely has a large template.
             most = self.per_byte * text / (FULL_WEIGHT_BYTES - text)
             kept = min(max(each, -most), most)
             fixed += (each - kept) * text / prompts
@@ -124,6 +119,5 @@ class LearnedSizes:
             self.spread += step * (min(off, 1.0) - self.spread)
 
     def see_output(self, tokens: float) -> None:
-        """Learn from one response."""
         self.outputs += 1
         self.output += max(1.0 / self.outputs, FORGET) * (tokens - self.output)

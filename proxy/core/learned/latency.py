@@ -1,19 +1,17 @@
-"""A worker's latency model, learnt from observations.
+"""Latency of one worker, learnt from observations.
 
     time to first token = fixed + seconds per prefill token x tokens, its own and those ahead
     time of a step      = base  + seconds per decoding sequence x sequences
 
-Tokens of long requests ahead of a short one count by the share `passing`, because a worker may let
-shorts overtake. Cached tokens count by the share `missing`, because the worker may have evicted
-them.
+Long requests ahead of a short one count by `passing`, because shorts may overtake. Cached tokens
+count by `missing`, because of evictions.
 
-Idea: multiply each part by the bounded ratio of observation to prediction, to the power of the
-part's share in the prediction. Parts stay positive, and outliers do little harm.
+Idea: multiply each part by the bounded ratio of observation to prediction, to the power of its
+share.
 
 Cost: a few exponentials per observation.
 
-How it fails: attention makes late tokens of a prompt dearer, so shorts on workers of mixed lengths
-are predicted too slow.
+How it fails: attention makes late tokens dearer, so shorts on mixed workers are predicted too slow.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ LEAST = 1e-9
 LEAST_SHARE = 0.01
 MISSING = 0.05
 MOST_BLAME = log(8.0)
-LEAST_RATE = 0.08  # smallest learning rate
-REST_S, YOUNG = 0.01, 50  # at most one observation per REST_S after YOUNG observations
+LEAST_RATE = 0.08  # learning rate
+REST_S, YOUNG = 0.01, 50  # seconds between observations after YOUNG
 SLOWLY = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
 class LatencyModel:
-    """The latency model of one worker."""
-
     __slots__ = (
         "base_s",
         "each_s",
@@ -58,22 +54,18 @@ class LatencyModel:
         self.missing = MISSING
         self.base_s = STEP_S
         self.each_s = EACH_S
-        self.length = 0.0  # mean prompt length of hand-overs in tokens; 0: none
-        self.prefills = 0.0  # weight of observations
+        self.length = 0.0  # mean prompt of hand-overs
+        self.prefills = 0.0  # weight
         self.steps = 0.0
-        self.seen_at = 0.0  # time of the last first token
+        self.seen_at = 0.0  # last first token
         self.first_due = 0.0  # next time to learn
         self.end_due = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Predict the time of a step."""
         return self.base_s + self.each_s * sequences
 
     def first_token_s(self, tokens: float, behind: float = 0.0, cached: float = 0.0) -> float:
-        """Predict the time to first token.
-
-        `behind`: tokens of long requests ahead. `cached`: tokens expected in the cache.
-        """
+        """Predict the time to first token; `behind`: longs' tokens."""
         counted = tokens + self.passing * behind + self.missing * cached
         return self.fixed_s + self.token_s * counted
 
@@ -86,7 +78,6 @@ class LatencyModel:
         now: float,
         weight: float = 1.0,
     ) -> None:
-        """Learn from a time to first token."""
         self.prefills += weight
         self.seen_at = now
         if self.prefills > YOUNG:
@@ -102,7 +93,6 @@ class LatencyModel:
         self.fixed_s = max(flat * exp(blame * flat), LEAST)
 
     def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
-        """Learn from a mean step time."""
         self.steps += weight
         if self.steps > YOUNG:
             self.end_due = now + REST_S
@@ -122,7 +112,7 @@ class LatencyModel:
         seconds: float,
         now: float,
     ) -> None:
-        """Learn from a total time, split between both forms as predicted."""
+        """Learn from a total time, split as predicted."""
         first, step = self.first_token_s(tokens, behind, cached), self.step_s(sequences)
         whole = first + steps * step
         ratio, share = seconds / whole, first / whole
@@ -131,22 +121,19 @@ class LatencyModel:
             self.saw_steps(sequences, step * ratio, now, 1.0 - share)
 
     def saw_cached(self, had: float) -> None:
-        """Learn the missing share from a reported cached share."""
         self.missing = _share(self.missing + SLOWLY * (1.0 - had - self.missing), 0.0)
 
     def saw_length(self, tokens: int) -> None:
-        """Learn the mean prompt length of hand-overs."""
         self.length += (tokens - self.length) * (SLOWLY if self.length else 1.0)
 
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
-        """Move towards another model; share 1 copies it."""
+        """Move towards another model."""
         for part in PARTS:
             mine, theirs = getattr(self, part), getattr(other, part)
             setattr(self, part, mine ** (1.0 - share) * theirs**share)
 
 
 def _blame(predicted: float, seconds: float, weight: float, seen: float) -> float:
-    """Return the logarithm of the correction."""
     ratio = log(max(seconds, LEAST) / predicted)
     rate = max(weight / max(seen, 1.0), LEAST_RATE * weight)
     return rate * min(max(ratio, -MOST_BLAME), MOST_BLAME)

@@ -1,11 +1,11 @@
 """Tokens per image, audio clip and video, learnt from `usage`.
 
-Idea: a running mean per kind. Prompt tokens beyond the text estimate are divided among the media in
-proportion to the means. Uncertain text estimates teach little.
+Idea: a running mean per kind. Tokens beyond the text estimate are divided in proportion to the
+means.
 
-Cost: a few multiplications per prompt with media.
+Cost: a few multiplications.
 
-How it fails: mixed sizes get a mean and a wide band.
+How it fails: mixed sizes get a wide band.
 """
 
 from __future__ import annotations
@@ -17,33 +17,29 @@ KINDS = IMAGE, AUDIO, VIDEO
 Numbers = tuple[int, int, int]  # per kind
 NONE: Numbers = (0, 0, 0)
 IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
-FIRST_SIZES: Numbers = (IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS)  # until usage is seen
+FIRST_SIZES: Numbers = (IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS)  # first values
 LEAST_SIZE, MOST_SIZE = 1.0, 2.0**20
-FORGET = 0.05  # smallest learning rate
-FIRST_WEIGHT = 0.001  # of the first values, in observations
+FORGET = 0.05  # learning rate
+FIRST_WEIGHT = 0.001  # of the first values
 MOST_RATIO = 8.0  # of an observation to its prediction
-LEAST_BAND, SPREADS = 0.5, 2.0  # error: a share, or mean errors
+LEAST_BAND, SPREADS = 0.5, 2.0  # share, mean errors
 
 
 @dataclass(slots=True, frozen=True)
 class RequestMedia:
-    """The media of one request."""
-
     counts: Numbers
     beside: int  # tokens of the other parts
     error: float  # of that estimate
 
 
 class MediaSizes:
-    """Learnt sizes per kind."""
-
     __slots__ = ("means", "seen", "spreads", "tokens")
 
     def __init__(self) -> None:
         self.tokens: Numbers = FIRST_SIZES
         self.means = [float(size) for size in FIRST_SIZES]
         self.spreads = [0.0, 0.0, 0.0]  # mean errors
-        self.seen = [0.0, 0.0, 0.0]  # weight of observations
+        self.seen = [0.0, 0.0, 0.0]  # weights
 
     def copy(self) -> MediaSizes:
         """Return the same sizes without observations."""
@@ -52,13 +48,11 @@ class MediaSizes:
         return other
 
     def take(self, kind: int, mean: float) -> None:
-        """Set the mean of a kind."""
         self.means[kind] = min(max(mean, LEAST_SIZE), MOST_SIZE)
         image, audio, video = self.means
         self.tokens = (round(image), round(audio), round(video))
 
     def error(self, counts: Numbers) -> int:
-        """Return the possible error of an estimate."""
         return int(
             sum(
                 counts[kind] * max(LEAST_BAND * self.means[kind], SPREADS * self.spreads[kind])
@@ -67,7 +61,6 @@ class MediaSizes:
         )
 
     def see(self, media: RequestMedia, prompt_tokens: int) -> None:
-        """Learn from one request."""
         counts, means = media.counts, self.means
         expected = sum(counts[kind] * means[kind] for kind in KINDS)
         got = min(max(float(prompt_tokens - media.beside), 0.0), MOST_RATIO * expected)

@@ -1,17 +1,14 @@
 """Index of prompt prefixes that workers may have cached.
 
-Idea: the prompt part of a body is cut into blocks that grow with depth. Each block's hash is seeded
-with the previous one, so prompts share hashes as far as they share blocks. Each hash has a bit mask
-of the workers that were sent it.
+Idea: prompts are cut into blocks that grow with depth. Each hash is seeded with the previous one,
+so equal hashes mean equal prefixes. Each hash has a bit mask of workers.
 
-Memory: two generations of `GENERATION` hashes, 7 to 16 MB. A full young generation replaces the old
-one.
+Memory: two generations of `GENERATION` hashes, at most 16 MB. A full young generation replaces the
+old one.
 
-Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB). Masks are swept (10 ms) when a
-removed worker's index is reused.
+Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB).
 
-How it fails: equal prompts with other whitespace do not match. Evictions are unseen, so
-`LatencyModel.missing` learns their share.
+How it fails: whitespace matters. Evictions are unseen; `LatencyModel.missing` learns their share.
 """
 
 from __future__ import annotations
@@ -26,24 +23,21 @@ GENERATION = 32_768
 BLOCKS = (512,) * 32 + (2048,) * 24 + (8192,) * 24 + (65_536,) * 16
 ENDS = tuple(accumulate(BLOCKS))
 FEW = 8
-COVERED = (0, *ENDS)  # bytes in that many blocks
-Matches = list[tuple[int, int]]  # block counts, and masks of the workers that hold them
+COVERED = (0, *ENDS)  # bytes per number of blocks
+Matches = list[tuple[int, int]]  # block counts, and worker masks
 
 
 class PrefixIndex:
-    """Hashes of prompt blocks, and the workers that were sent them."""
-
     def __init__(self, generation: int = GENERATION) -> None:
         self._generation = generation
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
-        # Publishes records to other processes.
+        # Set to publish records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:
-        """Return the number of hashes."""
         return len(self._young) + len(self._old)
 
     def hashes(self, model: str, body: bytes, start: int = 0) -> tuple[int, ...]:
@@ -67,7 +61,7 @@ class PrefixIndex:
         return tuple(chain)
 
     def matches(self, hashes: tuple[int, ...]) -> Matches:
-        """Return the leading blocks that workers hold, deepest first."""
+        """Return the deepest matches first."""
         found: Matches = []
         young, old = self._young, self._old
         alive = ~self._gone
@@ -85,13 +79,12 @@ class PrefixIndex:
         return found
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Record that a worker was sent these blocks."""
         young, old = self._young, self._old
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
         if hashes and young.get(hashes[-1], 0) & bit:
-            return  # the earlier blocks are recorded too
+            return  # with its earlier blocks
         for block in hashes:
             holders = young.get(block)
             if holders is None:
@@ -109,7 +102,6 @@ class PrefixIndex:
         self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
-        """Clear the stale bits."""
         keep, self._gone = ~self._gone, 0
         for generation in (self._young, self._old):
             for block, holders in list(generation.items()):
@@ -120,7 +112,7 @@ class PrefixIndex:
 
 
 def deepest(matches: Matches, most: int) -> list[int]:
-    """Return some workers that hold the most."""
+    """Return workers of the deepest match."""
     holders = matches[0][1] if matches else 0
     named: list[int] = []
     while holders and len(named) < most:

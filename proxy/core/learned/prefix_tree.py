@@ -1,10 +1,8 @@
 """Prefix tree of the requests on one worker.
 
-A node spans blocks that the same requests share, and is split where they diverge. Chained hashes
-allow binary search for the common depth.
+Chained hashes allow binary search for the depth at which two prompts diverge.
 
-Cost: a look-up per node, and seven comparisons for the last one. Memory: two nodes per request at
-most.
+Cost: a look-up per node, seven comparisons for the last one. Memory: two nodes per request.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from proxy.core.learned.prefix_index import COVERED
 
 
 class PrefixNode:
-    """Blocks shared by the same requests."""
-
     __slots__ = ("above", "begin", "below", "blocks", "end", "holders", "tokens")
 
     def __init__(
@@ -44,13 +40,11 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """The prefixes of one worker's requests."""
-
     __slots__ = ("_root", "saved", "tokens")
 
     def __init__(self) -> None:
         self._root = PrefixNode(None, (), 0, 0, 0)
-        self.tokens = 0  # each prefix counted once
+        self.tokens = 0
         self.saved = 0  # saved by sharing
 
     def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
@@ -75,7 +69,7 @@ class PrefixTree:
         return stem, found
 
     def shared(self, blocks: tuple[int, ...]) -> int:
-        """Return the tokens of a prefix that are held."""
+        """Return the held tokens of a prefix."""
         stem, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last and (below := stem.below.get(blocks[depth])) is not None:
             end = below.end
@@ -98,7 +92,7 @@ class PrefixTree:
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
-    """Return the common length of two chains, from `low` to `high`."""
+    """Return the common length of two chains."""
     while low < high:
         middle = (low + high) // 2
         if one[middle] == other[middle]:

@@ -1,10 +1,9 @@
-"""The first rates of a tenant: the median of other tenants.
+"""First rates of a tenant: the median of other tenants.
 
-Each tenant learns from its own requests only. A new tenant starts with the median over tenants, so
-that a flood counts once. The first values have one vote, or two if the number would be even: no
-single tenant decides.
+Tenants learn from their own requests only. The median is over tenants, so a flood counts once. The
+first values vote too, so no single tenant decides.
 
-Cost: a median of sixteen at most, after an eighth more votes.
+Cost: a median of sixteen at most.
 
 How it fails: several languages have no common median.
 """
@@ -14,24 +13,21 @@ from __future__ import annotations
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.media_tokens import KINDS
 
-MOST_VOTERS = 15  # tenants kept, the latest
-MOST_VOTES_OLD = 64  # most votes between medians
+MOST_VOTERS = 15  # the latest
+MOST_VOTES_OLD = 64  # between medians
 
 
 class TenantPrior:
-    """The prior of one model and route."""
-
     __slots__ = ("_common", "_due", "_voters", "_votes", "base")
 
     def __init__(self) -> None:
-        self.base = LearnedSizes()  # first values, or learnt without tenants
+        self.base = LearnedSizes()  # first values, or without tenants
         self._voters: dict[str, LearnedSizes] = {}
         self._votes = 0
         self._due = 1
         self._common = self.base
 
     def vote(self, tenant: str, own: LearnedSizes) -> None:
-        """Count a tenant's rates, which may change later."""
         voters = self._voters
         voters.pop(tenant, None)
         voters[tenant] = own
@@ -40,19 +36,18 @@ class TenantPrior:
         self._votes += 1
 
     def common(self) -> LearnedSizes:
-        """Return the median rates. Read-only."""
+        """Return the median. Read-only."""
         if self._votes >= self._due:
             self._due = self._votes + min(self._votes // 8 + 1, MOST_VOTES_OLD)
             self._common = self._median()
         return self._common
 
     def first(self) -> LearnedSizes:
-        """Return a copy of the median rates."""
         return _copy(self.common())
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return the text rate; None if unknown."""
+        """Return the text rate, if known."""
         if self.base.weight or any(voter.weight for voter in self._voters.values()):
             return self.common().bytes_per_token
         return None
@@ -74,7 +69,6 @@ class TenantPrior:
 
 
 def _copy(learnt: LearnedSizes) -> LearnedSizes:
-    """Copy the rates with their first variances."""
     found = LearnedSizes(learnt.fixed, learnt.per_byte, learnt.per_tool)
     found.output = learnt.output
     found.media = learnt.media.copy()
@@ -82,6 +76,5 @@ def _copy(learnt: LearnedSizes) -> LearnedSizes:
 
 
 def _middle(votes: list[float], base: float) -> float:
-    """Return the median, with one or two votes for the first value."""
     ordered = sorted([*votes, *[base] * (1 + len(votes) % 2)])
     return ordered[len(ordered) // 2]

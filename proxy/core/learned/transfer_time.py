@@ -1,35 +1,32 @@
 """Time of a KV transfer: seconds = fixed + seconds per token x tokens.
 
-Observed is the time from the start of the decode leg to its first token, less one step.
+Observed: start of the decode leg to first token, less one step.
 
-Idea: least squares over fading observations, weighted by their predictions. Outliers are clamped. A
-factor moves the mean towards the median, because some transfers take very long. Each pair of
-workers has an estimate; the model's stands in until then.
+Idea: fading least squares, weighted by predictions. A factor moves the mean towards the median.
+Each pair of workers learns; the model's estimate stands in first.
 
 Cost: forty multiplications per observation.
 
-How it fails: each of P x D pairs learns alone.
+How it fails: P x D pairs learn separately.
 """
 
 from __future__ import annotations
 
 from math import exp, log
 
-# First values: a warm connection and a decent network.
+# First values.
 FIXED_S, TOKEN_S = 0.01, 1e-6
 LEAST_S = 1e-6
-KEPT = 0.98  # weight left per observation
-FARTHEST = 4.0  # clamp, times the prediction
-STEP, NEAR = 0.02, 0.1  # step of the factor, and error for a full step
+KEPT = 0.98  # weight per observation
+FARTHEST = 4.0  # times the prediction
+STEP, NEAR = 0.02, 0.1  # of the factor
 LEAST_FACTOR, MOST_FACTOR = 0.5, 1.5
 MOST_PAIRS = 10_000
-YOUNG = 4  # observations without clamp
-DISTINCT = 1e-3  # relative spread of sizes that tells the parts apart
+YOUNG = 4  # observations not clamped
+DISTINCT = 1e-3  # relative spread of sizes
 
 
 class TransferTime:
-    """The estimate of one pair or model."""
-
     __slots__ = ("_n", "_nn", "_nt", "_t", "_weight", "factor", "fixed_s", "seen", "token_s")
 
     def __init__(self) -> None:
@@ -40,11 +37,9 @@ class TransferTime:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Predict a transfer."""
         return self.factor * (self.fixed_s + self.token_s * tokens)
 
     def saw(self, tokens: float, seconds: float) -> None:
-        """Learn from a transfer."""
         self.seen += 1
         predicted = self.fixed_s + self.token_s * tokens
         seconds = max(seconds, LEAST_S)
@@ -77,8 +72,6 @@ class TransferTime:
 
 
 class TransferTimes:
-    """The estimates of one model, by worker names."""
-
     def __init__(self) -> None:
         self.all = TransferTime()
         self._pairs: dict[tuple[str, str], TransferTime] = {}
@@ -91,7 +84,6 @@ class TransferTimes:
         return found if found is not None and found.seen >= YOUNG else self.all
 
     def saw(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
-        """Learn from a transfer."""
         found = self._pairs.get((prefill, decode))
         if found is None:
             if len(self._pairs) >= MOST_PAIRS:  # probably of removed workers

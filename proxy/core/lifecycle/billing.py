@@ -1,4 +1,4 @@
-"""What a request takes of its tenant's limits and share."""
+"""A request's charges to its tenant's limits and share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_pr
 from proxy.core.tenants.limits import LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
-DONE = Outcome.DONE  # a global is faster than an enum look-up
-# Routes with a stream that begins with the first token; chat sends the role first.
+DONE = Outcome.DONE  # faster than an enum look-up
+# The first event is the first token; chat sends the role first.
 PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"])
 UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # computed output is charged
 
@@ -47,13 +47,13 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
 
 
 def _sure(ask: RequestInfo) -> int:
-    """Return the least size of the largest prompt, before truncation."""
+    """Return the least size of the largest prompt."""
     sure = ask.sure_prompt
     return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
 def spent(tenant: Tenant, now: float) -> Refusal | None:
-    """Return the limit that refuses every request of a tenant now."""
+    """Return the limit that refuses every request now."""
     breach = tenant.ledger.spent(now)
     if breach is None:
         return None
@@ -68,7 +68,7 @@ def was_read(tenant: Tenant, now: float) -> None:
 
 
 def visit(tenant: Tenant, now: float) -> Refusal | None:
-    """Admit a request without a worker, or refuse it; `left` ends it."""
+    """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
         tenant.change()
@@ -78,7 +78,6 @@ def visit(tenant: Tenant, now: float) -> Refusal | None:
 
 
 def left(tenant: Tenant, now: float) -> None:
-    """End a request that `visit` admitted."""
     tenant.ledger.leave(now, 0, 0)
     tenant.change()
 
@@ -89,7 +88,6 @@ def _count(tenant: Tenant, breach: LimitExceeded) -> None:
 
 
 def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
-    """End a request that used these tokens."""
     if ask.tenant is not None and ask.bill.entered >= 0:
         ask.tenant.ledger.leave(now, ask.bill.entered, used)
         ask.tenant.change()
@@ -99,7 +97,7 @@ def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
 def settle(
     settings: FairnessSettings, lease: Lease, now: float, outcome: Outcome, usage: Usage | None
 ) -> None:
-    """Charge a tenant for its output; worker failures are free."""
+    """Charge a tenant; worker failures are free."""
     ask = lease.ask
     tenant = ask.tenant
     if tenant is None:
@@ -107,7 +105,7 @@ def settle(
     prompt = output = 0
     if outcome is DONE and usage is not None:
         prompt, output = usage.prompt_tokens, usage.completion_tokens
-        if not ask.pinned:  # a stored conversation is mostly cached
+        if not ask.pinned:  # most is cached
             charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
     elif outcome is DONE:
         prompt = ask.prompt_tokens
@@ -128,10 +126,9 @@ def settle(
 
 
 def _written(lease: Lease, now: float) -> int:
-    """Estimate the output of a response without usage, by its decoding time.
+    """Estimate output without usage, by decoding time.
 
-    Otherwise early disconnects or many tokens per event would be free: speculation, stream
-    intervals, tool calls, hidden reasoning.
+    Otherwise disconnects, or many tokens per event, would be free.
     """
     ask, worker = lease.ask, lease.worker
     if not ask.generates or not lease.sent:
@@ -147,16 +144,16 @@ def _written(lease: Lease, now: float) -> int:
 
 
 def shown_since(lease: Lease) -> float | None:
-    """Return when a stream's first token came, even a hidden one."""
+    """Return the time of the first token, even a hidden one."""
     if lease.begun_at is not None and lease.ask.route in PROMPTLY:
         return lease.begun_at
     return lease.first_token_at
 
 
 def _decoded_since(lease: Lease) -> float:
-    """Return when the first token was or should have been written; inf if the stream never began.
+    """Return when the first token was or should have been written; inf if never.
 
-    The first visible token may be late: others are hidden, or held back for tool calls.
+    The first visible token may be late.
     """
     ask, pace = lease.ask, lease.worker.pace
     first_at, begun_at = lease.first_token_at, lease.begun_at
@@ -175,7 +172,7 @@ def _decoded_since(lease: Lease) -> float:
 
 
 def _worked_until(worker: Worker, since: float, now: float) -> float:
-    """Return when a worker last computed: time in a hung worker is free."""
+    """Return when a worker last computed; a hung worker is free."""
     gauges, worked_at = worker.gauges, worker.worked_at
     hangs = gauges is not None and worked_at > -inf and gauges.at > max(worked_at, since)
     return min(now, worked_at) if hangs else now

@@ -8,11 +8,11 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import shown_since
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 
-ENOUGH_STEPS = 4  # for a step time
+ENOUGH_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
 A_500 = "500"
-# Outcomes that say nothing of the worker.
+# They say nothing of the worker.
 SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
@@ -52,23 +52,21 @@ def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
 
 
 def written(lease: Lease) -> int:
-    """Return a stream's tokens by its events; 0 if unreliable.
+    """Return a stream's tokens by events; 0 if unreliable.
 
-    A tool call puts many tokens into one event. Otherwise fewer, longer steps are learnt.
+    A tool call puts many tokens into one event.
     """
     ask = lease.ask
     return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
-    """Learn the worker's latency and missing cache share."""
     learn_pace(lease, now, usage.completion_tokens, decoding)
     if lease.prefill is None:  # the prefill worker had these tokens cached
         saw_cached(lease.worker, lease.decision.cached_tokens, usage)
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
-    """Learn the worker's latency from a response."""
     ask, cached = lease.ask, lease.decision.cached_tokens
     pace = lease.worker.pace
     if ask.generates:
@@ -90,15 +88,15 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
 
 
 def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
-    """Learn from a client that left: its response would have taken longer.
+    """Learn from a client that left before its response.
 
-    Otherwise a hung worker would look idle and fast.
+    Otherwise a hung worker would look fast.
     """
     ask, worker = lease.ask, lease.worker
     pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not ask.computes:
         return
-    if lease.prefill is not None:  # transfers teach when they succeed
+    if lease.prefill is not None:  # successful transfers teach
         return
     if now < pace.first_due:  # many clients leave at once
         return
@@ -111,7 +109,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
         pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
     else:
         if ask.output_tokens is None or ask.samples > 1:
-            return  # expected total time unknown
+            return  # unknown total
         beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
@@ -121,7 +119,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
-    """Learn the missing cache share of a worker that reports cached tokens."""
+    """Learn the missing cache share, if reported."""
     if usage.cached_tokens:
         worker.reports_cache = True
     if worker.reports_cache and cached:

@@ -13,18 +13,18 @@ from proxy.core.request.sizing import Sizer
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
 
-DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # globals are faster than enum look-ups
+DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # faster than enum look-ups
 
 
 class LeaseBook(Placer):
-    """The lease operations of the router, between placement and queue."""
+    """Lease operations, between placement and queue."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         super().__init__(settings, fleet)
         self.sizer = Sizer()
 
     def first_token(self, lease: Lease, now: float) -> None:
-        """Note the first token, or the first byte if nothing is generated."""
+        """Note the first token, or the first byte without generation."""
         if lease.prefill is not None and lease.sent and lease.first_token_at is None:
             self._transferred(lease, now)
             self._has_come(lease)
@@ -33,13 +33,12 @@ class LeaseBook(Placer):
             feedback.blame(self.fleet, lease.ask, now)
 
     def began(self, lease: Lease, now: float) -> None:
-        """Note the first byte of a response: see `billing`."""
         if lease.begun_at is None:
             lease.begun_at = now
 
     def _transferred(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
-        if lease.worker.queued_before:  # the time may include its queue
+        if lease.worker.queued_before:  # may include its queue
             return
         if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
@@ -60,7 +59,7 @@ class LeaseBook(Placer):
     def reconsider(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
         """Check the decode worker between the legs; False if none can decode.
 
-        `may_move`: any decode worker can fetch the blocks. `spent_s`: time since the prefill.
+        `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
         """
         goes_on = self._finds_one(lease, now, self.settings.transfer_within_s - spent_s, may_move)
         if goes_on and not lease.ask.stream:  # it shows no first token
@@ -73,7 +72,7 @@ class LeaseBook(Placer):
             return True
         other = self._another(lease, now, within_s) if may_move else None
         if other is None:
-            # The probe may be wrong: without an alternative the worker is tried.
+            # Probes may be wrong: without an alternative it is tried.
             return stands or not (
                 within_s <= 0.0 or handover_cost.is_well(lease) or self.has_another(lease)
             )
@@ -90,13 +89,12 @@ class LeaseBook(Placer):
     def _has_come(self, lease: Lease) -> None:
         """Record the prefix on the decode worker.
 
-        Earlier, other requests with the prefix would count as cached, and prefill there.
+        Earlier, other requests would count it as cached.
         """
         if lease.ask.prefix:
             self.prefixes.record(lease.ask.prefix, lease.worker.index)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        """Count output tokens."""
         self.fleet.tokens(lease, count)
         ask = lease.ask
         if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
@@ -106,11 +104,10 @@ class LeaseBook(Placer):
             ask.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
-        """Return whether a request that ends now may teach."""
+        """Return whether its usage may teach."""
         return now >= lease.worker.pace.end_due
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
-        """Return whether usage is needed, to learn or for a tenant."""
         return lease.ask.tenant is not None or self.may_learn(lease, now)
 
     def finish(
@@ -122,9 +119,9 @@ class LeaseBook(Placer):
         retry_after_s: float | None = None,
         why: str = "",
     ) -> None:
-        """Release the lease and learn from its outcome.
+        """Release the lease and learn from the running leg's outcome.
 
-        The outcome is that of the running leg. `why`: an HTTP status or an error's name.
+        `why`: an HTTP status or an error's name.
         """
         worker = lease.worker
         decoding = worker.decoding
@@ -151,7 +148,7 @@ class LeaseBook(Placer):
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
         may_learn = self.may_learn(lease, now)
         if usage is not None:
-            # Other tenants' responses must not use up all chances.
+            # Tenants must not use up each other's chances.
             if may_learn or self.sizer.knows_little(lease.ask):
                 self.sizer.learn(lease.ask, usage)
             if may_learn:
@@ -161,12 +158,11 @@ class LeaseBook(Placer):
             feedback.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
-        """Return whether another worker has a larger context."""
         ask = lease.ask
         return not ask.pinned and lease.worker.limit < self.fleet.pool(ask.model).most
 
     def outgrew(self, lease: Lease) -> None:
-        """Note that a worker found a request too large."""
+        """Note that a worker was too small."""
         ask = lease.ask
         self.sizer.outgrew(ask, lease.worker.limit)
         ask.long = ask.budget > self.settings.short_limit
@@ -182,6 +178,6 @@ class LeaseBook(Placer):
         return best is not None
 
     def has_another(self, lease: Lease) -> bool:
-        """Return whether another worker could serve the whole request."""
+        """Return whether another worker could serve all of it."""
         others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
         return any(not w.barred and w.may_hold(lease.ask) for w in others)

@@ -1,11 +1,10 @@
 """Retry budget of the fleet.
 
-Each request earns a share of a retry, within `WINDOW_S`. A reserve that refills with time always
-allows a retry on a quiet fleet. A worker that dies fails all its requests at once. The first one
-pays for its retry, the others there retry for free, once.
+Requests within `WINDOW_S` earn shares of retries, and a reserve refills with time. A worker that
+dies fails all its requests at once: the first one pays for its retry, the others there retry for
+free, once.
 
-How it fails: many failing workers could double the load, so half of the workers at most get free
-retries.
+How it fails: many failing workers double the load, so at most half of the workers get free retries.
 """
 
 from __future__ import annotations
@@ -17,34 +16,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-# Workers that may drop a request: the request may cause it.
+# The request may cause it.
 MAX_DROPS = 2
 AT_REST = 10.0
 PER_S = 1.0
 WINDOW_S = 10
-AT_ONCE_S = 1.0  # a lone failure older than this was no crash
+AT_ONCE_S = 1.0  # older: no crash
 
 
 class RetryBudget:
-    """The retry budget of the fleet."""
-
     def __init__(self, share: float) -> None:
         self.share = share
         self._saved = AT_REST
         self._at = 0.0
         self._requests = 0  # since the last turn
-        self._turn = -inf  # end of the current second
+        self._turn = -inf  # next second
         self._before: deque[tuple[float, int]] = deque()  # ended seconds, and their requests
 
     def earn(self, now: float) -> None:
-        """Count a request that is no retry."""
         if now >= self._turn:
             self._turn_over(now)
         self._requests += 1
         self._saved += self.share
 
     def affords(self, now: float) -> bool:
-        """Return whether a retry is left."""
         if self.share <= 0:
             return False
         self._turn_over(now)
@@ -53,14 +48,13 @@ class RetryBudget:
         return self._saved >= 1.0
 
     def spend(self, now: float) -> bool:
-        """Take a retry; False if none is left."""
+        """Take a retry, if one is left."""
         if not self.affords(now):
             return False
         self._saved -= 1.0
         return True
 
     def _turn_over(self, now: float) -> None:
-        """Start a new second."""
         before = self._before
         if self._requests and now >= self._turn:
             before.append((self._turn, self._requests))
@@ -72,32 +66,27 @@ class RetryBudget:
             self._turn = now + 1.0
 
     def _most(self) -> float:
-        """Return the limit of the budget."""
         lately = self._requests + sum(requests for _, requests in self._before)
         return max(self.share * lately, AT_REST)
 
 
 class WorkerFailureEvent:
-    """A worker that has begun to fail."""
-
     __slots__ = ("at", "beside", "is_large")
 
     def __init__(self, at: float, beside: int) -> None:
         self.at = at
-        self.beside = beside  # live workers then, including itself
+        self.beside = beside  # live workers
         self.is_large = False  # several requests failed
 
 
 class WorkerFailureEvents:
-    """Recent worker failures."""
-
     def __init__(self) -> None:
         self._of: dict[Worker, WorkerFailureEvent] = {}
 
     def spare(self, worker: Worker, since: float, now: float, beside: int) -> bool:
-        """Count a failed request sent at `since`; return whether its retry is free.
+        """Count a failed request; return whether its retry is free.
 
-        `beside`: the live workers for such a request.
+        `since`: when it was sent. `beside`: live workers for it.
         """
         if self._last(worker, now) is None:
             lately = ((who, each) for who, each in self._of.items() if now - each.at <= WINDOW_S)
@@ -110,9 +99,8 @@ class WorkerFailureEvents:
         return True
 
     def would_spare(self, worker: Worker, since: float, now: float) -> bool:
-        """Return whether a retry would be free."""
         fall = self._last(worker, now)
-        if fall is None or since > fall.at:  # sent after the failure was known
+        if fall is None or since > fall.at:  # sent after the failure
             return False
         if fall.is_large:
             return True

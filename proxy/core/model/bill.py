@@ -1,4 +1,4 @@
-"""The account of one request with its tenant."""
+"""A request's account with its tenant."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Bill:
-    """A tenant's charges for a request, settled at its end."""
+    """Charges that the end of the request settles."""
 
-    entered: int = -1  # tokens taken from the limit; -1: none
-    free: bool = False  # placed without a queue: costs no share
-    paid: float = 0.0  # for the prompt, at placement
-    unsettled: float = 0.0  # share charged by estimates
-    prepaid: int = 0  # output tokens charged before they were written
+    entered: int = -1  # tokens of the limit; -1: none
+    free: bool = False  # placed without a queue
+    paid: float = 0.0  # for the prompt
+    unsettled: float = 0.0  # estimated share
+    prepaid: int = 0  # output tokens charged in advance

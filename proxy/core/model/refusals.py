@@ -1,4 +1,4 @@
-"""The router's own error responses, worded as OpenAI's and vLLM's."""
+"""The router's error responses, worded as OpenAI's and vLLM's."""
 
 from __future__ import annotations
 
@@ -16,41 +16,36 @@ OF_LIMITS = {
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:
-    """400: invalid body."""
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 
 
 def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
-    """405: another method is allowed."""
     others = ", ".join(allowed)
     message = f"{path[:200]} takes {others}, not {method[:20]}"
     return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
 def repeated(param: str) -> Refusal:
-    """400: a duplicate field."""
     return bad_request(f"The body has `{param}` more than once; give it once.", param)
 
 
 def steers(param: str) -> Refusal:
-    """400: a field that clients may not set."""
     message = f"`{param[:100]}` is not taken from clients here; leave it out."
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
 def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
-    """Refuse an unknown model; `all_told`: every worker has listed its models."""
+    """Refuse an unknown model; `all_told`: all model lists are known."""
     return (unknown_model if all_told else not_known_yet)(model, known)
 
 
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
-    """404: no worker has the model."""
     message = f"The model `{model[:200]}` does not exist. This fleet serves: {_listed(known)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
-    """503: some workers have not listed their models."""
+    """503: model lists are missing."""
     message = (
         f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
         f"serve. Known so far: {_listed(known)}."
@@ -63,7 +58,6 @@ def _listed(models: Iterable[str]) -> str:
 
 
 def too_long(ask: RequestInfo, limit: int) -> Refusal:
-    """400: no worker can hold the request."""
     about = "" if ask.counted else "about "
     output = ask.output_tokens or 0
     asked = f"you requested {about}{ask.largest_prompt + output} tokens "
@@ -77,22 +71,20 @@ def too_long(ask: RequestInfo, limit: int) -> Refusal:
 
 
 def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
-    """503: no worker is available."""
     message = f"No worker of the model `{short(model)}` can take this request now."
     rest_s = max(retry_after_s or 0.0, 1.0)
     return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
 
 def nobody_left(why: str, retry_after_s: float | None = None) -> Refusal:
-    """502: workers failed, and no other may be tried."""
     message = f"The request failed on its worker, and {why}."
     return Refusal(502, Reason.NO_WORKER, message, retry_after_s=retry_after_s)
 
 
 def dropped() -> Refusal:
-    """502: `MAX_DROPS` workers closed the connection before a response.
+    """502: `MAX_DROPS` workers closed the connection.
 
-    The header, and a missing Retry-After, keep OpenAI's and Anthropic's clients from retrying.
+    Without Retry-After, and with this header, official clients do not retry.
     """
     message = (
         "Two workers closed the connection before they answered this request. It is not sent to "
@@ -103,7 +95,7 @@ def dropped() -> Refusal:
 
 
 def unfinished(seconds: float) -> Refusal:
-    """504: an unstreamed response takes too long; the worker is well."""
+    """504: an unstreamed response is too long."""
     message = (
         f"The answer was not finished within {seconds:g} s. Please stream it, or ask for fewer "
         "tokens."
@@ -112,31 +104,26 @@ def unfinished(seconds: float) -> Refusal:
 
 
 def out_of_time(seconds: float) -> Refusal:
-    """504: the request exceeds its time limit."""
     message = f"The request was not done within the {seconds:g} s that a request may take here."
     return Refusal(504, Reason.TIME_LIMIT, message, "time_limit")
 
 
 def came_late(seconds: float) -> Refusal:
-    """408: the request arrived too late."""
     message = f"The request had not arrived within the {seconds:g} s that a request may take here."
     return Refusal(408, Reason.TIME_LIMIT, message, "time_limit")
 
 
 def slow_body(bytes_per_s: int) -> Refusal:
-    """408: the body arrives too slowly."""
     message = f"The body came at less than {bytes_per_s} bytes a second. Please send it again."
     return Refusal(408, Reason.SLOW_BODY, message, "slow_body")
 
 
 def queue_full(retry_after_s: float) -> Refusal:
-    """429: the queue is full."""
     message = "Every worker is busy and the queue is full. Retry after the time given."
     return Refusal(429, Reason.QUEUE_FULL, message, "queue_full", retry_after_s=retry_after_s)
 
 
 def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
-    """429: the queue timeout has passed."""
     message = f"Every worker stayed busy for the {seconds:g} s that a request may wait."
     return Refusal(
         429, Reason.WAITED_TOO_LONG, message, "queue_timeout", retry_after_s=retry_after_s
@@ -144,18 +131,16 @@ def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
 
 
 def router_full() -> Refusal:
-    """503: no room for another worker connection."""
+    """503: no room for a connection."""
     message = "The router has no room for another connection. Retry after the time given."
     return Refusal(503, Reason.ROUTER_FULL, message, "router_full", retry_after_s=1.0)
 
 
 def draining() -> Refusal:
-    """503: the router is stopping."""
     return Refusal(503, Reason.DRAINING, "The router is shutting down.", retry_after_s=1.0)
 
 
 def no_key() -> Refusal:
-    """401: no API key."""
     message = (
         "You didn't provide an API key. You need to provide your API key in an Authorization "
         "header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
@@ -164,7 +149,7 @@ def no_key() -> Refusal:
 
 
 def bad_key() -> Refusal:
-    """401: an unknown key, not repeated because responses are logged."""
+    """401; responses are logged, so the key is not repeated."""
     message = "Incorrect API key provided. Ask whoever runs this service for one."
     return Refusal(401, Reason.BAD_KEY, message, "invalid_api_key", headers=CHALLENGE)
 
@@ -173,13 +158,12 @@ CHALLENGE = (("WWW-Authenticate", "Bearer"),)
 
 
 def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
-    """403: the key excludes the model."""
     message = f"Your key may not use the model `{model[:200]}`. It may use: {_listed(allowed)}."
     return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
 
 
 def not_for_pages(origin: str) -> Refusal:
-    """403: a web page of another origin."""
+    """403: a page of another origin."""
     message = (
         f"This router has no keys and takes no requests from web pages of `{origin[:200]}`. Give "
         "it tenants with keys, or router.allow_anonymous: true."
@@ -188,19 +172,18 @@ def not_for_pages(origin: str) -> Refusal:
 
 
 def no_response(response_id: str) -> Refusal:
-    """404: the tenant has no such response."""
     message = f"Response with id '{response_id[:200]}' not found."
     return Refusal(404, Reason.NOT_ALLOWED, message, "response_not_found", "response_id")
 
 
 def not_isolated(route: str) -> Refusal:
-    """400: the prompt cache would be shared between tenants."""
+    """400: tenants would share a prompt cache."""
     message = f"/{route} can't be kept apart from other tenants here, and is not served."
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
 def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
-    """429: a tenant's limit; 400 if waiting does not help."""
+    """429, or 400 if waiting does not help."""
     if breach.retry_after_s is None:
         about = "" if ask.counted else "about "
         message = (
@@ -213,7 +196,7 @@ def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
 
 
 def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
-    """429: a tenant's limit, with headers."""
+    """429, with headers."""
     wait = f"{retry_after_s:.3g}s"
     message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "
     message += f"Please try again in {wait}."
@@ -237,7 +220,7 @@ def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
 
 
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
-    """429: the predicted time to first token is too long."""
+    """429: the first token would be late."""
     message = (
         f"The first token would come after about {wait_s:.1f} s, and has to within {target_s:g} s. "
         "Retry after the time given."

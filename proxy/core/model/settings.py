@@ -9,14 +9,12 @@ from typing import Final
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
 
-# Short workers should hold this multiple of `short_limit`: sizes are estimates.
+# Of `short_limit`, for short workers: sizes are estimates.
 HEADROOM: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of the router's core."""
-
     policy: str = "adaptive"
     short_limit: int = 10_000
     prefix_affinity: bool = True
@@ -24,7 +22,7 @@ class RouterSettings:
     cut_output: bool = False  # to the largest worker's context
     max_attempts: int = 3
     retry_budget: float = 0.2
-    panic_threshold: float = 0.5  # of closed breakers, see `ejection`
+    panic_threshold: float = 0.5  # of closed breakers
     queue_requests: int = 1024
     queue_bytes: int = 256 * 2**20
     queue_wait_s: float = 30.0
@@ -37,4 +35,4 @@ class RouterSettings:
     client_priority: bool = False  # tenants may set `priority`
     client_arguments: bool = False  # and `vllm_xargs`
     pass_priority: bool = False  # workers get the tenant class
-    transfer_within_s: float = inf  # after the prefill
+    transfer_within_s: float = inf  # time for a transfer after the prefill

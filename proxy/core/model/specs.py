@@ -1,4 +1,4 @@
-"""Types that are pickled for other processes or written as JSON, so they are not compiled."""
+"""Types that leave the process, pickled or as JSON. They are not compiled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker as the operator configures it."""
-
     name: str
     url: str
     role: Role
@@ -27,13 +25,13 @@ class WorkerSpec:
 
 @dataclass(slots=True)
 class Gauges:
-    """The last values of a worker's /metrics."""
+    """A worker's last /metrics."""
 
     at: float = 0.0
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    kv_capacity_tokens: int | None = None  # blocks times block size
+    kv_capacity_tokens: int | None = None
     prompt_tokens_total: float = 0.0
     generation_tokens_total: float = 0.0
     preemptions_total: float = 0.0
@@ -41,19 +39,19 @@ class Gauges:
 
     @property
     def computed(self) -> float:
-        """Return the tokens computed since the worker's start."""
+        """Return all tokens since the start."""
         return self.prompt_tokens_total + self.generation_tokens_total
 
 
 @dataclass(slots=True, frozen=True)
 class Score:
-    """The cost of a worker for a request, in seconds."""
+    """A worker's cost for a request, in seconds."""
 
     worker: str
     total: float
     wait_s: float = 0.0  # for earlier requests
-    prefill_s: float = 0.0  # less the cached part
-    harm_s: float = 0.0  # to running requests
+    prefill_s: float = 0.0  # of the part not cached
+    harm_s: float = 0.0  # delay of running requests
     cached_tokens: int = 0
-    note: str = ""  # why it is no candidate
-    prefill_by: str = ""  # prefill worker, if another
+    note: str = ""
+    prefill_by: str = ""  # prefill worker of a hand-over

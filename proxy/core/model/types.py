@@ -1,8 +1,4 @@
-"""Input and output of the core, as plain data.
-
-The router responds to a `RequestInfo` with a `Lease` (a charged worker), a `Ticket` (a place in the
-queue) or a `Refusal`.
-"""
+"""Input and output of the core, as plain data."""
 
 from __future__ import annotations
 
@@ -20,26 +16,26 @@ if TYPE_CHECKING:
     from proxy.core.request.json_edit import JsonMember
 
 STANDARD = Rank.STANDARD
-NONE = "none"  # label of a missing worker, pool or size
+NONE = "none"  # label
 
 
 class Reason(StrEnum):
-    """Why a request was placed or refused; a label of metrics and logs."""
+    """Why a request was placed or refused, for metrics and logs."""
 
     # Placed.
-    SHORT_POOL = "short_pool"  # fits a short worker
-    LONG_POOL = "long_pool"  # needs a long worker, or is long
+    SHORT_POOL = "short_pool"
+    LONG_POOL = "long_pool"
     GENERAL_POOL = "general_pool"
-    DECODE_POOL = "decode_pool"  # whole: little to prefill
+    DECODE_POOL = "decode_pool"  # whole, because there is little to prefill
     HANDOVER = "handover"  # prefill and decode on two workers
-    SPILL_TO_LONG = "spill_to_long"  # a short on a free long worker
-    SPILL_TO_SHORT = "spill_to_short"  # a long that a short worker can hold
-    PREFIX = "prefix"  # a cached prefix decided
+    SPILL_TO_LONG = "spill_to_long"  # a short on a long worker
+    SPILL_TO_SHORT = "spill_to_short"  # a long that fits
+    PREFIX = "prefix"
     ONLY_CHOICE = "only_choice"
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
-    RETRY = "retry"  # another worker failed
-    OWN = "own"  # by the router: files, batches
+    RETRY = "retry"
+    OWN = "own"  # the router responds: files, batches
     # Waiting.
     FLEET_FULL = "fleet_full"
     # Refused.
@@ -54,62 +50,61 @@ class Reason(StrEnum):
     DRAINING = "draining"
     ROUTER_FULL = "router_full"  # no room for a connection
     BAD_KEY = "bad_key"
-    NOT_ALLOWED = "not_allowed"  # model or web page
-    LIMITED = "limited"  # by tenant limits
-    TOO_SLOW = "too_slow"  # predicted first token too late
+    NOT_ALLOWED = "not_allowed"  # the model, or a web page
+    LIMITED = "limited"
+    TOO_SLOW = "too_slow"
     # Ended.
     TIME_LIMIT = "time_limit"
-    SLOW_BODY = "slow_body"  # body too slow
+    SLOW_BODY = "slow_body"
 
 
 @dataclass(slots=True)
 class RequestInfo:
-    """Facts about a request before it runs."""
+    """What is known before the request runs."""
 
     id: str
-    route: str  # label, as `chat/completions`
+    route: str  # as in metrics: `chat/completions`
     model: str
     body_bytes: int
     prompt_tokens: int  # of all prompts; an estimate unless `counted`
-    prompt_error: int  # possible error of the largest
-    largest_prompt: int  # tokens of the largest prompt
+    prompt_error: int  # possible error of the largest prompt
+    largest_prompt: int
     output_tokens: int | None  # limit per sample; None: the rest of the context
-    expected_output: int = 0  # learnt, per sample
+    expected_output: int = 0  # per sample, learnt
     generates: bool = True  # whether it decodes
     stream: bool = False
     samples: int = 1  # prompts times `n`
     counted: bool = False
-    sure_prompt: int = -1  # least size of a prompt that a worker may cut, or -1
-    least_prompt: int = -1  # least size of the largest prompt; -1: by error
-    most: int = maxsize  # largest context, where its worker should decide
+    sure_prompt: int = -1  # least size of a prompt that a worker may truncate; else -1
+    least_prompt: int = -1  # least size of the largest prompt; -1: by `prompt_error`
+    most: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`
     prefix: tuple[int, ...] = ()  # chained block hashes
     prefix_bytes: int = 0  # body bytes from the prompt's start
-    text_bytes: int = 0  # behind `prompt_tokens`
-    tool_bytes: int = 0  # of these, tools
+    text_bytes: int = 0
+    tool_bytes: int = 0  # of these
     prompts: int = 1
-    extra_tokens: int = 0  # template, images, token ids
-    media: RequestMedia | None = None  # if `usage` can teach sizes
-    countable: bool = False  # by a worker's /tokenize
-    erred_on: tuple[str, ...] = ()  # workers that responded 500
+    extra_tokens: int = 0  # template, images
+    media: RequestMedia | None = None  # if `usage` can teach its sizes
+    countable: bool = False  # a worker's /tokenize accepts it
+    erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
-    pinned: str = ""  # worker with the stored response
-    whole: str = ""  # why it can't be split; "" if it can
-    least_output: bool = False  # has `min_tokens`
-    said: frozenset[str] | None = None  # body field names, if it may be split
+    pinned: str = ""  # worker that holds its stored response
+    whole: str = ""  # why it cannot be split; empty if it can
+    least_output: bool = False  # the body has `min_tokens`
+    said: frozenset[str] | None = None  # names of the body's fields, if it may be split
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
-    salt: str = ""  # separates its cached prefixes
+    salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
-    found: list[JsonMember] | None = None  # of these, known members
+    found: list[JsonMember] | None = None  # of these, the present ones, if known
     bill: Bill = field(default_factory=Bill)
 
     @property
     def needs(self) -> int:
-        """Return the context that its largest prompt and one sample need.
+        """Return the context of its largest prompt and one sample.
 
-        Workers clamp output limits. A missing limit needs one token. A stated one is capped by
-        `most`.
+        Workers clamp output, so a missing limit needs one token, and `most` caps a stated one.
         """
         output = self.output_tokens
         needs = self.largest_prompt + (self.generates if output is None else output)
@@ -117,32 +112,32 @@ class RequestInfo:
 
     @property
     def computes(self) -> bool:
-        """Return whether an engine works on it; otherwise its API process responds."""
+        """Return whether an engine works on it."""
         return self.generates or self.prompt_tokens > 0
 
     @property
     def budget(self) -> int:
-        """Return all expected tokens; a missing limit counts as the usual output."""
+        """Return all expected tokens."""
         each = self.expected_output if self.output_tokens is None else self.output_tokens
         return self.prompt_tokens + each * self.samples
 
 
 class Outcome(StrEnum):
-    """The end of a leg."""
+    """How a leg on a worker ended."""
 
     DONE = "done"
     CLIENT_GONE = "client_gone"
-    REFUSED = "refused"  # a 4xx of the worker
-    ERRED = "erred"  # a 500; the cause is open
-    FAILED = "failed"  # no connection, another 5xx, a reset, a timeout
+    REFUSED = "refused"
+    ERRED = "erred"  # 500: a fault of the worker or of the request
+    FAILED = "failed"  # network, timeout, other 5xx
     BUSY = "busy"  # 429 or 503
-    UNFINISHED = "unfinished"  # longer than a client may wait
+    UNFINISHED = "unfinished"  # longer than a client may wait; the worker is well
     MOOT = "moot"  # says nothing of the worker
 
 
 @dataclass(slots=True, frozen=True)
 class Usage:
-    """A worker's usage report."""
+    """Tokens that a worker reports for a request."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -151,13 +146,13 @@ class Usage:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """A response without a worker, in the API's error format."""
+    """An error response of the router."""
 
     status: int
     reason: Reason
     message: str
-    code: str | None = None  # as `context_length_exceeded`
+    code: str | None = None
     param: str | None = None
     retry_after_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept on request only
-    headers: tuple[tuple[str, str], ...] = ()  # additional
+    headers: tuple[tuple[str, str], ...] = ()

@@ -1,14 +1,14 @@
-"""Tenant limits: requests and tokens per minute, concurrency, and prompt size.
+"""Tenant limits: requests and tokens per minute, concurrency, prompt size.
 
-Idea: a GCRA bucket holds one minute's limit and refills steadily. Its state is the time at which it
-will be full. A request is charged by estimate and corrected at its end, so a bucket may owe.
+Idea: a GCRA bucket holds one minute's limit. Its state is the time at which it will be full.
+Requests are charged by estimate and corrected at their end.
 
 Cost: under a microsecond.
 
-How it fails: a burst after a pause may take twice the limit within a minute.
+How it fails: a burst after a pause may take twice the limit.
 
-Processes share `cells` in memory, and need a common monotonic clock. Concurrent writes may lose an
-update, so each process counts its own requests in flight.
+Processes share `cells` and a monotonic clock. Concurrent writes may lose an update, so each process
+counts its own requests in flight.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MINUTE = 60.0
 CELLS = 2  # per tenant
 REQUESTS, TOKENS = range(CELLS)
 State = tuple[int, int, float]  # limit, rest, seconds to full
-TINY = 1e-6  # seconds of rounding error
-AGAIN_S = 1.0  # retry delay after the concurrency limit
+TINY = 1e-6  # rounding, in seconds
+AGAIN_S = 1.0  # for concurrency
 
 
 class Limit(StrEnum):
-    """The exceeded limit; a metric label."""
+    """A metric label."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -38,7 +38,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A tenant's limits; None: no limit."""
+    """None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -48,8 +48,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
-    """A limit that a request exceeds."""
-
     limit: Limit
     most: int
     retry_after_s: float | None = None  # None: never
@@ -58,8 +56,6 @@ class LimitExceeded:
 
 
 class TokenBucket:
-    """A bucket of one minute's limit."""
-
     __slots__ = ("_at", "_cells", "_each_s", "per_minute")
 
     def __init__(
@@ -71,38 +67,33 @@ class TokenBucket:
         self._at = at
 
     def left(self, now: float) -> float:
-        """Return the rest; negative if it owes."""
+        """Return the rest; may be negative."""
         return self.per_minute - self.reset_s(now) / self._each_s
 
     def reset_s(self, now: float) -> float:
-        """Return the time until full."""
         return max(self._cells[self._at] - now, 0.0)
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Return the time until an amount is available; a larger one needs a full bucket."""
+        """Return the time until available; larger amounts need a full bucket."""
         wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
         return wait if wait > TINY else 0.0
 
     def take(self, now: float, amount: float) -> float:
-        """Take an amount, or return the time to wait."""
         wait = self.wait_s(now, amount)
         if not wait:
             self.charge(now, amount)
         return wait
 
     def charge(self, now: float, amount: float) -> None:
-        """Take an amount unconditionally; a negative one is given back."""
+        """Take or return an amount unconditionally."""
         cells, at = self._cells, self._at
         cells[at] = max(cells[at], now) + amount * self._each_s
 
     def shown(self, now: float) -> State:
-        """Return the state."""
         return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
 
 
 class RemoteUsage(Protocol):
-    """Other processes with the same limit."""
-
     def running(self) -> int:
         """Return their requests in flight."""
 
@@ -111,8 +102,6 @@ class RemoteUsage(Protocol):
 
 
 class TenantUsage:
-    """A tenant's usage and requests in flight."""
-
     __slots__ = (
         "_cells",
         "_held",
@@ -125,7 +114,7 @@ class TenantUsage:
     )
 
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
-        self.running = 0  # including queued ones
+        self.running = 0  # includes queued ones
         self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
         self._held = 0  # places kept for retries
@@ -133,14 +122,13 @@ class TenantUsage:
         self.limit(limits)
 
     def limit(self, limits: Limits) -> None:
-        """Set the limits; debts stay the same in seconds."""
+        """Set the limits, keeping debts in seconds."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self._requests = None if requests is None else TokenBucket(requests, self._cells, REQUESTS)
         self._tokens = None if tokens is None else TokenBucket(tokens, self._cells, TOKENS)
 
     def share(self, cells: MutableSequence[float]) -> None:
-        """Move the state to shared cells."""
         for at, number in enumerate(self._cells):
             cells[at] = max(cells[at], number)
         self._cells = cells
@@ -149,8 +137,7 @@ class TenantUsage:
     def enter(self, now: float, tokens: int, prompt: int) -> LimitExceeded | None:
         """Admit a request, or return the exceeded limit.
 
-        Only a too long prompt costs a request then: it was read. `prompt`: least size of the
-        largest prompt.
+        Too long prompts cost a request, because they were read. `prompt`: its least size.
         """
         if (breach := self.too_long(prompt)) is not None:
             self.was_read(now)
@@ -158,8 +145,7 @@ class TenantUsage:
         most = self._limits.concurrency
         others = None if most is None else self.others
         if others is not None:
-            # Publish before reading: concurrent requests in two processes see each other, though
-            # both may fail.
+            # Publish first: two concurrent processes see each other, though both may fail.
             others.told(self.running + 1)
             self.elsewhere = others.running()
         if most is not None and self.running + self.elsewhere >= most:
@@ -188,13 +174,11 @@ class TenantUsage:
         return None
 
     def was_read(self, now: float) -> None:
-        """Charge a refused request."""
         if self._requests is not None:
             self._requests.charge(now, 1)
 
     def _take(self, now: float, tokens: int) -> LimitExceeded | None:
         requests, bucket = self._requests, self._tokens
-        # Check both before taking from either.
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.take(now, tokens)) > 0:
@@ -209,7 +193,6 @@ class TenantUsage:
             self.others.told(self.running + self._held)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
-        """Return the prompt limit if the prompt exceeds it."""
         most = self._limits.max_prompt_tokens
         return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
 
@@ -218,7 +201,6 @@ class TenantUsage:
         return LimitExceeded(limit, most, wait, requests, tokens)
 
     def left(self, now: float) -> tuple[State | None, State | None]:
-        """Return the state of requests and tokens."""
         requests, tokens = self._requests, self._tokens
         return (
             None if requests is None else requests.shown(now),
@@ -226,24 +208,21 @@ class TenantUsage:
         )
 
     def enter_again(self, now: float, tokens: int) -> None:
-        """Admit a request's retry."""
         self._held = 0
         self._count(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
 
     def hold(self) -> None:
-        """Keep the place of a request that may retry."""
+        """Keep the place for a retry."""
         self._held = 1
 
     def let_go(self) -> None:
-        """Release the kept place."""
         if self._held:
             self._held = 0
             self._count(0)
 
     def leave(self, now: float, taken: int, used: int) -> None:
-        """End a request; correct its tokens."""
         self._count(-1)
         if self._tokens is not None and taken != used:
             self._tokens.charge(now, used - taken)
