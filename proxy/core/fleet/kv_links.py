@@ -108,13 +108,13 @@ class KvLinks:
     def note(self, worker: Worker, now: float) -> str:
         """Return why a prefill worker does not prefill; empty if it does."""
         if self.is_barred(worker, None, now):
-            return "prefills nothing for now: it refuses, or its answers name nothing to fetch"
+            return "prefills nothing for now: it refuses, or its responses name no KV blocks to fetch"
         if unmade := [d.name for p, d in self._unmade if p is worker and self._is_unmade(p, d)]:
-            return f"prefills nothing for {', '.join(unmade)} yet: no first transfer came about"
+            return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"
         decodes = [d.name for p, d in self.barred(now) if p is worker and d is not None]
         if not decodes:
             return ""
-        return f"prefills nothing for {', '.join(decodes)} for now: transfers to there fail"
+        return f"prefills nothing for {', '.join(decodes)} for now: its transfers fail"
 
     def _is_unmade(self, prefill: Worker, decode: Worker) -> bool:
         return self._unmade.get((prefill, decode)) == (prefill.up_since, decode.up_since)

@@ -21,16 +21,16 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
 
 def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
     others = ", ".join(allowed)
-    message = f"{path[:200]} takes {others}, not {method[:20]}"
+    message = f"{path[:200]} accepts {others}, not {method[:20]}"
     return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
 def repeated(param: str) -> Refusal:
-    return bad_request(f"The body has `{param}` more than once; give it once.", param)
+    return bad_request(f"The body has `{param}` more than once; send it once.", param)
 
 
 def steers(param: str) -> Refusal:
-    message = f"`{param[:100]}` is not taken from clients here; leave it out."
+    message = f"`{param[:100]}` is not accepted from clients; leave it out."
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
@@ -47,8 +47,8 @@ def unknown_model(model: str, known: Iterable[str]) -> Refusal:
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
     """503: model lists are missing."""
     message = (
-        f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
-        f"serve. Known so far: {_listed(known)}."
+        f"The model `{model[:200]}` is not known yet: some workers have not listed their "
+        f"models. Known models: {_listed(known)}."
     )
     return Refusal(503, Reason.NOT_KNOWN_YET, message, "not_known_yet", retry_after_s=1.0)
 
@@ -87,8 +87,8 @@ def dropped() -> Refusal:
     Without Retry-After, and with this header, official clients do not retry.
     """
     message = (
-        "Two workers closed the connection before they answered this request. It is not sent to "
-        "another: the request may be what makes them fail."
+        "Two workers closed the connection before they responded to this request. It is not sent "
+        "to another worker, because the request may cause the failures."
     )
     headers = (("x-should-retry", "false"),)
     return Refusal(502, Reason.NO_WORKER, message, "request_dropped", headers=headers)
@@ -97,24 +97,24 @@ def dropped() -> Refusal:
 def unfinished(seconds: float) -> Refusal:
     """504: an unstreamed response is too long."""
     message = (
-        f"The answer was not finished within {seconds:g} s. Please stream it, or ask for fewer "
+        f"The response was not finished within {seconds:g} s. Please stream it, or request fewer "
         "tokens."
     )
     return Refusal(504, Reason.NO_WORKER, message, "unfinished")
 
 
 def out_of_time(seconds: float) -> Refusal:
-    message = f"The request was not done within the {seconds:g} s that a request may take here."
+    message = f"The request exceeded the time limit of {seconds:g} s."
     return Refusal(504, Reason.TIME_LIMIT, message, "time_limit")
 
 
 def came_late(seconds: float) -> Refusal:
-    message = f"The request had not arrived within the {seconds:g} s that a request may take here."
+    message = f"The request did not arrive within the time limit of {seconds:g} s."
     return Refusal(408, Reason.TIME_LIMIT, message, "time_limit")
 
 
 def slow_body(bytes_per_s: int) -> Refusal:
-    message = f"The body came at less than {bytes_per_s} bytes a second. Please send it again."
+    message = f"The body arrived at less than {bytes_per_s} bytes per second. Please send it again."
     return Refusal(408, Reason.SLOW_BODY, message, "slow_body")
 
 
@@ -150,7 +150,7 @@ def no_key() -> Refusal:
 
 def bad_key() -> Refusal:
     """401; responses are logged, so the key is not repeated."""
-    message = "Incorrect API key provided. Ask whoever runs this service for one."
+    message = "Incorrect API key provided. Ask the operator of this service for a key."
     return Refusal(401, Reason.BAD_KEY, message, "invalid_api_key", headers=CHALLENGE)
 
 
@@ -165,8 +165,8 @@ def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
 def not_for_pages(origin: str) -> Refusal:
     """403: a page of another origin."""
     message = (
-        f"This router has no keys and takes no requests from web pages of `{origin[:200]}`. Give "
-        "it tenants with keys, or router.allow_anonymous: true."
+        f"This router has no API keys and refuses requests from web pages of `{origin[:200]}`. "
+        "Configure tenants with keys, or set router.allow_anonymous: true."
     )
     return Refusal(403, Reason.NOT_ALLOWED, message, "origin_not_allowed")
 
@@ -178,7 +178,7 @@ def no_response(response_id: str) -> Refusal:
 
 def not_isolated(route: str) -> Refusal:
     """400: tenants would share a prompt cache."""
-    message = f"/{route} can't be kept apart from other tenants here, and is not served."
+    message = f"/{route} is not served here: tenants would share its prompt cache."
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
@@ -187,7 +187,7 @@ def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
     if breach.retry_after_s is None:
         about = "" if ask.counted else "about "
         message = (
-            f"Your key takes prompts of up to {breach.most} tokens; this one has {about}"
+            f"Your key allows prompts of up to {breach.most} tokens; this prompt has {about}"
             f"{ask.largest_prompt}. Please reduce the length of the prompt."
         )
         param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
@@ -222,7 +222,7 @@ def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
     """429: the first token would be late."""
     message = (
-        f"The first token would come after about {wait_s:.1f} s, and has to within {target_s:g} s. "
+        f"The first token would take about {wait_s:.1f} s; the limit is {target_s:g} s. "
         "Retry after the time given."
     )
     return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)
