@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-FAILURES = 3
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
-TRIAL_S = 2.0
-LONGEST_ASKED_S = 300.0  # a longer Retry-After is capped
+FAILURES_TO_OPEN = 3
+MIN_OPEN_S, MAX_OPEN_S = 0.5, 30.0
+TRIAL_INTERVAL_S = 2.0
+MAX_RETRY_AFTER_S = 300.0
 FAILED, BUSY = "failed", "busy"
-LONG_AGO = -math.inf  # the trial ended without a result
+TRIAL_WITHOUT_RESULT = -math.inf
 
 
 # closed, busy, until, failures, openings, tried_at (0: no trial), why
-Told = tuple[bool, bool, float, int, int, float, str]
+BreakerSnapshot = tuple[bool, bool, float, int, int, float, str]
 
 
 class BreakerState(StrEnum):
@@ -55,7 +55,9 @@ class Breaker:
     def lets_pass(self, now: float) -> bool:
         if self.closed:
             return True
-        return now >= self.until and (self._tried_at is None or now - self._tried_at >= TRIAL_S)
+        return now >= self.until and (
+            self._tried_at is None or now - self._tried_at >= TRIAL_INTERVAL_S
+        )
 
     def sent(self, now: float) -> bool:
         """Note a sent request; True if it is a trial."""
@@ -82,13 +84,13 @@ class Breaker:
         """Count a failure; open the breaker if it has too many."""
         asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
-        if self.closed and self._failures < FAILURES and not busy and asked is None:
+        if self.closed and self._failures < FAILURES_TO_OPEN and not busy and asked is None:
             return
         if not self.closed and now < self.until and asked is None:
             return  # sent before the opening
-        rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
+        rest = min(MIN_OPEN_S * 2.0 ** min(self._openings, 16), MAX_OPEN_S)
         if asked is not None:
-            rest = min(asked, LONGEST_ASKED_S)
+            rest = min(asked, MAX_RETRY_AFTER_S)
         # Requests sent before the opening fail too, and count once.
         if self.closed or self._tried_at is not None:
             self._openings += 1
@@ -100,13 +102,13 @@ class Breaker:
         self._tried_at = None
         self.until = max(self.until, now + rest)
 
-    def told(self) -> Told:
+    def told(self) -> BreakerSnapshot:
         """Return the state for other processes."""
         tried_at = self._tried_at or 0.0
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
-    def take(self, told: Told) -> None:
+    def take(self, told: BreakerSnapshot) -> None:
         """Take the state of another process's breaker.
 
         The opening counts here too, because a sum over processes would count one crash several
@@ -121,4 +123,4 @@ class Breaker:
 
     def abandoned(self) -> None:
         """Allow another trial: the last one has no result."""
-        self._tried_at = LONG_AGO
+        self._tried_at = TRIAL_WITHOUT_RESULT

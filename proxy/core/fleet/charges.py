@@ -11,15 +11,15 @@ from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.roster import Roster, still
+from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
 # A request without a stream shows no first token: its prefill ends at this multiple of the
 # predicted time.
-SILENT_PATIENCE = 1.25
-LENDS = 8  # first observations that are copied to new workers
+SILENT_PREFILL_FACTOR = 1.25
+MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
 class Fleet(Roster):
@@ -30,7 +30,7 @@ class Fleet(Roster):
         *,
         down_after: int = 3,
         up_after: int = 2,
-        clock: Callable[[], float] = still,
+        clock: Callable[[], float] = time_zero,
     ) -> None:
         super().__init__(down_after=down_after, up_after=up_after, clock=clock)
         self._silent: list[tuple[float, int, Lease]] = []
@@ -47,7 +47,7 @@ class Fleet(Roster):
         pace = worker.pace
         if ask.generates and not ask.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PATIENCE * wait, worker.served, lease))
+            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
         self.moved(worker)
         return lease
 
@@ -122,7 +122,7 @@ class Fleet(Roster):
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
-            due = now + SILENT_PATIENCE * wait
+            due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, (due, next(self._numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
@@ -158,7 +158,7 @@ class Fleet(Roster):
         pace = first.worker.pace
         pace.saw_length(first.ask.prompt_tokens)
         pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
-        if pace.prefills <= LENDS:
+        if pace.prefills <= MAX_LENT_OBSERVATIONS:
             self._lend(first.worker)
 
     def _decodes(self, lease: Lease) -> None:
@@ -214,7 +214,7 @@ class Fleet(Roster):
             tokens = lease.ahead_tokens + ask.prompt_tokens - cached
             seconds = now - lease.charged_at
             pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
-            if pace.prefills <= LENDS:
+            if pace.prefills <= MAX_LENT_OBSERVATIONS:
                 self._lend(worker)
         self._prefilled(lease, now)
 

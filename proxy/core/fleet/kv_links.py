@@ -3,8 +3,8 @@
 The first transfer of a link needs a handshake that may take seconds. `health/warmup` makes it in
 advance; until then the link gets no hand-overs.
 
-A failing link makes each prompt run twice. After `STRIKES` failures in a row, a link or a prefill
-worker is barred for `BARRED_S`.
+A failing link makes each prompt run twice. After `FAILURES_TO_BAR` failures in a row, a link or a
+prefill worker is barred for `BARRED_S`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 
 DECODE = Role.DECODE
-STRIKES = 3
+FAILURES_TO_BAR = 3
 BARRED_S = 60.0
 Lives = tuple[float, float]  # `up_since` of the two workers
 Link = tuple[Worker, Worker | None]  # None: any
@@ -82,7 +82,7 @@ class KvLinks:
         if strikes is None or strikes.lives != lives:
             strikes = self._strikes[prefill, decode] = LinkFailures(lives)
         strikes.count += 1
-        if strikes.count < STRIKES or now < strikes.until:
+        if strikes.count < FAILURES_TO_BAR or now < strikes.until:
             return False
         strikes.until = now + BARRED_S
         return True
@@ -108,7 +108,9 @@ class KvLinks:
     def note(self, worker: Worker, now: float) -> str:
         """Return why a prefill worker does not prefill; empty if it does."""
         if self.is_barred(worker, None, now):
-            return "prefills nothing for now: it refuses, or its responses name no KV blocks to fetch"
+            return (
+                "prefills nothing for now: it refuses, or its responses name no KV blocks to fetch"
+            )
         if unmade := [d.name for p, d in self._unmade if p is worker and self._is_unmade(p, d)]:
             return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"
         decodes = [d.name for p, d in self.barred(now) if p is worker and d is not None]

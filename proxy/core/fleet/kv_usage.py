@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from proxy.core.model.types import RequestInfo
 
 KV_FULL = 0.95  # full: new requests wait
-HASTE = 0.5  # learning rate of `kv_apart`
-FEW = 4  # blocks: shorter prefixes share nothing
-HEEDED_S = 5.0  # age limit of a page
+SHARING_LEARNING_RATE = 0.5  # of `kv_apart`
+MIN_SHARED_BLOCKS = 4
+MAX_PAGE_AGE_S = 5.0
 
 
 def take(lease: Lease, now: float, *, together: bool = True) -> None:
@@ -43,7 +43,7 @@ def take(lease: Lease, now: float, *, together: bool = True) -> None:
     worker.kv_coming += lease.kv_coming
     if worker.kv_spare:
         gauges = worker.gauges
-        if gauges is None or now - gauges.at > HEEDED_S:
+        if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
             worker.kv_spare = 0
 
 
@@ -73,13 +73,13 @@ def give(lease: Lease) -> None:
 def more(worker: Worker, now: float) -> int:
     """Return the tokens in the cache beyond the charges."""
     gauges = worker.gauges
-    return worker.kv_more if gauges is not None and now - gauges.at <= HEEDED_S else 0
+    return worker.kv_more if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S else 0
 
 
 def shares(worker: Worker, ask: RequestInfo) -> int:
     """Estimate the prompt tokens that other requests hold in the cache."""
     prefix = ask.prefix
-    if len(prefix) < FEW:
+    if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
     found = worker.stems.shared(prefix)
     return found - int(found * max(worker.pace.missing, worker.kv_apart))
@@ -89,7 +89,7 @@ def _join(lease: Lease) -> None:
     """Charge the prefix together with equal ones."""
     ask, worker = lease.ask, lease.worker
     prefix, stems = ask.prefix, worker.stems
-    if len(prefix) < FEW or not worker.kv_capacity:
+    if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:
         return
     per_byte = ask.prompt_tokens / ask.prefix_bytes
     before = stems.tokens
@@ -118,5 +118,5 @@ def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
         worker.kv_spare = min(charged - int(min(told, most)), 0)
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
-        apart = worker.kv_apart - HASTE * worker.kv_spare / saved
+        apart = worker.kv_apart - SHARING_LEARNING_RATE * worker.kv_spare / saved
         worker.kv_apart = min(max(apart, 0.0), 1.0)

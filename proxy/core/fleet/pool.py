@@ -16,7 +16,7 @@ from proxy.core.fleet.worker import NO_LIMIT, Group, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-HOLDERS = 4  # prefix holders that a decision looks at
+MAX_PREFIX_HOLDERS = 4  # that a decision looks at
 
 
 class Pool:

@@ -58,7 +58,7 @@ def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
             worker.free_at = now + token_s * worker.prefill_tokens
 
 
-def inherit(heir: Worker, before: Worker) -> None:
+def inherit_load(heir: Worker, before: Worker) -> None:
     """Charge the heir with its predecessor's requests."""
     load = own(before)
     had, heir.inherited = heir.inherited, load

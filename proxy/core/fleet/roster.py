@@ -10,23 +10,23 @@ from itertools import count
 from math import inf
 
 from proxy.core.fleet import kv_usage, slots
-from proxy.core.fleet.breaker import Told
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.ejection import BreakerListener, Ejections
 from proxy.core.fleet.pool import NO_POOL, Pool
-from proxy.core.fleet.remote_load import RemoteLoad, inherit, replace
+from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
 from proxy.core.fleet.worker import Origin, Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 
-WAITED_S = 600.0  # for a model list
-MOST_HEARD = 10_000  # models
-STALE_S = 10.0  # idle time before a slow worker is retried
-FORGIVE = 0.1
+MAX_MODEL_LIST_WAIT_S = 600.0
+MAX_SERVED_MODELS = 10_000
+IDLE_BEFORE_RETRY_S = 10.0  # of a slow worker
+RETRY_LATENCY_SHARE = 0.1
 
 
-def still() -> float:
+def time_zero() -> float:
     """Return 0, so that no wait for a model list ends."""
     return 0.0
 
@@ -39,7 +39,7 @@ class Roster:
         *,
         down_after: int = 3,
         up_after: int = 2,
-        clock: Callable[[], float] = still,
+        clock: Callable[[], float] = time_zero,
     ) -> None:
         self.version = 0  # changes with the workers
         self.down_after = down_after
@@ -114,10 +114,10 @@ class Roster:
         """Return whether no further worker may list this model.
 
         Adapters appear in model lists only. Workers that were never up, and empty pools, are waited
-        for up to `WAITED_S`. Once a pool has been up that long, only models served before are
-        waited for.
+        for up to `MAX_MODEL_LIST_WAIT_S`. Once a pool has been up that long, only models served
+        before are waited for.
         """
-        due = self._clock() - WAITED_S
+        due = self._clock() - MAX_MODEL_LIST_WAIT_S
         heard = model in self._heard
         return not any(
             since > due and self._may_tell(pool, due, heard=heard)
@@ -217,7 +217,7 @@ class Roster:
     def _hand_down(self, worker: Worker) -> None:
         """Charge a removed worker's load to its heir."""
         if (heir := worker.heir) is not None:
-            inherit(heir, worker)
+            inherit_load(heir, worker)
             self.moved(heir)
         if not (worker.requests or worker.pinned):
             self._leaving.discard(worker)
@@ -291,7 +291,7 @@ class Roster:
         for model in models:
             heard.pop(model, None)
             heard[model] = None
-        while len(heard) > MOST_HEARD:
+        while len(heard) > MAX_SERVED_MODELS:
             del heard[next(iter(heard))]
 
     def _told(self, worker: Worker) -> None:
@@ -427,7 +427,7 @@ class Roster:
         worker.strange_long = worker.strange_tokens * longs
         slots.learn(worker, gauges)
         kv_usage.learn(worker, gauges, worker.queued_before)
-        if gauges.at - worker.pace.seen_at > STALE_S and not worker.requests:
+        if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
             self._forgive(worker)
         worker.reprice()
         self.moved(worker)
@@ -437,7 +437,7 @@ class Roster:
         worker = self._workers.get(name)
         if worker is None or worker.gauges is None:
             return
-        if now - worker.gauges.at > slots.HEEDED_S:
+        if now - worker.gauges.at > slots.MAX_PAGE_AGE_S:
             self.forget_gauges(worker)
 
     def forget_gauges(self, worker: Worker) -> None:
@@ -457,7 +457,7 @@ class Roster:
         peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:
-            worker.pace.adopt(best, FORGIVE)
+            worker.pace.adopt(best, RETRY_LATENCY_SHARE)
 
     def _borrow(self, worker: Worker) -> None:
         """Copy the latency of the best-known worker."""
@@ -494,6 +494,6 @@ class Roster:
         worker.due_at = max(worker.due_at, due_at)
         self.moved(worker)
 
-    def judged_elsewhere(self, worker: Worker, told: Told) -> None:
+    def judged_elsewhere(self, worker: Worker, told: BreakerSnapshot) -> None:
         worker.breaker.take(told)
         self._judged(worker, self._clock())

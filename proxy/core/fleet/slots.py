@@ -19,22 +19,22 @@ from proxy.core.fleet.kv_usage import KV_FULL
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Gauges
 
-MORE, ONE_MORE = 1.25, 1.0
-HEEDED_S = 10.0  # age limit of a page
+SLOT_GROWTH_FACTOR, SLOT_GROWTH = 1.25, 1.0
+MAX_PAGE_AGE_S = 10.0
 # Requests waiting for room; `waiting` includes transfers.
-QUEUED = "queued"
+QUEUED_GAUGE = "queued"
 
 
 def learn(worker: Worker, gauges: Gauges) -> None:
     """Learn from a page, after `strangers`."""
-    queued = int(gauges.extra.get(QUEUED, gauges.waiting))
+    queued = int(gauges.extra.get(QUEUED_GAUGE, gauges.waiting))
     worker.queued = min(queued, worker.queued_before)
     worker.queued_before = queued
     if worker.queued:
         taken = worker.requests + worker.strangers
         worker.seats = float(max(taken - worker.queued, gauges.running, 1))
     else:
-        worker.seats = MORE * worker.seats + ONE_MORE
+        worker.seats = SLOT_GROWTH_FACTOR * worker.seats + SLOT_GROWTH
 
 
 def forget(worker: Worker) -> None:
@@ -60,14 +60,14 @@ def share_taken(worker: Worker, now: float) -> float:
     Requests in prefill elsewhere do not count.
     """
     here, gauges = worker.sequences, worker.gauges
-    if gauges is not None and now - gauges.at <= HEEDED_S:
+    if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S:
         here += worker.strangers
         if here and (worker.queued or gauges.kv_usage > KV_FULL):
             return 1.0
     return min(here / _taken(worker, now)[1], 1.0) if here else 0.0
 
 
-def are_taken(worker: Worker, now: float, within_s: float = 0.0) -> bool:
+def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
     """Return whether a request would wait for a slot."""
     return wait_s(worker, now) > within_s
 
@@ -76,7 +76,7 @@ def _taken(worker: Worker, now: float) -> tuple[int, float]:
     """Return the taken or promised slots, and all slots."""
     gauges = worker.gauges
     seats = inf if worker.spec.seats is None else float(worker.spec.seats)
-    if gauges is None or now - gauges.at > HEEDED_S:
+    if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
         return worker.requests, seats
     taken = worker.requests + worker.strangers
     seats = min(seats, worker.seats)

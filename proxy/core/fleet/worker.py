@@ -16,16 +16,16 @@ from proxy.core.model.types import RequestInfo
 from proxy.errors import a_few
 
 # Least share of the wait while a prefill is overdue.
-LEAST_WAIT_SHARE = 0.2
-STALL = 0.3  # share of a prefill's time that decoding loses
+MIN_WAIT_SHARE = 0.2
+PREFILL_STALL_SHARE = 0.3  # share of a prefill's time that decoding loses
 NO_LIMIT = sys.maxsize
-FEW = 3  # models in `why`
-OVERBOOKED = 2
-WORKS_S = 30.0  # longer than most prefills
+MAX_NAMED_MODELS = 3  # in `why`
+KV_OVERBOOKING = 2
+MAX_IDLE_PAGE_S = 30.0  # longer than most prefills
 # For shorts and longs, at equal costs.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # Tokens and worker masks, descending.
-Held = list[tuple[int, int]]
+PrefixHolders = list[tuple[int, int]]
 # Loaded model, and base model of an adapter.
 Origin = tuple[str | None, str | None]
 
@@ -190,7 +190,7 @@ class Worker:
     def why(self) -> str:
         """Return why its model is not served; empty if it is."""
         if self.up and self.strays:
-            return f"serves {a_few(self.models, FEW)}, not {self.spec.model}"
+            return f"serves {a_few(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
     @property
@@ -202,7 +202,7 @@ class Worker:
 
         An engine may hang under a server that still answers probes.
         """
-        return self.up and now - self.worked_at <= WORKS_S
+        return self.up and now - self.worked_at <= MAX_IDLE_PAGE_S
 
     @property
     def live(self) -> bool:
@@ -228,7 +228,7 @@ class Worker:
         if self.requests >= self.most:
             return True
         room = self.kv_capacity
-        return self.most is NO_LIMIT and 0 < OVERBOOKED * room <= self.kv_held
+        return self.most is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
 
     @property
     def kv_held(self) -> int:
@@ -254,7 +254,7 @@ class Worker:
         """Return whether the high estimate fits."""
         return ask.needs + ask.prompt_error <= self.limit
 
-    def cached(self, held: Held) -> int:
+    def cached(self, held: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""
         for tokens, holders in held:
             if holders & self.bit:
@@ -265,7 +265,7 @@ class Worker:
         """Update the cost of a token in seconds, including delays to decoding requests."""
         pace, others = self.pace, self.decoding + self.strangers
         self.flat_price = pace.fixed_s
-        self.prompt_price = pace.token_s * (1.0 + STALL * others)
+        self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
         self.output_price = pace.each_s * others
         self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
@@ -288,8 +288,8 @@ class Worker:
         wait = self.free_at - now
         if wait > most:
             wait = most
-        elif wait < most * LEAST_WAIT_SHARE:
-            wait = most * LEAST_WAIT_SHARE
+        elif wait < most * MIN_WAIT_SHARE:
+            wait = most * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:

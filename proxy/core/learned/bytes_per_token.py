@@ -18,18 +18,18 @@ from proxy.core.learned.media_tokens import MediaSizes
 BYTES_PER_TOKEN = 4.0
 PER_BYTE = 1.0 / BYTES_PER_TOKEN
 # Padding and indentation have the most bytes per token, odd characters the fewest.
-MOST_PER_TOKEN, LEAST_PER_TOKEN = 16.0, 0.5
-FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
+MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN = 16.0, 0.5
+FIRST_BAND, MIN_BAND, MAX_BAND = 0.5, 0.02, 0.6
 FIRST_FIXED = 128.0  # typical chat template
-LEAST_FIXED, MOST_FIXED = -128.0, 4096.0
-SPREADS = 3.0  # mean errors, each way
-FORGET = 0.05
+MIN_FIXED, MAX_FIXED = -128.0, 4096.0
+BAND_SPREADS = 3.0  # mean errors, each way
+MIN_LEARNING_RATE = 0.05
 FULL_WEIGHT_BYTES = 2000.0  # full weight for the rate
 # Noise: tokens, and a share.
-NOISE_TOKENS, NOISE = 4.0, 0.1
-FAR = 4.0  # deviations
-FEW = 4  # after this many prompts
-SLACK = 32.0  # tokens
+NOISE_TOKENS, NOISE_SHARE = 4.0, 0.1
+MAX_DEVIATIONS = 4.0
+UNCLAMPED_PROMPTS = 4
+SPREAD_SLACK_TOKENS = 32.0
 FIXED_VAR, BYTE_VAR = FIRST_FIXED**2, (FIRST_BAND * PER_BYTE) ** 2
 # Drift per prompt: about twenty long texts make the rate.
 FIXED_DRIFT, BYTE_DRIFT = 0.5**2, (0.005 * PER_BYTE) ** 2
@@ -66,8 +66,8 @@ class LearnedSizes:
         size = self.per_byte * text + self.per_tool * tools
         var = self.fixed_var + (2.0 * self.both_var + self.byte_var * text) * text
         var = max(var + self.tool_var * tools * tools, 0.0)  # rounding
-        wide = SPREADS * self.spread * size + sqrt(var)
-        return min(max(wide, LEAST_BAND * size), MOST_BAND * size + sqrt(self.fixed_var))
+        wide = BAND_SPREADS * self.spread * size + sqrt(var)
+        return min(max(wide, MIN_BAND * size), MAX_BAND * size + sqrt(self.fixed_var))
 
     def see_prompt(self, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> None:
         weight = min(text / FULL_WEIGHT_BYTES, 1.0)
@@ -76,13 +76,13 @@ class LearnedSizes:
         each = self.both_var * prompts + self.byte_var * text
         tool = self.tool_var * tools
         size = self.per_byte * text + self.per_tool * tools
-        noise = (NOISE_TOKENS * prompts + NOISE * size) ** 2
+        noise = (NOISE_TOKENS * prompts + NOISE_SHARE * size) ** 2
         var = fixed * prompts + each * text + tool * tools + noise
         off = tokens - self.fixed * prompts - size
-        self._see_spread(abs(off) / (size + SLACK * prompts), weight, noise / var)
+        self._see_spread(abs(off) / (size + SPREAD_SLACK_TOKENS * prompts), weight, noise / var)
         self.seen += 1
-        if self.seen > FEW:
-            most = FAR * sqrt(var)
+        if self.seen > UNCLAMPED_PROMPTS:
+            most = MAX_DEVIATIONS * sqrt(var)
             off = min(max(off, -most), most)
         by = off / var
         self._move(fixed * by, each * by, tool * by, text, prompts)
@@ -106,8 +106,8 @@ class LearnedSizes:
             kept = min(max(each, -most), most)
             fixed += (each - kept) * text / prompts
             each = kept
-        self.fixed = min(max(self.fixed + fixed, LEAST_FIXED), MOST_FIXED)
-        least, most = 1.0 / MOST_PER_TOKEN, 1.0 / LEAST_PER_TOKEN
+        self.fixed = min(max(self.fixed + fixed, MIN_FIXED), MAX_FIXED)
+        least, most = 1.0 / MAX_BYTES_PER_TOKEN, 1.0 / MIN_BYTES_PER_TOKEN
         self.per_byte = min(max(self.per_byte + each, least), most)
         self.per_tool = min(max(self.per_tool + tool, 0.0), most)
 
@@ -115,9 +115,9 @@ class LearnedSizes:
         """Learn the mean error; `chance` excludes the expected part."""
         self.weight += weight
         if weight:
-            step = max(weight / self.weight, FORGET * weight) * chance
+            step = max(weight / self.weight, MIN_LEARNING_RATE * weight) * chance
             self.spread += step * (min(off, 1.0) - self.spread)
 
     def see_output(self, tokens: float) -> None:
         self.outputs += 1
-        self.output += max(1.0 / self.outputs, FORGET) * (tokens - self.output)
+        self.output += max(1.0 / self.outputs, MIN_LEARNING_RATE) * (tokens - self.output)

@@ -21,13 +21,13 @@ from math import exp, log
 # First values; only the order of magnitude matters.
 FIXED_S, TOKEN_S = 0.02, 1e-4
 STEP_S, EACH_S = 0.02, 2e-4
-LEAST = 1e-9
-LEAST_SHARE = 0.01
-MISSING = 0.05
-MOST_BLAME = log(8.0)
-LEAST_RATE = 0.08  # learning rate
-REST_S, YOUNG = 0.01, 50  # seconds between observations after YOUNG
-SLOWLY = 0.1
+MIN_VALUE = 1e-9
+MIN_SHARE = 0.01
+MISSING_SHARE = 0.05
+MAX_LOG_RATIO = log(8.0)
+MIN_LEARNING_RATE = 0.08
+LEARNING_INTERVAL_S, UNTHROTTLED_OBSERVATIONS = 0.01, 50  # the interval applies after these
+SLOW_LEARNING_RATE = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
@@ -51,7 +51,7 @@ class LatencyModel:
         self.fixed_s = FIXED_S
         self.token_s = TOKEN_S
         self.passing = 1.0
-        self.missing = MISSING
+        self.missing = MISSING_SHARE
         self.base_s = STEP_S
         self.each_s = EACH_S
         self.length = 0.0  # mean prompt of hand-overs
@@ -80,8 +80,8 @@ class LatencyModel:
     ) -> None:
         self.prefills += weight
         self.seen_at = now
-        if self.prefills > YOUNG:
-            self.first_due = now + REST_S
+        if self.prefills > UNTHROTTLED_OBSERVATIONS:
+            self.first_due = now + LEARNING_INTERVAL_S
         predicted = self.first_token_s(tokens, behind, cached)
         blame = _blame(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
@@ -89,18 +89,18 @@ class LatencyModel:
             self.passing = _share(self.passing, blame * token_s * self.passing * behind)
         if cached:
             self.missing = _share(self.missing, blame * token_s * self.missing * cached)
-        self.token_s = max(token_s * exp(blame * token_s * tokens), LEAST)
-        self.fixed_s = max(flat * exp(blame * flat), LEAST)
+        self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
+        self.fixed_s = max(flat * exp(blame * flat), MIN_VALUE)
 
     def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
         self.steps += weight
-        if self.steps > YOUNG:
-            self.end_due = now + REST_S
+        if self.steps > UNTHROTTLED_OBSERVATIONS:
+            self.end_due = now + LEARNING_INTERVAL_S
         predicted = self.step_s(sequences)
         blame = _blame(predicted, seconds, weight, self.steps) / predicted
         grown = self.each_s * sequences
-        self.each_s = max(self.each_s * exp(blame * grown), LEAST)
-        self.base_s = max(self.base_s * exp(blame * (predicted - grown)), LEAST)
+        self.each_s = max(self.each_s * exp(blame * grown), MIN_VALUE)
+        self.base_s = max(self.base_s * exp(blame * (predicted - grown)), MIN_VALUE)
 
     def saw_whole(
         self,
@@ -121,10 +121,10 @@ class LatencyModel:
             self.saw_steps(sequences, step * ratio, now, 1.0 - share)
 
     def saw_cached(self, had: float) -> None:
-        self.missing = _share(self.missing + SLOWLY * (1.0 - had - self.missing), 0.0)
+        self.missing = _share(self.missing + SLOW_LEARNING_RATE * (1.0 - had - self.missing), 0.0)
 
     def saw_length(self, tokens: int) -> None:
-        self.length += (tokens - self.length) * (SLOWLY if self.length else 1.0)
+        self.length += (tokens - self.length) * (SLOW_LEARNING_RATE if self.length else 1.0)
 
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
         """Move towards another model."""
@@ -134,10 +134,10 @@ class LatencyModel:
 
 
 def _blame(predicted: float, seconds: float, weight: float, seen: float) -> float:
-    ratio = log(max(seconds, LEAST) / predicted)
-    rate = max(weight / max(seen, 1.0), LEAST_RATE * weight)
-    return rate * min(max(ratio, -MOST_BLAME), MOST_BLAME)
+    ratio = log(max(seconds, MIN_VALUE) / predicted)
+    rate = max(weight / max(seen, 1.0), MIN_LEARNING_RATE * weight)
+    return rate * min(max(ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)
 
 
 def _share(share: float, move: float) -> float:
-    return min(max(share * exp(move), LEAST_SHARE), 1.0)
+    return min(max(share * exp(move), MIN_SHARE), 1.0)

@@ -18,11 +18,11 @@ Numbers = tuple[int, int, int]  # per kind
 NONE: Numbers = (0, 0, 0)
 IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
 FIRST_SIZES: Numbers = (IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS)  # first values
-LEAST_SIZE, MOST_SIZE = 1.0, 2.0**20
-FORGET = 0.05  # learning rate
+MIN_SIZE, MAX_SIZE = 1.0, 2.0**20
+MIN_LEARNING_RATE = 0.05
 FIRST_WEIGHT = 0.001  # of the first values
-MOST_RATIO = 8.0  # of an observation to its prediction
-LEAST_BAND, SPREADS = 0.5, 2.0  # share, mean errors
+MAX_RATIO = 8.0  # of an observation to its prediction
+MIN_BAND, BAND_SPREADS = 0.5, 2.0  # share, mean errors
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,14 +48,14 @@ class MediaSizes:
         return other
 
     def take(self, kind: int, mean: float) -> None:
-        self.means[kind] = min(max(mean, LEAST_SIZE), MOST_SIZE)
+        self.means[kind] = min(max(mean, MIN_SIZE), MAX_SIZE)
         image, audio, video = self.means
         self.tokens = (round(image), round(audio), round(video))
 
     def error(self, counts: Numbers) -> int:
         return int(
             sum(
-                counts[kind] * max(LEAST_BAND * self.means[kind], SPREADS * self.spreads[kind])
+                counts[kind] * max(MIN_BAND * self.means[kind], BAND_SPREADS * self.spreads[kind])
                 for kind in KINDS
             )
         )
@@ -63,7 +63,7 @@ class MediaSizes:
     def see(self, media: RequestMedia, prompt_tokens: int) -> None:
         counts, means = media.counts, self.means
         expected = sum(counts[kind] * means[kind] for kind in KINDS)
-        got = min(max(float(prompt_tokens - media.beside), 0.0), MOST_RATIO * expected)
+        got = min(max(float(prompt_tokens - media.beside), 0.0), MAX_RATIO * expected)
         larger = max(expected, got) ** 2
         weight = larger / (larger + media.error**2)
         for kind in KINDS:
@@ -71,7 +71,7 @@ class MediaSizes:
                 continue
             share = weight * counts[kind] * means[kind] / expected
             self.seen[kind] += share
-            step = max(share / (FIRST_WEIGHT + self.seen[kind]), FORGET * share)
+            step = max(share / (FIRST_WEIGHT + self.seen[kind]), MIN_LEARNING_RATE * share)
             off = means[kind] * (got / expected - 1.0)
             self.spreads[kind] += step * (abs(off) - self.spreads[kind])
             self.take(kind, means[kind] + step * off)

@@ -3,8 +3,8 @@
 Idea: prompts are cut into blocks that grow with depth. Each hash is seeded with the previous one,
 so equal hashes mean equal prefixes. Each hash has a bit mask of workers.
 
-Memory: two generations of `GENERATION` hashes, at most 16 MB. A full young generation replaces the
-old one.
+Memory: two generations of `MAX_GENERATION_HASHES` hashes, at most 16 MB. A full young generation
+replaces the old one.
 
 Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB).
 
@@ -19,16 +19,16 @@ from itertools import accumulate
 
 from xxhash import xxh3_64_intdigest
 
-GENERATION = 32_768
+MAX_GENERATION_HASHES = 32_768
 BLOCKS = (512,) * 32 + (2048,) * 24 + (8192,) * 24 + (65_536,) * 16
 ENDS = tuple(accumulate(BLOCKS))
-FEW = 8
+MAX_COPIED_BLOCKS = 8
 COVERED = (0, *ENDS)  # bytes per number of blocks
 Matches = list[tuple[int, int]]  # block counts, and worker masks
 
 
 class PrefixIndex:
-    def __init__(self, generation: int = GENERATION) -> None:
+    def __init__(self, generation: int = MAX_GENERATION_HASHES) -> None:
         self._generation = generation
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
@@ -52,7 +52,9 @@ class PrefixIndex:
                 self._seeds[model] = seed
         if blocks == 1:
             return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
-        view = body if blocks < FEW else memoryview(body)  # copying a little is cheaper
+        view = (
+            body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
+        )  # copying a little is cheaper
         chain = []
         for size in BLOCKS[:blocks]:
             seed = xxh3_64_intdigest(view[start : start + size], seed)
@@ -111,7 +113,7 @@ class PrefixIndex:
                     del generation[block]
 
 
-def deepest(matches: Matches, most: int) -> list[int]:
+def workers_of_deepest(matches: Matches, most: int) -> list[int]:
     """Return workers of the deepest match."""
     holders = matches[0][1] if matches else 0
     named: list[int] = []

@@ -13,8 +13,8 @@ from __future__ import annotations
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.media_tokens import KINDS
 
-MOST_VOTERS = 15  # the latest
-MOST_VOTES_OLD = 64  # between medians
+MAX_VOTERS = 15  # the latest
+MAX_VOTES_BETWEEN_MEDIANS = 64
 
 
 class TenantPrior:
@@ -31,14 +31,14 @@ class TenantPrior:
         voters = self._voters
         voters.pop(tenant, None)
         voters[tenant] = own
-        if len(voters) > MOST_VOTERS:
+        if len(voters) > MAX_VOTERS:
             del voters[next(iter(voters))]
         self._votes += 1
 
     def common(self) -> LearnedSizes:
         """Return the median. Read-only."""
         if self._votes >= self._due:
-            self._due = self._votes + min(self._votes // 8 + 1, MOST_VOTES_OLD)
+            self._due = self._votes + min(self._votes // 8 + 1, MAX_VOTES_BETWEEN_MEDIANS)
             self._common = self._median()
         return self._common
 

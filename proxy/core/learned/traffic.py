@@ -6,7 +6,7 @@ from math import exp
 
 MEMORY_S = 20.0
 TICK_S = 0.5
-LATELY = 0.05  # rest of a long request, after three memories
+MIN_RECENT_LONGS = 0.05  # rest of a long request, after three memories
 
 
 class Traffic:
@@ -64,4 +64,4 @@ class Traffic:
         if not self._longs:
             return False
         self._fade(now)
-        return self._longs > LATELY
+        return self._longs > MIN_RECENT_LONGS

@@ -16,14 +16,14 @@ from math import exp, log
 
 # First values.
 FIXED_S, TOKEN_S = 0.01, 1e-6
-LEAST_S = 1e-6
-KEPT = 0.98  # weight per observation
-FARTHEST = 4.0  # times the prediction
-STEP, NEAR = 0.02, 0.1  # of the factor
-LEAST_FACTOR, MOST_FACTOR = 0.5, 1.5
-MOST_PAIRS = 10_000
-YOUNG = 4  # observations not clamped
-DISTINCT = 1e-3  # relative spread of sizes
+MIN_S = 1e-6
+FADING = 0.98  # weight per observation
+MAX_RATIO = 4.0
+FACTOR_STEP, FULL_STEP_ERROR = 0.02, 0.1  # of the factor
+MIN_FACTOR, MAX_FACTOR = 0.5, 1.5
+MAX_PAIRS = 10_000
+UNCLAMPED_TRANSFERS = 4
+MIN_SIZE_SPREAD = 1e-3  # relative
 
 
 class TransferTime:
@@ -42,24 +42,24 @@ class TransferTime:
     def saw(self, tokens: float, seconds: float) -> None:
         self.seen += 1
         predicted = self.fixed_s + self.token_s * tokens
-        seconds = max(seconds, LEAST_S)
-        off = log(seconds / (self.factor * predicted)) / NEAR
-        factor = self.factor * exp(STEP * min(max(off, -1.0), 1.0))
-        self.factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        if self.seen > YOUNG:
-            seconds = min(max(seconds, predicted / FARTHEST), predicted * FARTHEST)
-        weight = 1.0 / max(predicted, LEAST_S) ** 2
-        self._weight = KEPT * self._weight + weight
-        self._n = KEPT * self._n + weight * tokens
-        self._nn = KEPT * self._nn + weight * tokens * tokens
-        self._t = KEPT * self._t + weight * seconds
-        self._nt = KEPT * self._nt + weight * tokens * seconds
+        seconds = max(seconds, MIN_S)
+        off = log(seconds / (self.factor * predicted)) / FULL_STEP_ERROR
+        factor = self.factor * exp(FACTOR_STEP * min(max(off, -1.0), 1.0))
+        self.factor = min(max(factor, MIN_FACTOR), MAX_FACTOR)
+        if self.seen > UNCLAMPED_TRANSFERS:
+            seconds = min(max(seconds, predicted / MAX_RATIO), predicted * MAX_RATIO)
+        weight = 1.0 / max(predicted, MIN_S) ** 2
+        self._weight = FADING * self._weight + weight
+        self._n = FADING * self._n + weight * tokens
+        self._nn = FADING * self._nn + weight * tokens * tokens
+        self._t = FADING * self._t + weight * seconds
+        self._nt = FADING * self._nt + weight * tokens * seconds
         self._fit()
 
     def _fit(self) -> None:
         weight, n, nn, t, nt = self._weight, self._n, self._nn, self._t, self._nt
         spread = weight * nn - n * n
-        if spread <= DISTINCT * weight * nn:  # equal sizes: scale both parts
+        if spread <= MIN_SIZE_SPREAD * weight * nn:  # equal sizes: scale both parts
             factor = t / (weight * self.fixed_s + n * self.token_s)
             self.fixed_s *= factor
             self.token_s *= factor
@@ -68,7 +68,7 @@ class TransferTime:
         fixed_s = (t - token_s * n) / weight
         if fixed_s <= 0.0:
             fixed_s, token_s = 0.0, nt / nn
-        self.fixed_s, self.token_s = max(fixed_s, LEAST_S), token_s
+        self.fixed_s, self.token_s = max(fixed_s, MIN_S), token_s
 
 
 class TransferTimes:
@@ -81,12 +81,12 @@ class TransferTimes:
         if not self._pairs:
             return self.all
         found = self._pairs.get((prefill, decode))
-        return found if found is not None and found.seen >= YOUNG else self.all
+        return found if found is not None and found.seen >= UNCLAMPED_TRANSFERS else self.all
 
     def saw(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
         found = self._pairs.get((prefill, decode))
         if found is None:
-            if len(self._pairs) >= MOST_PAIRS:  # probably of removed workers
+            if len(self._pairs) >= MAX_PAIRS:  # probably of removed workers
                 del self._pairs[next(iter(self._pairs))]
             found = self._pairs[prefill, decode] = TransferTime()
         self.all.saw(tokens, seconds)

@@ -14,8 +14,8 @@ from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # faster than an enum look-up
 # The first event is the first token; chat sends the role first.
-PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"])
-UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # computed output is charged
+FIRST_EVENT_IS_TOKEN = frozenset(["chat/completions", "completions", "inference/v1/generate"])
+STOPPED_BY_CLIENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # computed output is charged
 
 
 def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
@@ -52,7 +52,7 @@ def _sure(ask: RequestInfo) -> int:
     return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
-def spent(tenant: Tenant, now: float) -> Refusal | None:
+def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     """Return the limit that refuses every request now."""
     breach = tenant.ledger.spent(now)
     if breach is None:
@@ -61,13 +61,13 @@ def spent(tenant: Tenant, now: float) -> Refusal | None:
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
 
 
-def was_read(tenant: Tenant, now: float) -> None:
+def charge_refused(tenant: Tenant, now: float) -> None:
     """Charge a refused request."""
     tenant.ledger.was_read(now)
     tenant.change()
 
 
-def visit(tenant: Tenant, now: float) -> Refusal | None:
+def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
     """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
@@ -77,7 +77,7 @@ def visit(tenant: Tenant, now: float) -> Refusal | None:
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
 
 
-def left(tenant: Tenant, now: float) -> None:
+def leave_without_worker(tenant: Tenant, now: float) -> None:
     tenant.ledger.leave(now, 0, 0)
     tenant.change()
 
@@ -110,7 +110,7 @@ def settle(
     elif outcome is DONE:
         prompt = ask.prompt_tokens
         output = max(lease.seen_tokens or ask.bill.prepaid, _written(lease, now))
-    elif outcome in UNREAD:
+    elif outcome in STOPPED_BY_CLIENT:
         prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
@@ -143,9 +143,9 @@ def _written(lease: Lease, now: float) -> int:
     return min(steps, most) * ask.samples
 
 
-def shown_since(lease: Lease) -> float | None:
+def first_token_time(lease: Lease) -> float | None:
     """Return the time of the first token, even a hidden one."""
-    if lease.begun_at is not None and lease.ask.route in PROMPTLY:
+    if lease.begun_at is not None and lease.ask.route in FIRST_EVENT_IS_TOKEN:
         return lease.begun_at
     return lease.first_token_at
 
@@ -157,8 +157,8 @@ def _decoded_since(lease: Lease) -> float:
     """
     ask, pace = lease.ask, lease.worker.pace
     first_at, begun_at = lease.first_token_at, lease.begun_at
-    if ask.stream and (begun_at is None or ask.route in PROMPTLY):
-        since = shown_since(lease)
+    if ask.stream and (begun_at is None or ask.route in FIRST_EVENT_IS_TOKEN):
+        since = first_token_time(lease)
         return inf if since is None else since
     cached, halves = lease.decision.cached_tokens, lease.decision.handover
     if halves is None:

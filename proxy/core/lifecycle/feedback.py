@@ -5,18 +5,18 @@ from __future__ import annotations
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.lifecycle.billing import shown_since
+from proxy.core.lifecycle.billing import first_token_time
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 
-ENOUGH_STEPS = 4
+MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
-A_500 = "500"
+STATUS_500 = "500"
 # They say nothing of the worker.
-SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
+INCONCLUSIVE = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
-def judge(
+def update_breaker(
     fleet: Fleet,
     lease: Lease,
     now: float,
@@ -26,11 +26,11 @@ def judge(
 ) -> None:
     """Update the breaker; only a trial may close it."""
     worker = lease.worker
-    if outcome not in SILENT and lease.ask.computes:
+    if outcome not in INCONCLUSIVE and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
-    elif outcome is ERRED or outcome in SILENT:
+    elif outcome is ERRED or outcome in INCONCLUSIVE:
         if outcome is ERRED:
             lease.ask.erred_on += (worker.name,)
         if lease.trial:
@@ -40,18 +40,18 @@ def judge(
         fleet.succeeded(worker)
 
 
-def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
+def count_500(fleet: Fleet, ask: RequestInfo, now: float) -> None:
     """Count a 500 against a worker once another worker has succeeded.
 
     Until then the request may be at fault, and must not open every breaker.
     """
     for name in ask.erred_on:
         if (worker := fleet.get(name)) is not None:
-            fleet.failed(worker, now, why=A_500)
+            fleet.failed(worker, now, why=STATUS_500)
     ask.erred_on = ()
 
 
-def written(lease: Lease) -> int:
+def tokens_by_events(lease: Lease) -> int:
     """Return a stream's tokens by events; 0 if unreliable.
 
     A tool call puts many tokens into one event.
@@ -73,8 +73,8 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
         steps = tokens // max(ask.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
         if lease.first_token_at is not None:
-            since = shown_since(lease)
-            if ask.stream and steps >= ENOUGH_STEPS and since is not None:
+            since = first_token_time(lease)
+            if ask.stream and steps >= MIN_STEPS and since is not None:
                 pace.saw_steps(beside, (now - since) / steps, now)
         elif not ask.stream and steps >= 0:
             seconds = now - lease.charged_at
@@ -82,7 +82,7 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
             if halves is None:
                 ahead = lease.ahead_tokens + ask.prompt_tokens - cached
                 pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
-            elif steps >= ENOUGH_STEPS and halves.tokens:  # its first token follows the transfer
+            elif steps >= MIN_STEPS and halves.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
                 pace.saw_steps(beside, decode_s / (steps + 1), now)
 

@@ -30,7 +30,7 @@ class LeaseBook(Placer):
             self._has_come(lease)
         self.fleet.first_token(lease, now)
         if lease.ask.erred_on:
-            feedback.blame(self.fleet, lease.ask, now)
+            feedback.count_500(self.fleet, lease.ask, now)
 
     def began(self, lease: Lease, now: float) -> None:
         if lease.begun_at is None:
@@ -52,7 +52,7 @@ class LeaseBook(Placer):
         if first is None or halves is None or first.released:
             return
         self.fleet.hand_over(lease, now)
-        feedback.judge(self.fleet, first, now, DONE, None)
+        feedback.update_breaker(self.fleet, first, now, DONE, None)
         if usage is not None:
             feedback.saw_cached(first.worker, halves.cached_tokens, usage)
 
@@ -134,14 +134,14 @@ class LeaseBook(Placer):
         if lease.ask.tenant is not None:
             billing.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # the prefill leg failed
-            feedback.judge(self.fleet, first, now, outcome, retry_after_s, why)
-            feedback.judge(self.fleet, lease, now, Outcome.MOOT, None)
+            feedback.update_breaker(self.fleet, first, now, outcome, retry_after_s, why)
+            feedback.update_breaker(self.fleet, lease, now, Outcome.MOOT, None)
             return
-        feedback.judge(self.fleet, lease, now, outcome, retry_after_s, why)
+        feedback.update_breaker(self.fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
             feedback.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:
-            feedback.blame(self.fleet, lease.ask, now)
+            feedback.count_500(self.fleet, lease.ask, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
 
@@ -153,7 +153,7 @@ class LeaseBook(Placer):
                 self.sizer.learn(lease.ask, usage)
             if may_learn:
                 feedback.learn(lease, now, usage, decoding)
-        elif may_learn and (written := feedback.written(lease)) > 0:
+        elif may_learn and (written := feedback.tokens_by_events(lease)) > 0:
             self.sizer.wrote(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 

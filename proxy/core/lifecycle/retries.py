@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 # The request may cause it.
 MAX_DROPS = 2
-AT_REST = 10.0
-PER_S = 1.0
+MIN_RESERVE = 10.0
+RESERVE_PER_S = 1.0
 WINDOW_S = 10
-AT_ONCE_S = 1.0  # older: no crash
+CRASH_WINDOW_S = 1.0
 
 
 class RetryBudget:
     def __init__(self, share: float) -> None:
         self.share = share
-        self._saved = AT_REST
+        self._saved = MIN_RESERVE
         self._at = 0.0
         self._requests = 0  # since the last turn
         self._turn = -inf  # next second
@@ -43,7 +43,7 @@ class RetryBudget:
         if self.share <= 0:
             return False
         self._turn_over(now)
-        self._saved = min(self._saved + max(now - self._at, 0.0) * PER_S, self._most())
+        self._saved = min(self._saved + max(now - self._at, 0.0) * RESERVE_PER_S, self._most())
         self._at = now
         return self._saved >= 1.0
 
@@ -67,7 +67,7 @@ class RetryBudget:
 
     def _most(self) -> float:
         lately = self._requests + sum(requests for _, requests in self._before)
-        return max(self.share * lately, AT_REST)
+        return max(self.share * lately, MIN_RESERVE)
 
 
 class WorkerFailureEvent:
@@ -109,6 +109,6 @@ class WorkerFailureEvents:
 
     def _last(self, worker: Worker, now: float) -> WorkerFailureEvent | None:
         fall = self._of.get(worker)
-        if fall is None or now - fall.at > (WINDOW_S if fall.is_large else AT_ONCE_S):
+        if fall is None or now - fall.at > (WINDOW_S if fall.is_large else CRASH_WINDOW_S):
             return None
         return fall

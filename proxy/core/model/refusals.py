@@ -8,7 +8,7 @@ from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.tenants.limits import Limit, LimitExceeded
 from proxy.errors import a_few, short
 
-OF_LIMITS = {
+LIMIT_NAMES = {
     Limit.REQUESTS: "requests per minute (RPM)",
     Limit.TOKENS: "tokens per minute (TPM)",
     Limit.CONCURRENCY: "requests at a time",
@@ -25,16 +25,16 @@ def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
     return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
-def repeated(param: str) -> Refusal:
+def duplicate_field(param: str) -> Refusal:
     return bad_request(f"The body has `{param}` more than once; send it once.", param)
 
 
-def steers(param: str) -> Refusal:
+def forbidden_field(param: str) -> Refusal:
     message = f"`{param[:100]}` is not accepted from clients; leave it out."
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
-def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
+def model_not_served(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
     """Refuse an unknown model; `all_told`: all model lists are known."""
     return (unknown_model if all_told else not_known_yet)(model, known)
 
@@ -76,7 +76,7 @@ def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
     return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
 
-def nobody_left(why: str, retry_after_s: float | None = None) -> Refusal:
+def no_worker_left(why: str, retry_after_s: float | None = None) -> Refusal:
     message = f"The request failed on its worker, and {why}."
     return Refusal(502, Reason.NO_WORKER, message, retry_after_s=retry_after_s)
 
@@ -94,7 +94,7 @@ def dropped() -> Refusal:
     return Refusal(502, Reason.NO_WORKER, message, "request_dropped", headers=headers)
 
 
-def unfinished(seconds: float) -> Refusal:
+def response_timeout(seconds: float) -> Refusal:
     """504: an unstreamed response is too long."""
     message = (
         f"The response was not finished within {seconds:g} s. Please stream it, or request fewer "
@@ -103,12 +103,12 @@ def unfinished(seconds: float) -> Refusal:
     return Refusal(504, Reason.NO_WORKER, message, "unfinished")
 
 
-def out_of_time(seconds: float) -> Refusal:
+def request_timeout(seconds: float) -> Refusal:
     message = f"The request exceeded the time limit of {seconds:g} s."
     return Refusal(504, Reason.TIME_LIMIT, message, "time_limit")
 
 
-def came_late(seconds: float) -> Refusal:
+def request_late(seconds: float) -> Refusal:
     message = f"The request did not arrive within the time limit of {seconds:g} s."
     return Refusal(408, Reason.TIME_LIMIT, message, "time_limit")
 
@@ -123,7 +123,7 @@ def queue_full(retry_after_s: float) -> Refusal:
     return Refusal(429, Reason.QUEUE_FULL, message, "queue_full", retry_after_s=retry_after_s)
 
 
-def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
+def queue_timeout(seconds: float, retry_after_s: float) -> Refusal:
     message = f"Every worker stayed busy for the {seconds:g} s that a request may wait."
     return Refusal(
         429, Reason.WAITED_TOO_LONG, message, "queue_timeout", retry_after_s=retry_after_s
@@ -162,7 +162,7 @@ def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
     return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
 
 
-def not_for_pages(origin: str) -> Refusal:
+def origin_not_allowed(origin: str) -> Refusal:
     """403: a page of another origin."""
     message = (
         f"This router has no API keys and refuses requests from web pages of `{origin[:200]}`. "
@@ -198,7 +198,7 @@ def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
 def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
     """429, with headers."""
     wait = f"{retry_after_s:.3g}s"
-    message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "
+    message = f"Rate limit reached for {LIMIT_NAMES[breach.limit]}: Limit {breach.most}. "
     message += f"Please try again in {wait}."
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", breach.requests), ("tokens", breach.tokens)):

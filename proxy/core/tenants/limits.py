@@ -20,11 +20,11 @@ from enum import StrEnum
 from typing import Protocol
 
 MINUTE = 60.0
-CELLS = 2  # per tenant
-REQUESTS, TOKENS = range(CELLS)
+CELLS_PER_TENANT = 2
+REQUESTS, TOKENS = range(CELLS_PER_TENANT)
 State = tuple[int, int, float]  # limit, rest, seconds to full
-TINY = 1e-6  # rounding, in seconds
-AGAIN_S = 1.0  # for concurrency
+ROUNDING_S = 1e-6
+CONCURRENCY_RETRY_S = 1.0
 
 
 class Limit(StrEnum):
@@ -76,7 +76,7 @@ class TokenBucket:
     def wait_s(self, now: float, amount: float) -> float:
         """Return the time until available; larger amounts need a full bucket."""
         wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
-        return wait if wait > TINY else 0.0
+        return wait if wait > ROUNDING_S else 0.0
 
     def take(self, now: float, amount: float) -> float:
         wait = self.wait_s(now, amount)
@@ -118,7 +118,7 @@ class TenantUsage:
         self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
         self._held = 0  # places kept for retries
-        self._cells = array("d", [0.0] * CELLS) if cells is None else cells
+        self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
         self.limit(limits)
 
     def limit(self, limits: Limits) -> None:
@@ -149,7 +149,7 @@ class TenantUsage:
             others.told(self.running + 1)
             self.elsewhere = others.running()
         if most is not None and self.running + self.elsewhere >= most:
-            breach = self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+            breach = self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         else:
             breach = self._take(now, tokens)
         if breach is None:
@@ -166,7 +166,7 @@ class TenantUsage:
         if most is not None:
             elsewhere = self.elsewhere if others is None else others.running()
             if self.running + elsewhere >= most:
-                return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+                return self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.wait_s(now, 0)) > 0:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.tenants.limits import Limits, TenantUsage
 
-SALTED = b"vllm-sched cache\0"
+SALT_PREFIX = b"vllm-sched cache\0"
 
 
 class Rank(IntEnum):
@@ -160,7 +160,7 @@ class Tenant:
 
         No secret is needed: clients cannot set another tenant's salt.
         """
-        return sha256(SALTED + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
+        return sha256(SALT_PREFIX + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
 
 
 class Tenants:

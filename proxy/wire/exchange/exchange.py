@@ -428,7 +428,7 @@ class Exchange:
             return
         if trouble is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
             self._stop(now, Outcome.UNFINISHED)
-            self._refuse(now, refusals.unfinished(MOST * self._wire.settings.first_byte_s))
+            self._refuse(now, refusals.response_timeout(MOST * self._wire.settings.first_byte_s))
             self._wire.settle(now)
             return
         answering = self._answering
@@ -631,7 +631,7 @@ class Exchange:
         if self._ends_whole(now):
             return
         self._stop(now)
-        refusal, answering = refusals.out_of_time(self._limit_s), self._answering
+        refusal, answering = refusals.request_timeout(self._limit_s), self._answering
         if answering is None or not answering.has_begun:
             self._refuse(now, refusal)
             self._wire.settle(now)
