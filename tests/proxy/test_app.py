@@ -21,7 +21,7 @@ import pytest
 
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
-from proxy.core.fleet.roster import MAX_MODEL_LIST_WAIT_S
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup import app as assembly

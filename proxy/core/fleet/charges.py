@@ -11,7 +11,8 @@ from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.roster import Roster, time_zero
+from proxy.core.fleet.monitoring import MonitoredRoster
+from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
@@ -22,7 +23,7 @@ SILENT_PREFILL_FACTOR = 1.25
 MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
-class Fleet(Roster):
+class Fleet(MonitoredRoster):
     """The workers, and the charges on them."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The workers by name: membership, models, and health.
+"""The workers by name: membership, and the models and pools they form.
 
 State belongs to the `Worker` object. A later worker of the same name is a new object.
 """
@@ -9,21 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
 
-from proxy.core.fleet import kv_usage, slots
-from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.ejection import BreakerListener, Ejections
+from proxy.core.fleet.model_lists import ModelLists
 from proxy.core.fleet.pool import NO_POOL, Pool
 from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
 from proxy.core.fleet.worker import Origin, Worker
-from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
+from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.learned.prefix_index import PrefixIndex
-from proxy.core.model.role import Role
-from proxy.core.model.specs import Gauges, WorkerSpec
-
-MAX_MODEL_LIST_WAIT_S = 600.0
-MAX_SERVED_MODELS = 10_000
-IDLE_BEFORE_RETRY_S = 10.0  # of a slow worker
-RETRY_LATENCY_SHARE = 0.1
+from proxy.core.model.specs import WorkerSpec
 
 
 def time_zero() -> float:
@@ -32,7 +25,7 @@ def time_zero() -> float:
 
 
 class Roster:
-    """The workers by name. `Fleet` adds charges."""
+    """The workers by name. `MonitoredRoster` adds their health, `Fleet` their charges."""
 
     def __init__(
         self,
@@ -51,10 +44,8 @@ class Roster:
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
         self._clock = clock
+        self._lists = ModelLists(clock)
         self._expected: tuple[str, ...] = ()  # models from the fleet file
-        self._empty_since: dict[str, float] = {}  # expected models without workers
-        self._told_since: dict[str, float] = {}  # pools, by their first worker up
-        self._heard: dict[str, None] = {}  # models, the latest last
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
@@ -111,27 +102,8 @@ class Roster:
         return model in self._by_model
 
     def all_told(self, model: str = "") -> bool:
-        """Return whether no further worker may list this model.
-
-        Adapters appear in model lists only. Workers that were never up, and empty pools, are waited
-        for up to `MAX_MODEL_LIST_WAIT_S`. Once a pool has been up that long, only models served
-        before are waited for.
-        """
-        due = self._clock() - MAX_MODEL_LIST_WAIT_S
-        heard = model in self._heard
-        return not any(
-            since > due and self._may_tell(pool, due, heard=heard)
-            for pool, since in self._empty_since.items()
-        ) and not any(
-            worker.awaited_since > due
-            and not (worker.up or worker.up_since)
-            and self._may_tell(worker.model, due, heard=heard)
-            for worker in self
-            if worker.role is not Role.PREFILL  # decode workers list the same models
-        )
-
-    def _may_tell(self, pool: str, due: float, *, heard: bool) -> bool:
-        return heard or self._told_since.get(pool, inf) > due
+        """Return whether no further worker may list this model."""
+        return self._lists.are_complete(model, self._workers.values())
 
     def of(self, model: str) -> list[Worker]:
         """Return the workers of a model. Read-only."""
@@ -281,22 +253,10 @@ class Roster:
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
             worker.origins = dict(origins or {})
-            self._hear(worker.models)
+            self._lists.add(worker.models)
             worker.told_max_model_len = max_model_len
             worker.respecify(worker.spec)
             self._changed()
-
-    def _hear(self, models: Iterable[str]) -> None:
-        heard = self._heard
-        for model in models:
-            heard.pop(model, None)
-            heard[model] = None
-        while len(heard) > MAX_SERVED_MODELS:
-            del heard[next(iter(heard))]
-
-    def _told(self, worker: Worker) -> None:
-        if worker.role is not Role.PREFILL:
-            self._told_since.setdefault(worker.model, self._clock())
 
     def _changed(self) -> None:
         by_model: dict[str, list[Worker]] = {model: [] for model in self._expected}
@@ -306,10 +266,7 @@ class Roster:
                 if model in worker.models:
                     workers.append(worker)
         self._by_model = by_model
-        before, now = self._empty_since, self._clock()
-        self._empty_since = {
-            model: before.get(model, now) for model in self._expected if not by_model[model]
-        }
+        self._lists.set_empty_pools([model for model in self._expected if not by_model[model]])
         self._live_changed()
 
     def _live_changed(self) -> None:
@@ -320,151 +277,6 @@ class Roster:
                     worker.ranked_in = ()
         self._pools.clear()
         self.ejections.live_changed()
-
-    # Health
-
-    def probe_ok(self, name: str, now: float) -> bool:
-        """Count a good probe; True if the worker comes up."""
-        worker = self._workers.get(name)
-        if worker is None:
-            return False
-        worker.failed_probes = 0
-        worker.good_probes += 1
-        if worker.up or (worker.probed and worker.good_probes < self.up_after):
-            return False
-        if worker.probed:  # its cache may be empty
-            self.prefixes.forget(worker.index)
-        worker.up = worker.probed = True
-        worker.up_since = now
-        self._told(worker)
-        worker.pace.seen_at = now
-        if not worker.pace.prefills:
-            self._borrow(worker)
-        self._live_changed()
-        return True
-
-    def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
-        """Count a failed probe; True if the worker goes down."""
-        worker = self._workers.get(name)
-        if worker is None:
-            return False
-        worker.good_probes = 0
-        worker.failed_probes += 1
-        worker.probed = True
-        worker.trouble = why
-        if not worker.up or worker.failed_probes < self.down_after:
-            return False
-        worker.up = False
-        self._live_changed()
-        return True
-
-    def follow(
-        self,
-        worker: Worker,
-        *,
-        up: bool,
-        probed: bool,
-        up_since: float,
-        awaited_since: float,
-        draining: bool,
-    ) -> None:
-        """Apply the health that another process has probed."""
-        worker.awaited_since = awaited_since
-        if worker.up_since != up_since:
-            if worker.probed:
-                self.prefixes.forget(worker.index)  # restarted
-            worker.up_since = up_since
-        if up and not worker.up:
-            self._told(worker)
-            worker.pace.seen_at = up_since
-            if not worker.pace.prefills:
-                self._borrow(worker)
-        changed = (worker.up, worker.draining) != (up, draining)
-        worker.up, worker.probed, worker.draining = up, probed, draining
-        if changed:
-            self._live_changed()
-
-    def failed(
-        self,
-        worker: Worker,
-        now: float,
-        retry_after_s: float | None = None,
-        *,
-        busy: bool = False,
-        why: str = "",
-    ) -> None:
-        """Count a failed request in the breaker."""
-        worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
-        self._judged(worker, now)
-
-    def succeeded(self, worker: Worker) -> None:
-        worker.breaker.succeeded()
-        self._judged(worker, 0.0)
-
-    def _judged(self, worker: Worker, now: float) -> None:
-        self.ejections.judged(worker, now)
-        self.moved(worker)
-
-    def set_gauges(self, name: str, gauges: Gauges) -> None:
-        """Apply a metrics page."""
-        worker = self._workers.get(name)
-        if worker is None:
-            return
-        before, worker.gauges = worker.gauges, gauges
-        if before is not None and gauges.computed > before.computed:
-            worker.worked_at = gauges.at
-        worker.kv_capacity = gauges.kv_capacity_tokens or 0
-        # The page is a moment old: only requests on two pages count as other clients'.
-        strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
-        worker.strangers = min(strangers, worker.strangers_before)
-        worker.strangers_before = strangers
-        # Charged prompts may be partly computed: this underestimates other clients' work.
-        backlog = gauges.extra.get("backlog", 0.0)
-        strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
-        worker.strange_tokens = min(strange, worker.strange_tokens_before)
-        worker.strange_tokens_before = strange
-        longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
-        worker.strange_long = worker.strange_tokens * longs
-        slots.learn(worker, gauges)
-        kv_usage.learn(worker, gauges, worker.queued_before)
-        if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
-            self._forgive(worker)
-        worker.reprice()
-        self.moved(worker)
-
-    def no_gauges(self, name: str, now: float) -> None:
-        """Forget old gauges of a worker that reports none."""
-        worker = self._workers.get(name)
-        if worker is None or worker.gauges is None:
-            return
-        if now - worker.gauges.at > slots.MAX_PAGE_AGE_S:
-            self.forget_gauges(worker)
-
-    def forget_gauges(self, worker: Worker) -> None:
-        """Forget the gauges, except the cache capacity."""
-        if worker.gauges is None:
-            return
-        worker.gauges = None
-        worker.strangers = worker.strangers_before = 0
-        worker.strange_tokens = worker.strange_tokens_before = worker.strange_long = 0.0
-        worker.kv_spare = 0
-        slots.forget(worker)
-        worker.reprice()
-        self.moved(worker)
-
-    def _forgive(self, worker: Worker) -> None:
-        """Let a slow worker be tried again."""
-        peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
-        best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
-        if best.token_s < worker.pace.token_s:
-            worker.pace.adopt(best, RETRY_LATENCY_SHARE)
-
-    def _borrow(self, worker: Worker) -> None:
-        """Copy the latency of the best-known worker."""
-        peers = [w for w in self.of(worker.model) if w.pace.prefills]
-        if peers:
-            worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
-            worker.reprice()
 
     def moved(self, worker: Worker) -> None:
         """Update the pools after a change in load."""
@@ -481,19 +293,3 @@ class Roster:
             self.others.changed(worker)
         if self._leaving and worker in self._leaving:
             self._hand_down(worker)
-
-    # Reports of other processes
-
-    def charged_elsewhere(
-        self, worker: Worker, load: WorkerLoad, due_at: float, now: float
-    ) -> None:
-        """Apply the remote charges; `due_at`: their next first token."""
-        if self._workers.get(worker.name) is not worker:
-            return  # removed: no release would follow
-        replace(worker, load, now)
-        worker.due_at = max(worker.due_at, due_at)
-        self.moved(worker)
-
-    def judged_elsewhere(self, worker: Worker, told: BreakerSnapshot) -> None:
-        worker.breaker.take(told)
-        self._judged(worker, self._clock())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.batches.spare_capacity import gap
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.roster import MAX_MODEL_LIST_WAIT_S
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.model.role import Role
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits

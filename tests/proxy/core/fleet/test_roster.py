@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.fleet import roster
+from proxy.core.fleet import model_lists
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, Breaker
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
+from proxy.core.fleet.monitoring import IDLE_BEFORE_RETRY_S
 from proxy.core.fleet.remote_load import own
-from proxy.core.fleet.roster import IDLE_BEFORE_RETRY_S, MAX_MODEL_LIST_WAIT_S
 from proxy.core.fleet.slots import MAX_PAGE_AGE_S
 from proxy.core.fleet.worker import MAX_IDLE_PAGE_S, Worker
 from proxy.core.learned.prefix_index import BLOCKS
@@ -114,7 +115,7 @@ def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
 
 
 def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "MAX_SERVED_MODELS", 3)
+    monkeypatch.setattr(model_lists, "MAX_SERVED_MODELS", 3)
     here = Waiting("a")
     here.fleet.probe_ok("a", here.now)
     for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
