@@ -23,6 +23,8 @@ Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
+    """Receives changes of breakers and pools."""
+
     def rests(self, worker: Worker, now: float) -> None:
         """Note an opened breaker."""
 

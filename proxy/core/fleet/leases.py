@@ -14,7 +14,7 @@ from proxy.core.model.types import Reason, RequestInfo
 class HandoverDecision:
     prefill: Worker  # the decision's worker decodes
     cached_tokens: int  # on the prefill worker
-    tokens: int  # to transfer
+    tokens: int  # to transfer; 0 if there is nothing to transfer
     prefill_s: float  # predicted
     transfer_s: float
     transferred_s: float | None = None  # observed, of a stream

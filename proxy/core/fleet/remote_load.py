@@ -17,6 +17,8 @@ from proxy.core.fleet.worker_load import WorkerLoad
 
 
 class RemoteLoad(Protocol):
+    """The other router processes."""
+
     def look(self, now: float) -> None:
         """Take in their charges."""
 

@@ -22,7 +22,7 @@ MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN = 16.0, 0.5
 FIRST_BAND, MIN_BAND, MAX_BAND = 0.5, 0.02, 0.6
 FIRST_FIXED = 128.0  # typical chat template
 MIN_FIXED, MAX_FIXED = -128.0, 4096.0
-BAND_SPREADS = 3.0  # mean errors, each way
+BAND_SPREADS = 3.0  # half width of the band, in mean errors
 MIN_LEARNING_RATE = 0.05
 FULL_WEIGHT_BYTES = 2000.0  # full weight for the rate
 # Noise: tokens, and a share.

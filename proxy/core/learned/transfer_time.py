@@ -17,7 +17,7 @@ from math import exp, log
 # First values.
 FIXED_S, TOKEN_S = 0.01, 1e-6
 MIN_S = 1e-6
-FADING = 0.98  # weight per observation
+FADING = 0.98  # weight kept per observation
 MAX_RATIO = 4.0
 FACTOR_STEP, FULL_STEP_ERROR = 0.02, 0.1  # of the factor
 MIN_FACTOR, MAX_FACTOR = 0.5, 1.5

@@ -13,9 +13,9 @@ from proxy.core.tenants.limits import LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # faster than an enum look-up
-# The first event is the first token; chat sends the role first.
+# Routes with a stream that begins with the first token; a chat sends the role first.
 FIRST_EVENT_IS_TOKEN = frozenset(["chat/completions", "completions", "inference/v1/generate"])
-STOPPED_BY_CLIENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # computed output is charged
+STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
 def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
@@ -110,7 +110,7 @@ def settle(
     elif outcome is DONE:
         prompt = ask.prompt_tokens
         output = max(lease.seen_tokens or ask.bill.prepaid, _written(lease, now))
-    elif outcome in STOPPED_BY_CLIENT:
+    elif outcome in STOPPED_EARLY:
         prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens

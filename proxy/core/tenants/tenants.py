@@ -82,17 +82,17 @@ class Tenant:
         self.totals = totals or TenantTotals()
         self.ledger = TenantUsage(spec.limits)
         self.virtual = 0.0  # by weight, see `fairness`
-        # Per class, of all processes, not free: the least is next.
+        # Per class: charges of all processes that were not free, and lifts. The least is next.
         self.standings = [0.0] * len(Rank)
         self.charged = [0.0] * len(Rank)  # by this process
-        # Estimates within `standings`: all, and this process's.
+        # Estimates within `standings`: of all processes, and of this one.
         self.unsettled = [0.0] * len(Rank)
         self.own_unsettled = [0.0] * len(Rank)
         self.lifts = [0.0] * len(Rank)  # by any process
-        # By model and route.
+        # By model and route, the last used at the end.
         self.learnt: dict[tuple[str, str], LearnedSizes] = {}
-        self.beside_salted = False  # no other tenant may set its own salt
-        self.waiting = 0
+        self.beside_salted = False  # a tenant is salted: no client may set its own salt
+        self.waiting = 0  # requests in the queue
         self.waits = 0  # a bit per class
         self.watches: set[ChangedTenants] = set()
 
