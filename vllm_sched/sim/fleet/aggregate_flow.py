@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.slots import QUEUED
+from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, Usage
@@ -284,7 +284,7 @@ class AggregateFlow:
         for index, engine in enumerate(self.engines):
             told = engine.gauges(now)
             gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
-            gauges.extra[QUEUED] = told.waiting - told.fetching
+            gauges.extra[QUEUED_GAUGE] = told.waiting - told.fetching
             fleet.set_gauges(self._names[index], gauges)
         self._place_waiting(now)
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from proxy.config import FleetConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.slots import QUEUED
+from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model import types as core
 from proxy.core.model.specs import Gauges
 from proxy.core.queue.ticket import Ticket
@@ -364,7 +364,7 @@ class SimulatedFleet:
     def _look(self, now: float) -> None:
         for name, engine in self.engines.items():
             model, seen = self.models[name], engine.gauges(now)
-            extra: dict[str, float] = {QUEUED: seen.waiting - seen.fetching}
+            extra: dict[str, float] = {QUEUED_GAUGE: seen.waiting - seen.fetching}
             if model.policies:  # our schedulers alone tell that
                 extra["backlog"] = seen.backlog_tokens
                 extra["backlog_long"] = seen.backlog_long_tokens
