@@ -108,6 +108,6 @@ def test_the_same_seed_gives_the_same() -> None:
 
 def test_too_few_of_a_kind() -> None:
     steps = [m for m in measured(TRUE) if not m.shape.mixed]
-    said = "only 0 mixed steps were seen, 4 are needed; measure again while nobody else asks"
+    said = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
     with pytest.raises(UsageError, match=said):
         calibrate(steps)

@@ -1,10 +1,8 @@
-"""The throughput of a threshold, exactly: a recursion over the number of active slots.
+"""The exact throughput of a threshold: a recursion over the number of active slots.
 
-In each step every active sequence ends with probability 1/m, so departures are binomial. From the
-start of a cycle the expected number of steps spent at each count of active slots follows from
-those above it; once enough have departed the batch is prefilled. Where prefills ride along,
-sequences end in that step too, so cycles do not start full: how they start is found by going
-round until it no longer changes.
+In each step every active sequence ends with probability 1/m, so departures are binomial. Expected
+steps at each count follow from the higher counts. In mixed steps sequences end too, so the start of
+a cycle is found by fixed-point iteration.
 
 Cost: about K times the spread of a step's departures, for each K.
 """
@@ -22,16 +20,14 @@ SETTLED, MOST_ROUNDS = 1e-12, 200
 
 @dataclass(frozen=True, slots=True)
 class ThresholdResult:
-    """What a threshold gives in the long run."""
-
     throughput: float  # requests per second
     batch: float  # prompts prefilled together
-    steps: float  # that decode alone, between two batches
-    active: float  # slots at work, averaged over those steps and the one with the batch
+    steps: float  # decode-only steps between two batches
+    active: float  # mean active slots, over these steps and the mixed step
 
 
 class Recursion:
-    """All thresholds of one regime; what they share is computed once."""
+    """Cached results for one regime."""
 
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
@@ -39,13 +35,12 @@ class Recursion:
         self._found: dict[int, ThresholdResult] = {}
 
     def at(self, threshold: int) -> ThresholdResult:
-        """Return what this threshold gives."""
         if threshold not in self._found:
             self._found[threshold] = self._solve(threshold)
         return self._found[threshold]
 
     def best(self) -> int:
-        """Find the threshold with the highest throughput, of which there is one hill."""
+        """Return the best threshold; throughput is unimodal."""
         low, high = 1, self.regime.largest
         while high - low > 2:
             third = (high - low) // 3
@@ -89,7 +84,7 @@ class Recursion:
     def _descend(
         self, start: dict[int, float], threshold: int
     ) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the steps spent at each count of active slots, and at which count it ends."""
+        """Return the steps at each count of active slots, and the final distribution."""
         slots = self.regime.slots
         coming = dict(start)
         spent: dict[int, float] = {}
@@ -107,7 +102,7 @@ class Recursion:
         return spent, coming
 
     def _after_batch(self, ends: dict[int, float]) -> dict[int, float]:
-        """Tell how many are active after a step that prefilled a batch while decoding."""
+        """Return the distribution of active slots after a mixed step."""
         start: dict[int, float] = {}
         for active, share in ends.items():
             least, row = self._departures(active)
@@ -117,14 +112,13 @@ class Recursion:
         return start
 
     def _departures(self, active: int) -> tuple[int, list[float]]:
-        """Chances of so many departures in a step, from the least that is not negligible up."""
         if active not in self._rows:
             self._rows[active] = binomial(active, 1 / self.regime.mean_output)
         return self._rows[active]
 
 
 def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
-    """Return the distribution's support that matters: its first value, and the chances."""
+    """Return the first non-negligible count and the probabilities from there."""
     if chance >= 1 or trials == 0:
         return trials, [1.0]
     mode = min(int((trials + 1) * chance), trials)
