@@ -190,9 +190,9 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
         ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
         (
             [*TARGETS, "--gpus", "1000000"],
-            "--gpus 1000000: one simulation of all that they and a worker more compute would have",
+            "--gpus 1000000: one simulation of these GPUs and one more worker would have",
         ),
-        (["--goodput", "ttft:1e9"], "requests, and has at most 10,000,000; give a shorter"),
+        (["--goodput", "ttft:1e9"], "requests, at most 10,000,000 are possible; give a shorter"),
         ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
         (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
         ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),

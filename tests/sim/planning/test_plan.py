@@ -441,7 +441,7 @@ def test_real_schedulers_are_asked_of_the_longest_too(
     told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking[:1])
-    assert "and as many of the longest, at" in refusal(asked, exact=True)
+    assert "of all and of the longest requests in time, at" in refusal(asked, exact=True)
 
 
 def test_what_was_kept_is_counted_as_in_the_search() -> None:

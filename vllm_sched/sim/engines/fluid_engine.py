@@ -1,22 +1,17 @@
-"""A worker as a plain model: runs of steps that are all alike, one event each.
+"""The fluid engine: a worker as runs of equal steps, with one event per run.
 
-Idea: between two moments at which a request comes, has its prompt done, or ends, all steps compute
-the same: so many decodes, a chunk so large. Such a run is worked out at once, in the very steps
-that the worker would have made; a request that comes in its midst ends it at a step's end. A
-request is thus some three or four runs, be its answer ten tokens or ten thousand. With `each_token`
-every step is a run, and every token told; the times are the same.
+Idea: between arrivals, finished prompts and ends, all steps have the same decodes and chunks. Such
+a run is computed at once; an arrival cuts the run at the end of a step. A request takes three or
+four runs for any output length. With `each_token` every step is a run; times are the same.
 
-What it keeps: slots, the budget of a step, chunks and who has them, the policies as far as `ways`
-says, room in the KV cache (of what running requests share, once), prefixes (whole, the last used
-longest), transfers one after another, and that the next step is scheduled while one runs.
+Simulated: slots, token budget, chunks, policies (see `policy_effects`), KV room with shared
+prefixes, the prefix cache, serial transfers and asynchronous scheduling.
 
-What it leaves out: blocks and what of them is lost by rounding; preemption (room for the whole
-answer is kept from the start, where vLLM would admit more and take some of it back); what the
-cache gains or loses while one waits, for what of its prompt is cached is settled as it comes; all
-that `ways` leaves out.
+Not simulated: block rounding; preemption (room for the whole output is reserved at admission);
+cache changes while a request waits, because cached tokens are counted on arrival.
 
-Cost per request: a few runs, each O(log n) in its worker's requests. How it fails: near a full KV
-cache it admits too few, and where many answers are of unlike lengths runs are short.
+Cost per request: a few runs of O(log n) in the worker's requests. How it fails: near a full KV
+cache it admits too few requests; many different output lengths make runs short.
 """
 
 from __future__ import annotations
@@ -38,11 +33,11 @@ if TYPE_CHECKING:
 
 PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
 NEVER = math.inf
-PEAKS = 4096  # of gaps remembered: more than a worker has unlike steps in one answer's time
+PEAKS = 4096  # remembered gaps: more than the distinct steps during one output
 
 
 class FluidEngine:
-    """See the module's text; the protocol is `Engine`."""
+    """The fluid implementation of `Engine`."""
 
     def __init__(
         self,
@@ -52,8 +47,8 @@ class FluidEngine:
         each_token: bool = False,
         ended: Callable[[Job, float], None] | None = None,
     ) -> None:
-        """Begin with nothing to do; `ended` hears of a request's end with its longest gap."""
-        del seed  # nothing here is left to chance
+        """Start idle; `ended` is called at a request's end with its longest gap."""
+        del seed  # deterministic
         self.model = model
         self.gaps = QuantileSketch()
         self._each = each_token
@@ -62,23 +57,23 @@ class FluidEngine:
         self._prefixes = CachedPrefixes(model.kv_tokens if model.prefix_caching else 0)
         self._room = KvBlocks(model.kv_tokens, self._prefixes)
         self._filling = FluidSteps(model, PolicyEffects.of(model), self._room)
-        self._decoding: list[tuple[int, int, Task]] = []  # by the decode step that ends it
-        self._kept: dict[str, Task] = {}  # finished prefill legs whose KV is still to be fetched
+        self._decoding: list[tuple[int, int, Task]] = []  # by last decode step
+        self._kept: dict[str, Task] = {}  # finished prefill legs with unreleased KV
         self._fetching: list[tuple[float, int, Task]] = []
-        self._unfetched: deque[Task] = deque()  # without room yet
+        self._unfetched: deque[Task] = deque()  # waiting for KV room
         self._link_free = 0.0
         self._number = 0
         self._decode_steps = 0
 
-        # The run under way.
+        # The current run.
         self._began = 0.0
         self._end = NEVER
         self._steps = 0
         self._parts: list[tuple[Task, int]] = []
-        self._decodes = 0  # that it moves on
+        self._decodes = 0
         self._first_s = self._growth_s = 0.0
-        self._paused_s = 0.0  # that decodes have stood still before it
-        # Gaps that were longer than all after them: the decode step that ended each, and its time.
+        self._paused_s = 0.0  # pause of decodes before the run
+        # Gaps longer than all later gaps: the decode step at the end, and the seconds.
         self._peak_at: list[int] = []
         self._peak_s: list[float] = []
 
@@ -89,7 +84,6 @@ class FluidEngine:
     # The protocol
 
     def submit(self, job: Job, now: float) -> None:
-        """Take a job in."""
         self._number += 1
         task = Task(job, self._number, now, min(self._need(job), self.model.kv_tokens))
         self._tasks[job.id] = task
@@ -103,7 +97,6 @@ class FluidEngine:
             self._enter(task, now)
 
     def abort(self, job_id: str, now: float) -> None:
-        """Forget a job."""
         task = self._tasks.pop(job_id, None)
         if task is None:
             self.release(job_id, now)
@@ -116,27 +109,24 @@ class FluidEngine:
         elif task.fetching:
             self._room.give(task)
         elif task.job.leg is DECODE and not task.holds:
-            self._unfetched.remove(task)  # it never got as far as the queue
+            self._unfetched.remove(task)  # not queued yet
             self._fetch(now)
         else:
             filling.drop(task)
         self._wake(now)
 
     def release(self, job_id: str, now: float) -> None:
-        """Let go of a prefill leg's KV."""
         task = self._kept.pop(job_id, None)
         if task is not None:
             self._room.give(task)
             self._wake(now)
 
     def next_at(self) -> float:
-        """When the run ends, or a prompt's KV is here."""
         if self._fetching and self._fetching[0][0] < self._end:
             return self._fetching[0][0]
         return self._end
 
     def advance(self, now: float) -> Sequence[Event]:
-        """Go through the runs that are over."""
         events: list[Event] = []
         while (at := self.next_at()) <= now:
             if self._fetching and self._fetching[0][0] <= at:
@@ -152,7 +142,6 @@ class FluidEngine:
         return events
 
     def gauges(self, now: float) -> Gauges:  # noqa: ARG002
-        """Tell how it fares."""
         filling = self._filling
         return Gauges(
             running=filling.running,
@@ -165,7 +154,6 @@ class FluidEngine:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Tell what it did, and the gaps between tokens that it made."""
         gaps = self.gaps
         return {
             "steps": self._all_steps,
@@ -183,7 +171,7 @@ class FluidEngine:
         return job.prompt_tokens + (0 if job.leg is PREFILL else job.output_tokens)
 
     def _fetch(self, now: float) -> None:
-        """Begin to fetch prompts' KV, one after another, where there is room for all of it."""
+        """Start transfers in order, while there is KV room."""
         room = self._room
         while self._unfetched:
             task = self._unfetched[0]
@@ -199,7 +187,7 @@ class FluidEngine:
             self._unfetched.popleft()
 
     def _enter(self, task: Task, now: float) -> None:
-        """Let one wait for its first step; end the run early if that would be in its midst."""
+        """Queue a request; cut the run if the request can enter before its end."""
         filling = self._filling
         if self._end == NEVER:
             task.ready = self._all_steps
@@ -232,7 +220,7 @@ class FluidEngine:
         return self._first_s * steps + self._growth_s * (steps * (steps - 1) / 2)
 
     def _passed(self, seconds: float) -> int:
-        """How many steps of the run, the one under way included, had begun after so long."""
+        """Return how many steps of the run have begun after `seconds`."""
         first, growth = self._first_s, self._growth_s
         if growth > 0:
             half = first - growth / 2
@@ -247,13 +235,13 @@ class FluidEngine:
         return steps
 
     def _plan(self, now: float) -> None:
-        """Make up the next step, and see for how long all after it are like it."""
+        """Start the next run."""
         filling = self._filling
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding
         if not parts and not decodes:
             if (ready := filling.next_ready(self._all_steps)) is not None:
-                self._all_steps = ready  # no step is under way that it would have to wait for
+                self._all_steps = ready  # idle: no step to wait for
                 self._plan(now)
                 return
             self._end = NEVER
@@ -315,7 +303,7 @@ class FluidEngine:
             if self._ended is not None:
                 peak = bisect_right(self._peak_at, task.decodes_from)
                 self._ended(task.job, self._peak_s[peak] if peak < len(self._peak_s) else 0.0)
-        # Those that were aborted have no step to be waited for.
+        # Aborted requests must not limit the next run.
         while decoding and decoding[0][2].gone:
             heappop(decoding)
 
@@ -341,7 +329,7 @@ class FluidEngine:
             self._ended(job, 0.0)
 
     def _note_gaps(self, steps: int, seconds: float) -> None:
-        """Count a gap per decode and step; the first also has the pause before it."""
+        """Count a gap per decode and step; the first includes the pause before the run."""
         if self._paused_s:
             self.gaps.add(self._paused_s + seconds, self._decodes)
             self._peak(self._decode_steps + 1, self._paused_s + seconds)

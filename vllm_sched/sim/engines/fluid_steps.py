@@ -1,7 +1,7 @@
-"""What a plain worker computes in its next step: who enters, and whose prompt gets how much.
+"""The next step of a fluid engine: admissions and prompt chunks.
 
-`fill` gives the parts of prompts, whether decodes stand still for them, and for how many steps the
-same would come out, if nobody came or went.
+`fill` returns the chunks, whether decodes pause, and for how many steps the result stays the same
+without arrivals and departures.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
-FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
-LOOK_AGAIN: Final = 16  # steps after which it may have become quiet
-SLACK: Final = 0.02  # a chunk that is sized by time is sized anew once its step is longer by that
+FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
+LOOK_AGAIN: Final = 16  # steps between checks for a quiet period
+SLACK: Final = 0.02  # relative growth of a step after which its chunk is sized again
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
 
 
 def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
-    """Say what a step computes."""
+    """Return the shape of a step."""
     tokens, pairs, read = 0, 0.0, 0
     for task, part in parts:
         tokens += part
@@ -41,23 +41,23 @@ def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
 
 
 def growth_of(time: StepTime, tokens: int) -> float:
-    """By how much a step of one prompt is longer than the one before: it reads more again."""
+    """Return by how much each step of one prompt is longer than the previous step."""
     return (time.pair_s * tokens + time.read_s) * tokens
 
 
 class FluidSteps:
-    """Who waits, who is in prefill, and how many decode."""
+    """The queues, prefills and decodes of a fluid engine."""
 
     def __init__(self, model: WorkerModel, way: PolicyEffects, room: KvBlocks) -> None:
         self.model = model
         self.way = way
         self.room = room
         self.decoding = 0
-        self.context = 0  # tokens of those that decode
+        self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
         self.waiting = 0
-        self._holding: deque[Task] = deque()  # with their KV here: no gate is for them
-        self._shorts: deque[Task] = deque()  # or all, where no size is told apart
+        self._holding: deque[Task] = deque()  # with KV here: not subject to policies
+        self._shorts: deque[Task] = deque()  # or all, without long-prompt policy
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
         self._hold = Deferral(model, way)
@@ -66,17 +66,17 @@ class FluidSteps:
         self._last_short = -math.inf
         self._stood_back = 0
         self._refused = False
-        self._hog = False  # whether a prompt takes all there is
+        self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
-        self._soon = FOREVER  # steps until one who waits may enter
+        self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
         return self.decoding + len(self._prefills)
 
     def next_ready(self, step: int) -> int | None:
-        """Return the first step after this one that somebody may enter who may not yet."""
+        """Return the next step at which another request becomes ready."""
         queues = (self._holding, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
@@ -84,7 +84,7 @@ class FluidSteps:
     # Coming and going
 
     def push(self, task: Task) -> None:
-        """Let one wait."""
+        """Add a request to its queue."""
         self.waiting += 1
         self.backlog += task.left
         above = self.way.long_above
@@ -98,7 +98,7 @@ class FluidSteps:
         queue.append(task)
 
     def drop(self, task: Task) -> None:
-        """Take out one that waits, or is in prefill."""
+        """Remove a waiting or prefilling request."""
         self._settle(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
@@ -109,7 +109,7 @@ class FluidSteps:
                 self.room.give(task)
 
     def computed(self, task: Task, tokens: int) -> bool:
-        """Count what was computed of a prompt; True if that was the last of it."""
+        """Count computed prompt tokens; return True if the prompt is done."""
         self._settle(task, tokens)
         task.left -= tokens
         return not task.left
@@ -120,18 +120,18 @@ class FluidSteps:
             self.backlog_long -= tokens
 
     def began_decode(self, task: Task) -> None:
-        """Count one whose prompt is done."""
+        """Move a request from prefill to decode."""
         self._prefills.remove(task)
         self.decoding += 1
         self.context += task.job.prompt_tokens + 1
 
     def ended_prefill(self, task: Task) -> None:
-        """Take out one that has nothing to decode."""
+        """Remove a request without decode steps."""
         self._prefills.remove(task)
         self._hold.departed(task)
 
     def left_decode(self, task: Task, made: int) -> None:
-        """Take out one that decoded."""
+        """Remove a decoding request."""
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
@@ -139,7 +139,7 @@ class FluidSteps:
         self._hold.departed(task)
 
     def disturbs(self, task: Task) -> bool:
-        """Whether one who has come would change the step after next."""
+        """Return True if a new request changes the coming steps."""
         if self.running >= self.model.max_num_seqs or self._hold.on:
             return False
         if self.way.batch and not self._forming:
@@ -156,7 +156,7 @@ class FluidSteps:
     # Filling
 
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
-        """See the module's text."""
+        """Return the chunks, whether decodes pause, and the number of equal steps."""
         way, model = self.way, self.model
         self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
         if way.batch and not self.decoding and not self._prefills:
@@ -190,7 +190,7 @@ class FluidSteps:
         return parts, pausing, max(most, 1)
 
     def _steps_within(self, parts: Parts, seconds: float) -> int:
-        """Count the steps that go on for so long, the last of them begun within it."""
+        """Return the number of steps that begin within `seconds`."""
         time, shape = self.model.time, shape_of(parts)
         first = time.seconds(shape)
         growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
@@ -199,7 +199,7 @@ class FluidSteps:
         return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
 
     def _steps_as_sized(self, parts: Parts) -> int:
-        """Count the steps that are about as long as the first, for which the size was sought."""
+        """Return the number of steps with nearly the first step's length."""
         time, shape = self.model.time, shape_of(parts, self.decoding, self.context)
         growth = growth_of(time, shape.prefill_tokens) + time.context_s * self.decoding
         return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
@@ -238,7 +238,7 @@ class FluidSteps:
         return parts, task.left // part
 
     def _in_time(self, task: Task, wanted: int, first: bool) -> int:
-        """Cut to the time that is left, as `chunk_budget` does: one may come with much in cache."""
+        """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
         time = self.model.time
@@ -257,7 +257,6 @@ class FluidSteps:
         return self._admit(queue, step)
 
     def _open(self, head: Task, now: float) -> bool:
-        """Whether the policies let somebody enter."""
         if self._hold.on:
             return False
         if not self.way.batch:
@@ -296,7 +295,7 @@ class FluidSteps:
         return self.way.longs - longs
 
     def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        """Shorts first; longs get what a step's time allows."""
+        """Short prompts first; long prompts get the time left."""
         way, n = self.way, self.decoding
         while self._next(now, step) is not None:
             pass
@@ -330,7 +329,7 @@ class FluidSteps:
             return parts, 1
         self._stood_back = 0
         for task in longs:
-            # Worth at least what reading it again takes, as in `StepPace`.
+            # Compute at least as long as reading the context again, as in `StepPace`.
             least_s = base + 2 * time.read_s * task.done
             fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
             if way.share:

@@ -1,19 +1,16 @@
-"""The rate that a fleet serves whatever is drawn: of several draws each must have enough in time.
+"""The rate that a fleet serves with every one of several random draws of the requests.
 
-One draw of the requests says little of a rate. Where one prompt in fifty makes a third of the work,
-some thousands of them weigh a tenth more or less than as many others, and it matters who comes
-beside whom: the share in time of one draw goes up and down with the rate, and the highest rate that
-one has is its luck. Of many fleets the best by that draw is the one that it favours.
+One draw is a noisy measure: where one prompt in fifty makes a third of the work, some thousand
+requests differ by a tenth in work and in order. The best of many fleets by one draw is the fleet
+that this draw favors.
 
-So the last word have draws that nothing was chosen by, the same for all fleets. The rate is the
-first of a ladder, from above, at which every one of them has enough; as a further draw is no more
-likely than those to be the worst of all, it has so with a chance of about K in K + 1 for K draws.
+So K new draws, the same for all fleets, decide. Rates form a ladder; the result is the highest rung
+at which every draw has enough requests in time. A further draw has enough with a probability of
+about K / (K + 1).
 
-Cost: where to begin on the ladder is found with one draw, that which failed last; so a rate that is
-too high takes one run, cut short, and few but the one that is named take all. How it fails: of few
-requests, or few draws, what all bear goes up and down from rung to rung, and one may hold by luck.
-Draws of a trace share its lines, with what was searched too: they tell of chance in when and beside
-whom those come, and nothing of another day's.
+Cost: the draw that failed last finds the start on the ladder, so a rate that is too high takes one
+short run. How it fails: with few requests or few draws, a rung may pass by luck. Draws of a trace
+share its lines: they vary order and times, but not the traffic of another day.
 """
 
 from __future__ import annotations
@@ -31,19 +28,19 @@ if TYPE_CHECKING:
 
     from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
-STEP: Final = 1.03  # from rung to rung
-LEAST, MOST = 1e-4, 1e12  # requests a second that anybody asks for
+STEP: Final = 1.03  # ratio of neighboring rungs
+LEAST, MOST = 1e-4, 1e12  # requests/s
 
 
 class DrawnRequests:
-    """Requests of one seed: drawn once, and played at whatever rate."""
+    """Requests of one seed, drawn once and played at any rate."""
 
     def __init__(self, requests: Iterable[Request], class_of: Callable[[int], str]) -> None:
         self._unknown, self._class_of = iter(requests), class_of
         self._known: list[Request] = []
 
     def at(self, moments: Sequence[float]) -> list[Request]:
-        """Give as many as there are times, at those; of what class one is its prompt says."""
+        """Return a request for each moment; the prompt decides the class."""
         known, class_of = self._known, self._class_of
         known += islice(self._unknown, max(len(moments) - len(known), 0))
         return [
@@ -57,18 +54,18 @@ class DrawnRequests:
 
 @dataclass(frozen=True, slots=True)
 class CapacityVerdict:
-    """What all draws bear."""
+    """A rate that every draw supports."""
 
     rate: float
-    runs: list[FlowResult]  # one of each draw
-    run: FlowResult  # all of them
+    runs: list[FlowResult]  # by draw
+    run: FlowResult  # all draws
 
 
 class CapacitySearch:
-    """See the module's text.
+    """Finds the highest rate that every draw supports.
 
-    `play` plays a fleet at a rate with the requests of a draw, and returns None where too few were
-    in time; `enough` is asked of all draws together.
+    `play` plays a draw at a rate and returns None if too few requests are in time. `enough` judges
+    all draws together.
     """
 
     def __init__(
@@ -77,14 +74,14 @@ class CapacitySearch:
         play: Callable[[FleetShape, float, int], FlowResult | None],
         enough: Callable[[FlowResult], bool],
     ) -> None:
-        self._order = list(range(1, draws + 1))  # draw 0 is what was searched with
-        self._margins: dict[int, float] = {}  # of each, when it last had enough
+        self._order = list(range(1, draws + 1))  # draw 0 is for the rough search
+        self._margins: dict[int, float] = {}  # by draw, at its last success
         self._play, self._enough = play, enough
 
     def highest(
         self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
     ) -> CapacityVerdict | None:
-        """Find the rate, from `start` on down, or up where that holds; None if below the least."""
+        """Return the highest rate, searched from `start`; None if below `least`."""
         bottom, top = _rung(max(least, LEAST)), _rung(min(most, MOST))
         while rate_at(top) > most:
             top -= 1
@@ -111,7 +108,7 @@ class CapacitySearch:
     def _from(
         self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
-        """Go down until all hold; or up, if they do where it begins."""
+        """Go down to the first rung that holds, or up if the first rung holds."""
         found: CapacityVerdict | None = None
         while bottom <= rung <= top:
             if (verdict := self._at(rung, play)) is not None:
@@ -126,7 +123,7 @@ class CapacitySearch:
         self, rung: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
         runs: list[FlowResult] = []
-        # Who had least to spare is next to fail: the others need not be played for nothing.
+        # The draw with the smallest margin is likely to fail first and save the other runs.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in tuple(self._order):
             run = play(rung, draw)
@@ -141,16 +138,15 @@ class CapacitySearch:
 
 
 def _margin(run: FlowResult) -> float:
-    """Return the least share of a run: in time of all, or not too late of a class."""
     return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
 
 
 def _rung(rate: float) -> int:
-    """Return that of a rate, or the next one above it."""
+    """Return the first rung at or above a rate."""
     rung = math.ceil(math.log(rate) / math.log(STEP))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 
 
 def rate_at(rung: int) -> float:
-    """Give a rung's rate in three digits: what is printed is what was played."""
+    """Return a rung's rate, rounded to the three printed digits."""
     return float(f"{STEP**rung:.3g}")

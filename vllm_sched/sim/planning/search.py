@@ -1,15 +1,13 @@
 """The best fleet for a traffic, by simulation.
 
-What is compared is the rate that a fleet serves: the highest of which so many requests (nine out of
-ten, as in `sweep`) are in time. Roughly, it is closed in on from both sides with one draw of the
-requests, the same for every fleet; a fleet that does not nearly serve what the best so far does (of
-its family; a short pool beside prefill and decode: of all) is left after one run. How those few
-that are left are ordered, and what is named, other draws say (`judge`). Fleets within `SAME` of
-each other are equal, and the simpler one is taken: the family that comes first, and in it fewer
-policies.
+Fleets are compared by the highest rate at which a share of the requests (90 %, as in `sweep`) is in
+time. A rough rate is bracketed with one draw of the requests, the same for every fleet. A fleet far
+below the best so far is dropped after one run. The finalists are judged with other draws
+(`capacity_search`). Rates within `SAME` are equal; then the simpler fleet wins: the earlier family,
+then fewer policies.
 
-Nobody may be starved for the others' sake: of the longest tenth of the prompts, too, nine out of
-ten have to be in time, or to have their first token within `BORNE` times what they take alone.
+No prompt may starve: the same share of the longest tenth of the prompts must be in time, or have a
+first token within `BORNE` times the time on an idle worker.
 """
 
 from __future__ import annotations
@@ -48,37 +46,35 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 SAME: Final = 0.04  # rates this close are equal
-NEAR: Final = 1.12  # how near the two sides of a rough rate come
-# A run has at least so many requests, and lasts so many times the target for a first token: a queue
-# that grows by a tenth of that time would be taken for none in a shorter one.
+NEAR: Final = 1.12  # ratio of the two sides of a rough rate
+# Least requests of a run, and its length in TTFT targets: a shorter run hides a growing queue.
 COARSE_REQUESTS, FINE_REQUESTS = 1000, 4800
 COARSE_LASTS, FINE_LASTS = 20.0, 25.0
 LEAST_TTFT_S: Final = 3.0
-# But no more than so many, a large fleet is steadier and plans are waited for, unless it would last
-# so few times that target: what is served within it whenever it comes would be served at any rate.
+# Most requests of a run, unless it would be shorter than this number of TTFT targets: in a very
+# short run any rate is served.
 COARSE_MOST, FINE_MOST = 5_000, 8_000
 LEAST_LASTS: Final = 4.0
-WARM: Final = 0.2  # of a run, in which it fills up: not counted
-# Nor is a rate served at which the queue grows, by so many seconds a second: in the end it would be
-# longer than any target, or never end where none is for it.
+WARM: Final = 0.2  # share of a run that fills the fleet and is not counted
+# Most growth of the time to first token, in seconds per second.
 GROWS, GROWS_BRIEFLY = 0.04, 0.1
-FINALISTS: Final = 3  # of each family, and the best of each policy that may serve as much
-DRAWS, FEW_DRAWS = 6, 3  # of which each has to have enough in time
-# How far the seeds of draws are from each other, and from those that somebody replays a plan with.
+FINALISTS: Final = 3  # per family, plus the best of each policy that is close
+DRAWS, FEW_DRAWS = 6, 3
+# Distance between the seeds of draws, far from the seeds that users replay a plan with.
 SEEDS_APART: Final = 1_000_003
-SAMPLE: Final = 4000  # requests that the traffic is known by; a trace by all that are kept of it
+SAMPLE: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
 QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 DOUBLINGS: Final = 24
 BORNE: Final = 4.0
-LONGEST: Final = 0.9  # the share of prompts that are not among the longest
+LONGEST: Final = 0.9  # share of prompts that are not among the longest
 REST, LONG = "rest", "long"
-IDLE: Final = 0.02  # of what computing allows: a worker that has nothing else to do
-Tell = Callable[[str, float], None]  # what is being done, and how much of all is done
+IDLE: Final = 0.02  # load of an idle worker, as a share of the compute bound
+Tell = Callable[[str, float], None]  # activity, overall progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """What is to be planned for."""
+    """The traffic, machine and targets to plan for."""
 
     source: TrafficSource
     machine: WorkerModel
@@ -90,16 +86,16 @@ class PlanQuestion:
     policies: tuple[str, ...] = POLICIES
     families: tuple[str, ...] = FAMILIES
     share: float = SHARE
-    effort: float = 1.0  # requests in each run, against the usual
+    effort: float = 1.0  # factor on the requests of each run
     draws: int = DRAWS
 
     def __post_init__(self) -> None:
-        """Take a trace from all over the file, and without end."""
+        # Sample a trace from the whole file, without end.
         source = without_end(self.source, random.Random(self.seed))
         object.__setattr__(self, "source", source)
 
     def schedule(self, rate: float, count: int, draw: int = 0) -> Schedule:
-        """Make requests at a rate; those of draw 0 are searched with."""
+        """Return requests at a rate; draw 0 is for the rough search."""
         return Schedule(
             source=self.source,
             rate=rate,
@@ -112,28 +108,28 @@ class PlanQuestion:
         )
 
     def shapes(self, draw: int = 0) -> Iterator[Request]:
-        """Draw requests without end, their times aside."""
+        """Yield requests without end and without times."""
         return replace(self.schedule(1.0, 1, draw), count=None).shapes()
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRate:
-    """A fleet, and the rate that it serves."""
+    """A fleet and the rate that it serves."""
 
     shape: FleetShape
     rate: float
     run: FlowResult  # at that rate, all draws together
-    shares: tuple[float, ...] = ()  # in time, of each draw
+    shares: tuple[float, ...] = ()  # in time, by draw
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Return what was in time of the worst draw and of the best."""
+        """The shares in time of the worst and the best draw."""
         shares = self.shares or (self.run.all.share,)
         return min(shares), max(shares)
 
 
 class FleetSearch:
-    """Searches, with the same requests for every fleet."""
+    """The search, with the same requests for every fleet."""
 
     def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
@@ -141,14 +137,14 @@ class FleetSearch:
         some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
         sample = list(islice(question.shapes(), some))
         if not sample:
-            raise UsageError(f"{source.name}: there is no request in it to plan for")
+            raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
         self.traffic = TrafficStats.of(sample, question.machine)
         self.runs = 0
         self._told, self._done = tell, 0.0
         self._start = self._by_hand()
         self._short_to = _short_to(self.traffic.prompts)
         self._drawn: dict[int, DrawnRequests] = {}
-        self._roughly: dict[int, float] = {}  # the best rough rate of so many workers
+        self._roughly: dict[int, float] = {}  # best rough rate, by number of workers
         self._judged: list[ServedRate] = []
         self._judge = CapacitySearch(question.draws, self._served_of, self.enough)
         machine = question.machine
@@ -167,23 +163,23 @@ class FleetSearch:
         return capacity_bound.Capacity.of(machine, traffic.prompt, traffic.output).requests_per_s
 
     def tell(self, what: str, share: float) -> None:
-        """Say what is done now, and how much of all that was asked for is."""
+        """Report the current activity and the overall progress."""
         self._done = share
         self._told(what, share)
 
     @property
     def done(self) -> float:
-        """How much of all that was asked for is done."""
+        """The overall progress."""
         return self._done
 
     def note(self, what: str) -> None:
-        """Say how far it is with what is done now."""
+        """Report the current activity."""
         self._told(what, self._done)
 
     # One fleet
 
     def count(self, rate: float, *, fine: bool) -> int:
-        """How many requests a run has."""
+        """Return the number of requests of a run."""
         question = self.question
         target = max(question.targets.ttft or 0.0, LEAST_TTFT_S)
         lasts = (FINE_LASTS if fine else COARSE_LASTS) * target
@@ -194,10 +190,9 @@ class FleetSearch:
     def play(
         self, shape: FleetShape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
     ) -> FlowResult:
-        """Play a fleet at a rate; unless the `whole` is asked for, a failed run not to its end."""
+        """Play a fleet at a rate; a failed run stops early, unless `whole`."""
         question = self.question
         total = self.count(rate, fine=fine)
-        # Of a large fleet one run takes long.
         self.note(f"{shape}: {total:,} requests")
         requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
         flow = self._flow(shape)
@@ -215,20 +210,18 @@ class FleetSearch:
         return AggregateFlow(shape.placed(machine), shape.settings(), targets, self.borne_s)
 
     def _requests(self, draw: int) -> DrawnRequests:
-        """Give a draw of the requests: the same for all fleets."""
         if draw not in self._drawn:
             self._drawn[draw] = DrawnRequests(self.question.shapes(draw), self.class_of)
         return self._drawn[draw]
 
     def class_of(self, prompt: int) -> str:
-        """Say whether a prompt is among the longest."""
         return LONG if prompt > self._short_to else REST
 
     def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
-        """Whether enough were in time, and of the longest not too late, and no queue grew.
+        """Return True if enough requests are in time, also of the longest, and no queue grows.
 
-        In a single run there are few of the longest: unless one is `strict`, what may be chance is
-        let pass. A brief one, with real schedulers, says less of queues.
+        Unless `strict`, one standard deviation is allowed for the few longest prompts. A `brief`
+        run, with real schedulers, may show more queue growth.
         """
         if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
             return False
@@ -237,24 +230,22 @@ class FleetSearch:
         return run.all.share >= share and longest_kept(run) >= least
 
     def _least_kept(self, longs: int) -> float:
-        """Return the share of so many of the longest that may not be too late in one run."""
         share = self.question.share
         return share - math.sqrt(share * (1 - share) / longs) if longs else share
 
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
-        """Play a draw of the requests; None if too few were in time."""
         run = self.play(shape, rate, fine=True, draw=draw)
         return run if self.enough(run, strict=False) else None
 
     def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
-        """Play it, roughly; None if too few were in time."""
+        """Return a coarse run; None if too few requests are in time."""
         run = self.play(shape, rate, fine=False)
         return run if self.enough(run, strict=False) else None
 
     def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
-        """Find roughly what it serves, by one draw; None if that is not even the least.
+        """Return the rough rate by one draw; None if below `least`.
 
-        What its computing allows it never exceeds: a run that ends before a queue is felt would.
+        The compute bound limits it: a run may end before a queue shows.
         """
         most = self._most(shape)
         if least > most:
@@ -284,11 +275,11 @@ class FleetSearch:
         return ServedRate(shape, low, best)
 
     def judged(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
-        """Find what it serves by every draw that nothing was chosen by; None if not the least."""
+        """Return the rate by all judging draws; None if below `least`."""
         most = self._most(shape)
         if least > most:
             return None
-        # What a worker does not serve that has nothing else to do, no lower rate mends.
+        # If an idle worker misses the targets, so does every lower rate.
         least = max(least, min(self._start, start) * IDLE)
         verdict = self._judge.highest(shape, start, least=least, most=most)
         if verdict is None:
@@ -301,10 +292,10 @@ class FleetSearch:
     def _most(self, shape: FleetShape) -> float:
         return shape.workers * self.traffic.most_each
 
-    # All of them
+    # All fleets
 
     def check(self) -> None:
-        """Refuse what no fleet could do, however large."""
+        """Raise a `UsageError` if no fleet of any size can meet the targets."""
         question, traffic = self.question, self.traffic
         holds = question.machine.max_model_len
         at = bisect_left(traffic.totals, holds + 1)
@@ -320,10 +311,7 @@ class FleetSearch:
             raise UsageError(self._hopeless(run))
 
     def _idle(self) -> FlowResult:
-        """Play a draw of those that judge to a worker that has nothing else to do.
-
-        At even gaps: whether some come at once is for fleets to bear, who may have many workers.
-        """
+        """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
         rate = min(self._start, self.traffic.most_each) * IDLE
         total = self.count(rate, fine=True)
         requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
@@ -331,17 +319,16 @@ class FleetSearch:
         return self._flow(FleetShape(general=1)).play(requests)
 
     def _hopeless(self, run: FlowResult) -> str:
-        """Say what an idle worker does; of the longest, where all together have enough."""
+        """Return the error text for targets that an idle worker misses."""
         question, share = self.question, self.question.share
-        who, met, figures = question.source.name, run.all.share, run.all
+        subject, met, figures = question.source.name, run.all.share, run.all
         named = {
             "ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest,
             "e2el": figures.e2el,
         }  # fmt: skip
         if met >= share and (longs := run.classes.get(LONG)) is not None:
-            # Their first tokens may come as late as they take, and so may their ends: it is what
-            # comes between that is too slow.
-            who, met = f"the longest of {who}", longs.kept_share
+            # First tokens and ends of long prompts may be late, so the gaps are too long.
+            subject, met = f"the longest of {subject}", longs.kept_share
             named = {"tpot": longs.tpot, "itl": longs.longest}
         missed = [
             f"{name}:{_up(sketch.quantile(share) * 1000)}"
@@ -349,16 +336,16 @@ class FleetSearch:
             if (target := getattr(question.targets, name)) is not None
             and sketch.quantile(share) > target
         ]
-        # Each may be met by enough, and all together not.
+        # Each target may be met, but not all together.
         wanted = f"{' '.join(missed)} at the least" if missed else "looser targets"
         return (
             f"--goodput: no number of {question.machine.profile} meets it: on an idle worker "
-            f"{math.floor(100 * met)}% of {who} are in time, and {share:.0%} should be; ask for "
-            f"{wanted}"
+            f"{math.floor(100 * met)}% of {subject} are in time, and {share:.0%} should be; "
+            f"ask for {wanted}"
         )
 
     def seen(self) -> TrafficHints:
-        """See what fleets are worth a try."""
+        """Return the properties of the traffic that narrow the candidates."""
         traffic, machine = self.traffic, self.question.machine
         time = machine.time
         largest = traffic.totals[-1]
@@ -369,7 +356,7 @@ class FleetSearch:
                 boundaries[limit] = traffic.above(limit)
         prefill = capacity_bound.prefill_work(time, traffic.prompt, machine.max_num_batched_tokens)
         steps = max(traffic.output - 1, 0)
-        # An answer's steps are shared by a few tens of others.
+        # A decode step is shared by a few tens of requests.
         decode = steps * (
             time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32
         )
@@ -377,9 +364,9 @@ class FleetSearch:
         return TrafficHints(boundaries=boundaries, prefill_share=prefill / whole if whole else 0.5)
 
     def family(self, family: str, workers: int, share: tuple[float, float]) -> list[ServedRate]:
-        """Find the best of a family, best first; `share` says from where to where all is done."""
+        """Return the judged fleets of a family, best first; `share` is the range of progress."""
         tried = shapes(family, workers, self.seen(), self.question.policies, self._itl_ms())
-        # It has many ways, and is seldom the best: named only if it serves about what others do.
+        # This family has many shapes and is rarely the best: drop it early.
         floor = self._roughly.get(workers, 0.0) if family == SHORT_APART else 0.0
         found = self._of_kind(list(tried), share, floor)
         return ordered([*found, *(each for best in found[:1] for each in self._thresholds(best))])
@@ -387,9 +374,9 @@ class FleetSearch:
     def _of_kind(
         self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
     ) -> list[ServedRate]:
-        """Find roughly what fleets serve, and have those that serve most judged; best first.
+        """Find rough rates, judge the finalists and return them, best first.
 
-        Who serves not nearly the `floor` is left.
+        Fleets well below `floor` are dropped.
         """
         found: list[ServedRate] = []
         width = (share[1] - share[0]) / (2 * max(len(tried), 1))
@@ -402,7 +389,7 @@ class FleetSearch:
                 found.append(served)
                 most = max(self._roughly.get(shape.workers, 0.0), served.rate)
                 self._roughly[shape.workers] = most
-        # The simplest first: another has to serve more by what is not equal, or is left at once.
+        # The simplest fleet first: the others must then serve more than `SAME` allows.
         finalists = sorted(_finalists(found), key=_plainness)
         half, judged = (share[0] + share[1]) / 2, list[ServedRate]()
         for at, each in enumerate(finalists):
@@ -414,7 +401,7 @@ class FleetSearch:
         return ordered(judged)
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
-        """Try fixed thresholds for hand-overs, where the router's own was good."""
+        """Yield the fleet with fixed hand-over thresholds that serve more."""
         if not served.shape.prefill:
             return
         half = self.traffic.prompts[len(self.traffic.prompts) // 2]
@@ -425,13 +412,13 @@ class FleetSearch:
                 yield better
 
     def _itl_ms(self) -> int:
-        """Choose the gap that chunks are made for: what is asked of the slowest of them."""
+        """Return the gap between tokens for `chunk_budget`."""
         targets = self.question.targets
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
     def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
-        """Find the best of every family, best first."""
+        """Return the best fleet of every family, best first."""
         families = self.question.families
         width = (share[1] - share[0]) / len(families)
         found = []
@@ -441,34 +428,31 @@ class FleetSearch:
         return ordered(found)
 
     def so_far(self, workers: int) -> list[ServedRate]:
-        """Give the best of every family of which one was judged, best first."""
+        """Return the best fleet so far of every family, best first."""
         best: dict[str, ServedRate] = {}
         for each in ordered([each for each in self._judged if each.shape.workers == workers]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
     def fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
-        """Find what a fleet of that kind and policy serves with one worker fewer."""
+        """Return the rate of the same kind of fleet with one worker fewer."""
         return next(iter(self._of_kind(self._alike(served.shape, -1), share)), None)
 
     def more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
-        """Find what a fleet of that kind and policy serves with one worker more.
-
-        None if no more than without: a worker that nobody has a use for takes nothing away.
-        """
+        """Return the rate of the same kind of fleet with one worker more; None if not higher."""
         best: ServedRate | None = None
         tried = self._alike(served.shape, 1)
         start = served.rate * (served.shape.workers + 1) / served.shape.workers
         for at, shape in enumerate(tried):
             self.tell(str(shape), share[0] + (share[1] - share[0]) * at / len(tried))
-            # As long as one rung more is all that is asked for, most others take one run.
+            # Asking for one rung more lets most other shapes fail in one run.
             least = served.rate if best is None else best.rate * STEP
             found = self.judged(shape, start if best is None else least, least=least)
             best = found or best
         return best
 
     def _alike(self, shape: FleetShape, change: int) -> list[FleetShape]:
-        """Give fleets of that kind with so many workers more: of one role first."""
+        """Return fleets of the same kind with `change` more workers, the nearest shapes first."""
         workers = shape.workers + change
         if workers < 1:
             return []
@@ -490,8 +474,7 @@ class FleetSearch:
 def _short_to(prompts: Sequence[int]) -> int:
     """Return the length above which a prompt is among the longest tenth.
 
-    Where a tenth and more are of the greatest length, as in a made-up mixture, all these are; where
-    there is but one length nobody is.
+    If more than a tenth have the greatest length, all of these are; with one length, none is.
     """
     at = int(LONGEST * (len(prompts) - 1))
     if prompts[at] == prompts[-1]:
@@ -500,13 +483,13 @@ def _short_to(prompts: Sequence[int]) -> int:
 
 
 def longest_kept(run: FlowResult) -> float:
-    """Return the share of the longest that were in time, or as late as may be borne."""
+    """Return the share of the longest prompts that are in time or tolerably late."""
     longs = run.classes.get(LONG)
     return 1.0 if longs is None else longs.kept_share
 
 
 def ordered(found: list[ServedRate]) -> list[ServedRate]:
-    """Put the best first; of equals the simplest."""
+    """Return the fleets, best first; among equal rates the simplest first."""
     left, best_first = list(found), list[ServedRate]()
     while left:
         most = max(each.rate for each in left)
@@ -518,10 +501,9 @@ def ordered(found: list[ServedRate]) -> list[ServedRate]:
 
 
 def _finalists(found: list[ServedRate]) -> list[ServedRate]:
-    """Choose who is judged: those with the highest rough rates, and the best of each policy near.
+    """Return the fleets with the highest rough rates, and the best of each policy within `NEAR`.
 
-    A rough rate is as much too low as the two sides of it are apart, and who is tried later begins
-    nearer to the best: what is beaten by less than that may serve as much, and be simpler.
+    A rough rate is too low by up to `NEAR`, so a simpler fleet within it may serve as much.
     """
     by_rate = sorted(found, key=lambda each: -each.rate)
     chosen = by_rate[:FINALISTS]
@@ -539,11 +521,10 @@ def _plainness(served: ServedRate) -> tuple[int, int, float]:
 
 
 def _round(tokens: int) -> int:
-    """To two digits: somebody reads it."""
+    """Round to two digits, for readers."""
     return int(float(f"{tokens:.2g}"))
 
 
 def _up(milliseconds: float) -> int:
-    """To two digits, upwards."""
     digits: int = 10 ** max(math.floor(math.log10(max(milliseconds, 1.0))) - 1, 0)
     return math.ceil(milliseconds / digits) * digits

@@ -1,4 +1,4 @@
-"""What a plan's requests are like, and how many of them a worker can compute at the most."""
+"""Length statistics of a plan's requests, and an upper bound of one worker's request rate."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ BOUNDLESS = 1 << 60  # tokens
 
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
-    """See the module's text."""
+    """Statistics of a sample; all lengths in tokens."""
 
-    prompt: float  # means
-    output: float
-    largest: int  # prompt and output
+    prompt: float  # mean
+    output: float  # mean
+    largest: int  # prompt + output
     prompts: tuple[int, ...]  # sorted
-    totals: tuple[int, ...]
-    most_each: float  # requests a second that one worker's computing allows, whatever it caches
+    totals: tuple[int, ...]  # prompt + output, sorted
+    most_each: float  # requests/s that one worker can compute with a perfect cache
 
     @classmethod
     def of(cls, sample: Sequence[Request], machine: WorkerModel) -> TrafficStats:
-        """Look at some of them."""
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
         cache = CachedPrefixes(BOUNDLESS if machine.prefix_caching else 0)
         seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
@@ -46,13 +45,13 @@ class TrafficStats:
         )
 
     def above(self, limit: int) -> float:
-        """Return the share of all tokens in requests that are larger."""
+        """Return the share of all tokens that belongs to requests above `limit`."""
         at = bisect_left(self.totals, limit + 1)
         return sum(self.totals[at:]) / (sum(self.totals) or 1)
 
 
 def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
-    """Return prompt, answer, and what of the prompt one worker with room for all would have."""
+    """Return prompt, output and cached prompt tokens on one worker with a boundless cache."""
     held = min(cache.held(request.shared), request.prompt_tokens - 1)
     cache.keep(request.shared, BOUNDLESS)
     return request.prompt_tokens, request.output_tokens, held
