@@ -473,7 +473,7 @@ def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) ->
     nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
     monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
-    assert "none of the best fleets has 90% in time" in refusal(asked, 1, exact=True)
+    assert "none of the best fleets has 90% of all" in refusal(asked, 1, exact=True)
 
 
 # Shapes
