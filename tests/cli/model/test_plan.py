@@ -16,7 +16,7 @@ import pytest
 from vllm_sched.cli.main import main
 from vllm_sched.cost import profiles
 from vllm_sched.sim.planning import plan as planning
-from vllm_sched.sim.planning import search
+from vllm_sched.sim.planning import trials
 from vllm_sched.sim.planning.search import FleetSearch
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SHORT_RUNS = {"COARSE_MOST": 600, "FINE_MOST": 900}
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a few hundred requests at a time: what is printed of them does not depend on that."""
     for name, requests in SHORT_RUNS.items():
-        monkeypatch.setattr(search, name, requests)
+        monkeypatch.setattr(trials, name, requests)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -120,8 +120,8 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
     code = (
         "import sys; from vllm_sched.cli.main import main; "
-        "from vllm_sched.sim.planning import search; "
-        f"vars(search).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
+        "from vllm_sched.sim.planning import trials; "
+        f"vars(trials).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True

@@ -45,6 +45,23 @@ def growth_of(time: StepTime, tokens: int) -> float:
     return (time.pair_s * tokens + time.read_s) * tokens
 
 
+def steps_within(time: StepTime, parts: Parts, seconds: float) -> int:
+    """Return the number of steps without decodes that begin within `seconds`."""
+    shape = shape_of(parts)
+    first = time.seconds(shape)
+    growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
+    half = first - growth / 2
+    divisor = half + math.sqrt(half * half + 2 * growth * seconds)
+    return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
+
+
+def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> int:
+    """Return the number of steps with nearly the first step's length."""
+    shape = shape_of(parts, decodes, context)
+    growth = growth_of(time, shape.prefill_tokens) + time.context_s * decodes
+    return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
+
+
 class FluidSteps:
     """The queues, prefills and decodes of a fluid engine."""
 
@@ -174,7 +191,7 @@ class FluidSteps:
             self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
         )
         if beside and way.itl_s and parts and most > 1:
-            most = min(most, self._steps_as_sized(parts))
+            most = min(most, steps_as_sized(model.time, parts, self.decoding, self.context))
         if way.batch and self.decoding and not parts:
             self._forming = False
         pausing = pausing and bool(parts)
@@ -182,27 +199,12 @@ class FluidSteps:
             self._paused_since = None
         else:
             since = self._paused_since = now if self._paused_since is None else self._paused_since
-            most = min(most, self._steps_within(parts, since + way.pause_s - now))
+            most = min(most, steps_within(model.time, parts, since + way.pause_s - now))
         most = min(most, self._soon)
         if way.departures != 1:
             self._hold.filled(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
         return parts, pausing, max(most, 1)
-
-    def _steps_within(self, parts: Parts, seconds: float) -> int:
-        """Return the number of steps that begin within `seconds`."""
-        time, shape = self.model.time, shape_of(parts)
-        first = time.seconds(shape)
-        growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
-        half = first - growth / 2
-        divisor = half + math.sqrt(half * half + 2 * growth * seconds)
-        return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
-
-    def _steps_as_sized(self, parts: Parts) -> int:
-        """Return the number of steps with nearly the first step's length."""
-        time, shape = self.model.time, shape_of(parts, self.decoding, self.context)
-        growth = growth_of(time, shape.prefill_tokens) + time.context_s * self.decoding
-        return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
 
     def _within_gap(self, left: int) -> int:
         way = self.way
@@ -345,7 +347,9 @@ class FluidSteps:
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
             most = min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
-            return parts, most if alone or way.share else min(most, self._steps_as_sized(parts))
+            if not (alone or way.share):
+                most = min(most, steps_as_sized(time, parts, n, self.context))
+            return parts, most
         return parts, 1
 
     def _long_may_enter(self, now: float) -> bool:

@@ -9,6 +9,8 @@ from math import inf
 from typing import TypeAlias
 
 Call: TypeAlias = Callable[[float], None]
+# At equal times arrivals come before engine steps.
+ARRIVAL_RANK, STEP_RANK = 0, 1
 
 
 class EventQueue:

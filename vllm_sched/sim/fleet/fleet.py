@@ -11,9 +11,8 @@ known. In a closed loop a refused client returns after `Retry-After`, or after `
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from math import inf
 from typing import Any, Final
 
@@ -28,13 +27,12 @@ from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.fleet.arrivals import Arrivals
 from vllm_sched.sim.fleet.as_ask import apart, ask_of, priority_of
-from vllm_sched.sim.fleet.events import EventQueue
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
-# At equal times arrivals come before engine steps.
-COMES, STEPS = 0, 1
 
 
 @dataclass(slots=True, eq=False)
@@ -113,13 +111,12 @@ class SimulatedFleet:
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
         self._outcome = CoarseStream if coarse else Outcome
-        self._agenda = EventQueue()
+        self._queue = EventQueue()
         self._planned = dict.fromkeys(self.engines, inf)
         self._flights: dict[str, RequestFlight] = {}
         self._queued: dict[core.Ticket, RequestFlight] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
         self._outcomes: list[Outcome] = []
-        self._more = False  # the schedule has further requests
         self._cut = 0
         self._last = 0.0
         self._transfers: Counter[str] = Counter()
@@ -134,22 +131,18 @@ class SimulatedFleet:
 
         `told` is called with the time, requests sent and requests ended.
         """
-        self._more = True
-        if schedule.concurrency is None:
-            self._open(iter(schedule))
-        else:
-            self._closed(schedule, schedule.concurrency)
+        arrivals = Arrivals(schedule, self._queue, self._arrive)
         self._look(0.0)
-        agenda = self._agenda
+        queue = self._queue
         steps = 0
-        while self._more or self._flights:
-            agenda.step()
+        while arrivals.more or self._flights:
+            queue.step()
             steps += 1
             if told is not None and not steps & 0x3FF:
                 sent = len(self._outcomes)
-                told(agenda.now, sent, sent - len(self._flights))
+                told(queue.now, sent, sent - len(self._flights))
             if stopped is not None and not steps & 0x3F and stopped():
-                return self._broken_off(agenda.now)
+                return self._broken_off(queue.now)
         return PlayedFleet(tuple(self._outcomes), self._last, self._cut, self._facts())
 
     def _broken_off(self, now: float) -> PlayedFleet:
@@ -160,36 +153,7 @@ class SimulatedFleet:
 
     # Arrivals
 
-    def _open(self, requests: Iterator[Request]) -> None:
-        request = next(requests, None)
-        if request is None:
-            self._more = False
-            return
-        coming = request
-
-        def come(now: float) -> None:
-            self._comes(coming, now, None)
-            self._open(requests)
-
-        self._agenda.at(coming.at, come, rank=COMES)
-
-    def _closed(self, schedule: Schedule, concurrency: int) -> None:
-        requests = iter(schedule)
-        head = next(requests, None)
-        requests = chain([head] if head is not None else [], requests)
-        end = schedule.ends_after_s
-
-        def following(now: float) -> None:
-            request = next(requests, None) if end is None or now < end else None
-            if request is None:
-                self._more = False
-            else:
-                self._comes(request, now, following)
-
-        for _ in range(concurrency):
-            self._agenda.at(0.0, following, rank=COMES)
-
-    def _comes(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
+    def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         fitted = request.fitted(self.longest)
         self._cut += fitted is not request
         fitted = apart(self.router, fitted)
@@ -215,7 +179,7 @@ class SimulatedFleet:
         elif isinstance(answer, core.Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
-            self._agenda.at(answer.deadline, self._settle, rank=COMES)
+            self._queue.at(answer.deadline, self._settle, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
             flight.priority = priority_of(self.router, answer.ask)
@@ -254,7 +218,7 @@ class SimulatedFleet:
                 self._plan(name)
 
         if front_s:
-            self._agenda.at(now + front_s, arrive, rank=COMES)
+            self._queue.at(now + front_s, arrive, rank=ARRIVAL_RANK)
         else:
             arrive(now)
 
@@ -265,7 +229,7 @@ class SimulatedFleet:
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at
-            self._agenda.at(at, lambda now: self._step(name, at, now), rank=STEPS)
+            self._queue.at(at, lambda now: self._step(name, at, now), rank=STEP_RANK)
 
     def _step(self, name: str, planned: float, now: float) -> None:
         if self._planned[name] != planned:
@@ -335,7 +299,7 @@ class SimulatedFleet:
         if flight.ended is not None:
             # Scheduled, so that this request is removed before the next arrives. Without a pause
             # after a refusal, time would stand still.
-            self._agenda.at(now + pause_s, flight.ended, rank=COMES)
+            self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
         self._settle(now)
 
     def _give_up(self, now: float) -> None:
@@ -378,7 +342,7 @@ class SimulatedFleet:
             )
         self._give_up(now)
         self._settle(now)
-        self._agenda.at(now + self._probe_s, self._look, rank=STEPS)
+        self._queue.at(now + self._probe_s, self._look, rank=STEP_RANK)
 
     def _facts(self) -> dict[str, Any]:
         reasons: Counter[str] = Counter()

@@ -27,20 +27,15 @@ from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import MACHINES, assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
-from vllm_sched.sim.planning.search import (
-    WARM,
-    FleetSearch,
-    PlanQuestion,
-    ServedRate,
-    longest_kept,
-    ordered,
-)
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, ordered
+from vllm_sched.sim.planning.trials import WARM, longest_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.sim.planning.fleet_shapes import FleetShape
+    from vllm_sched.sim.planning.question import PlanQuestion
     from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
@@ -155,7 +150,7 @@ def plan(
     more, fewer = (
         each and replace(each, rate=each.rate * off) for each in (known.more, known.fewer)
     )
-    traffic = search.traffic
+    traffic = search.trials.traffic
     return FleetPlan(
         question,
         gpus_each,
@@ -168,8 +163,8 @@ def plan(
         ),
         traffic.prompt,
         traffic.output,
-        search.runs,
-        search.count(plain.rate, fine=True),
+        search.trials.runs,
+        search.trials.count(plain.rate, fine=True),
         known.proofs,
         bool(known.exactly),
         stopped_at,
@@ -210,8 +205,8 @@ def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
 def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) -> None:
     """Refuse a fleet that is too large to simulate, before the search starts."""
     largest = workers + 1  # the plan includes one more worker
-    most = largest * search.traffic.most_each
-    if math.isinf(most) or (count := search.count(most, fine=True)) <= MOST_DRAWN:
+    most = largest * search.trials.traffic.most_each
+    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MOST_DRAWN:
         return
     fits = (largest * MOST_DRAWN // count - 1) * gpus_each
     remedy = (
@@ -264,13 +259,13 @@ def _exactly(
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
-            if search.enough(run, brief=True):
+            if search.trials.enough(run, brief=True):
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
         proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
-        if search.enough(run, brief=True):
+        if search.trials.enough(run, brief=True):
             again.append(ServedRate(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
@@ -308,7 +303,7 @@ def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float)
     """Return the figures of a simulation, as `AggregateFlow` counts them."""
     total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for each in outcomes:
-        of_class = classes.setdefault(search.class_of(each.prompt_tokens), ClassFigures())
+        of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
         for figures in (total, of_class):
             _count(figures, each, search)
         for gap in each.itls if each.good else ():
@@ -327,7 +322,7 @@ def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None
         return
     targets = search.question.targets
     met = targets.met_by(outcome)
-    borne = Targets(search.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
+    borne = Targets(search.trials.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
     figures.done += 1
     figures.met += met
     figures.kept += met or borne.met_by(outcome)

@@ -5,29 +5,18 @@ time. A rough rate is bracketed with one draw of the requests, the same for ever
 below the best so far is dropped after one run. The finalists are judged with other draws
 (`capacity_search`). Rates within `SAME` are equal; then the simpler fleet wins: the earlier family,
 then fewer policies.
-
-No prompt may starve: the same share of the longest tenth of the prompts must be in time, or have a
-first token within `BORNE` times the time on an idle worker.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.results.knee import SHARE
-from vllm_sched.bench.traffic.sampled import Sampled, without_end
-from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult
 from vllm_sched.sim.planning import capacity_bound
-from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch, DrawnRequests
+from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch
+from vllm_sched.sim.planning.feasibility import check_feasible
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
     POLICIES,
@@ -36,80 +25,20 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.traffic_stats import TrafficStats
+from vllm_sched.sim.planning.trials import IDLE, FleetTrials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.traffic.types import Request, TrafficSource
-    from vllm_sched.sim.types import WorkerModel
+    from vllm_sched.sim.fleet.aggregate_flow import FlowResult
+    from vllm_sched.sim.planning.question import PlanQuestion
 
 SAME: Final = 0.04  # rates this close are equal
 NEAR: Final = 1.12  # ratio of the two sides of a rough rate
-# Least requests of a run, and its length in TTFT targets: a shorter run hides a growing queue.
-COARSE_REQUESTS, FINE_REQUESTS = 1000, 4800
-COARSE_LASTS, FINE_LASTS = 20.0, 25.0
-LEAST_TTFT_S: Final = 3.0
-# Most requests of a run, unless it would be shorter than this number of TTFT targets: in a very
-# short run any rate is served.
-COARSE_MOST, FINE_MOST = 5_000, 8_000
-LEAST_LASTS: Final = 4.0
-WARM: Final = 0.2  # share of a run that fills the fleet and is not counted
-# Most growth of the time to first token, in seconds per second.
-GROWS, GROWS_BRIEFLY = 0.04, 0.1
 FINALISTS: Final = 3  # per family, plus the best of each policy that is close
-DRAWS, FEW_DRAWS = 6, 3
-# Distance between the seeds of draws, far from the seeds that users replay a plan with.
-SEEDS_APART: Final = 1_000_003
-SAMPLE: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
 QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 DOUBLINGS: Final = 24
-BORNE: Final = 4.0
-LONGEST: Final = 0.9  # share of prompts that are not among the longest
-REST, LONG = "rest", "long"
-IDLE: Final = 0.02  # load of an idle worker, as a share of the compute bound
 Tell = Callable[[str, float], None]  # activity, overall progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuestion:
-    """The traffic, machine and targets to plan for."""
-
-    source: TrafficSource
-    machine: WorkerModel
-    targets: Targets
-    burstiness: float | None = None
-    scale: float = 1.0
-    prefix_hit: float | None = None
-    seed: int = 0
-    policies: tuple[str, ...] = POLICIES
-    families: tuple[str, ...] = FAMILIES
-    share: float = SHARE
-    effort: float = 1.0  # factor on the requests of each run
-    draws: int = DRAWS
-
-    def __post_init__(self) -> None:
-        # Sample a trace from the whole file, without end.
-        source = without_end(self.source, random.Random(self.seed))
-        object.__setattr__(self, "source", source)
-
-    def schedule(self, rate: float, count: int, draw: int = 0) -> Schedule:
-        """Return requests at a rate; draw 0 is for the rough search."""
-        return Schedule(
-            source=self.source,
-            rate=rate,
-            burstiness=self.burstiness,
-            count=count,
-            duration_s=2 * count / rate + 1,
-            seed=self.seed + draw * SEEDS_APART,
-            scale=self.scale,
-            prefix_hit=self.prefix_hit,
-        )
-
-    def shapes(self, draw: int = 0) -> Iterator[Request]:
-        """Yield requests without end and without times."""
-        return replace(self.schedule(1.0, 1, draw), count=None).shapes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,34 +62,11 @@ class FleetSearch:
 
     def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
-        source = question.source
-        some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
-        sample = list(islice(question.shapes(), some))
-        if not sample:
-            raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
-        self.traffic = TrafficStats.of(sample, question.machine)
-        self.runs = 0
+        self.trials = FleetTrials(question, self.note)
         self._told, self._done = tell, 0.0
-        self._start = self._by_hand()
-        self._short_to = _short_to(self.traffic.prompts)
-        self._drawn: dict[int, DrawnRequests] = {}
         self._roughly: dict[int, float] = {}  # best rough rate, by number of workers
         self._judged: list[ServedRate] = []
-        self._judge = CapacitySearch(question.draws, self._served_of, self.enough)
-        machine = question.machine
-
-        @lru_cache(maxsize=65_536)
-        def borne_s(prompt: int) -> float:
-            alone = capacity_bound.prefill_seconds(
-                machine.time, prompt, machine.max_num_batched_tokens
-            )
-            return BORNE * alone
-
-        self.borne_s = borne_s
-
-    def _by_hand(self) -> float:
-        machine, traffic = self.question.machine, self.traffic
-        return capacity_bound.Capacity.of(machine, traffic.prompt, traffic.output).requests_per_s
+        self._judge = CapacitySearch(question.draws, self._served_of, self.trials.enough)
 
     def tell(self, what: str, share: float) -> None:
         """Report the current activity and the overall progress."""
@@ -176,71 +82,9 @@ class FleetSearch:
         """Report the current activity."""
         self._told(what, self._done)
 
-    # One fleet
-
-    def count(self, rate: float, *, fine: bool) -> int:
-        """Return the number of requests of a run."""
-        question = self.question
-        target = max(question.targets.ttft or 0.0, LEAST_TTFT_S)
-        lasts = (FINE_LASTS if fine else COARSE_LASTS) * target
-        least, most = (FINE_REQUESTS, FINE_MOST) if fine else (COARSE_REQUESTS, COARSE_MOST)
-        most = max(most, math.ceil(rate * LEAST_LASTS * target))
-        return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
-
-    def play(
-        self, shape: FleetShape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
-    ) -> FlowResult:
-        """Play a fleet at a rate; a failed run stops early, unless `whole`."""
-        question = self.question
-        total = self.count(rate, fine=fine)
-        self.note(f"{shape}: {total:,} requests")
-        requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
-        flow = self._flow(shape)
-        self.runs += 1
-        warm = int(WARM * total)
-        if whole:
-            return flow.play(requests, warm=warm)
-        longs = sum(each.klass == LONG for each in requests[warm:])
-        most_late = (1 - question.share) * (total - warm) + 1
-        most_lost = (1 - self._least_kept(longs)) * longs + 1
-        return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
-
-    def _flow(self, shape: FleetShape) -> AggregateFlow:
-        machine, targets = self.question.machine, self.question.targets
-        return AggregateFlow(shape.placed(machine), shape.settings(), targets, self.borne_s)
-
-    def _requests(self, draw: int) -> DrawnRequests:
-        if draw not in self._drawn:
-            self._drawn[draw] = DrawnRequests(self.question.shapes(draw), self.class_of)
-        return self._drawn[draw]
-
-    def class_of(self, prompt: int) -> str:
-        return LONG if prompt > self._short_to else REST
-
-    def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
-        """Return True if enough requests are in time, also of the longest, and no queue grows.
-
-        Unless `strict`, one standard deviation is allowed for the few longest prompts. A `brief`
-        run, with real schedulers, may show more queue growth.
-        """
-        if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
-            return False
-        share, longs = self.question.share, run.classes.get(LONG)
-        least = share if strict else self._least_kept(longs.arrived if longs else 0)
-        return run.all.share >= share and longest_kept(run) >= least
-
-    def _least_kept(self, longs: int) -> float:
-        share = self.question.share
-        return share - math.sqrt(share * (1 - share) / longs) if longs else share
-
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
-        run = self.play(shape, rate, fine=True, draw=draw)
-        return run if self.enough(run, strict=False) else None
-
-    def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
-        """Return a coarse run; None if too few requests are in time."""
-        run = self.play(shape, rate, fine=False)
-        return run if self.enough(run, strict=False) else None
+        run = self.trials.play(shape, rate, fine=True, draw=draw)
+        return run if self.trials.enough(run, strict=False) else None
 
     def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
         """Return the rough rate by one draw; None if below `least`.
@@ -254,7 +98,7 @@ class FleetSearch:
         low, high = 0.0, math.inf
         rate = min(max(start, least), most)
         for _ in range(DOUBLINGS):
-            if (run := self.serves(shape, rate)) is not None:
+            if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
                 if high < math.inf or rate >= most:
                     break
@@ -268,7 +112,7 @@ class FleetSearch:
             return None
         while high / low > NEAR and high < math.inf:
             rate = math.sqrt(low * high)
-            if (run := self.serves(shape, rate)) is not None:
+            if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
             else:
                 high = rate
@@ -280,7 +124,7 @@ class FleetSearch:
         if least > most:
             return None
         # If an idle worker misses the targets, so does every lower rate.
-        least = max(least, min(self._start, start) * IDLE)
+        least = max(least, min(self.trials.worker_rate, start) * IDLE)
         verdict = self._judge.highest(shape, start, least=least, most=most)
         if verdict is None:
             return None
@@ -290,63 +134,17 @@ class FleetSearch:
         return served
 
     def _most(self, shape: FleetShape) -> float:
-        return shape.workers * self.traffic.most_each
+        return shape.workers * self.trials.traffic.most_each
 
     # All fleets
 
     def check(self) -> None:
         """Raise a `UsageError` if no fleet of any size can meet the targets."""
-        question, traffic = self.question, self.traffic
-        holds = question.machine.max_model_len
-        at = bisect_left(traffic.totals, holds + 1)
-        fits = at / len(traffic.totals)
-        if fits < question.share:
-            raise UsageError(
-                f"{question.source.name}: {1 - fits:.0%} of the requests are longer than the "
-                f"{holds:,} tokens that a worker of {question.machine.profile} holds; use a "
-                "larger machine or a --scale below 1"
-            )
-        run = self._idle()
-        if not self.enough(run, strict=False):
-            raise UsageError(self._hopeless(run))
-
-    def _idle(self) -> FlowResult:
-        """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
-        rate = min(self._start, self.traffic.most_each) * IDLE
-        total = self.count(rate, fine=True)
-        requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
-        self.runs += 1
-        return self._flow(FleetShape(general=1)).play(requests)
-
-    def _hopeless(self, run: FlowResult) -> str:
-        """Return the error text for targets that an idle worker misses."""
-        question, share = self.question, self.question.share
-        subject, met, figures = question.source.name, run.all.share, run.all
-        named = {
-            "ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest,
-            "e2el": figures.e2el,
-        }  # fmt: skip
-        if met >= share and (longs := run.classes.get(LONG)) is not None:
-            # First tokens and ends of long prompts may be late, so the gaps are too long.
-            subject, met = f"the longest of {subject}", longs.kept_share
-            named = {"tpot": longs.tpot, "itl": longs.longest}
-        missed = [
-            f"{name}:{_up(sketch.quantile(share) * 1000)}"
-            for name, sketch in named.items()
-            if (target := getattr(question.targets, name)) is not None
-            and sketch.quantile(share) > target
-        ]
-        # Each target may be met, but not all together.
-        wanted = f"{' '.join(missed)} at the least" if missed else "looser targets"
-        return (
-            f"--goodput: no number of {question.machine.profile} meets it: on an idle worker "
-            f"{math.floor(100 * met)}% of {subject} are in time, and {share:.0%} should be; "
-            f"ask for {wanted}"
-        )
+        check_feasible(self.trials)
 
     def seen(self) -> TrafficHints:
         """Return the properties of the traffic that narrow the candidates."""
-        traffic, machine = self.traffic, self.question.machine
+        traffic, machine = self.trials.traffic, self.question.machine
         time = machine.time
         largest = traffic.totals[-1]
         boundaries: dict[int, float] = {}
@@ -384,7 +182,7 @@ class FleetSearch:
             self.tell(str(shape), share[0] + at * width)
             best = max((each.rate for each in found), default=floor)
             least = best * (1 - SAME)
-            start = least or self._start * shape.workers * 0.5
+            start = least or self.trials.worker_rate * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
                 found.append(served)
                 most = max(self._roughly.get(shape.workers, 0.0), served.rate)
@@ -404,7 +202,7 @@ class FleetSearch:
         """Yield the fleet with fixed hand-over thresholds that serve more."""
         if not served.shape.prefill:
             return
-        half = self.traffic.prompts[len(self.traffic.prompts) // 2]
+        half = self.trials.traffic.prompts[len(self.trials.traffic.prompts) // 2]
         for above in sorted({1, half}):
             shape = replace(served.shape, disaggregate_above=above)
             least = served.rate * (1 + SAME)
@@ -471,23 +269,6 @@ class FleetSearch:
         return list(dict.fromkeys([*nearest, *others]))
 
 
-def _short_to(prompts: Sequence[int]) -> int:
-    """Return the length above which a prompt is among the longest tenth.
-
-    If more than a tenth have the greatest length, all of these are; with one length, none is.
-    """
-    at = int(LONGEST * (len(prompts) - 1))
-    if prompts[at] == prompts[-1]:
-        at = max(bisect_left(prompts, prompts[-1]) - 1, 0)
-    return prompts[at]
-
-
-def longest_kept(run: FlowResult) -> float:
-    """Return the share of the longest prompts that are in time or tolerably late."""
-    longs = run.classes.get(LONG)
-    return 1.0 if longs is None else longs.kept_share
-
-
 def ordered(found: list[ServedRate]) -> list[ServedRate]:
     """Return the fleets, best first; among equal rates the simplest first."""
     left, best_first = list(found), list[ServedRate]()
@@ -523,8 +304,3 @@ def _plainness(served: ServedRate) -> tuple[int, int, float]:
 def _round(tokens: int) -> int:
     """Round to two digits, for readers."""
     return int(float(f"{tokens:.2g}"))
-
-
-def _up(milliseconds: float) -> int:
-    digits: int = 10 ** max(math.floor(math.log10(max(milliseconds, 1.0))) - 1, 0)
-    return math.ceil(milliseconds / digits) * digits
