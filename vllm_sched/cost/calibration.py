@@ -42,7 +42,6 @@ class Calibration:
     held_out: tuple[Measured, ...]
 
     def error(self, kind: Kind | None = None) -> float | None:
-        """Return the median relative error of the held-out steps, of one kind if given."""
         return _error(self.time, [m for m in self.held_out if kind in (None, kind_of(m.shape))])
 
 

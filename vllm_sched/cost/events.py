@@ -1,7 +1,7 @@
 """Event simulation of the closed system of `regime`, request by request.
 
-Outputs are geometric; prompts are exponential or equal. Stratified sampling keeps sample means
-accurate with some ten thousand requests. With one seed every threshold sees the same requests.
+Outputs are geometric; prompts are exponential or equal. Sampling is stratified, so some ten
+thousand requests suffice. With one seed every threshold sees the same requests.
 """
 
 from __future__ import annotations

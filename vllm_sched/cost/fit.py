@@ -1,12 +1,10 @@
 """Online least-squares fit of step time, with exponential forgetting.
 
 Decode, prefill and mixed steps have separate sums, so that an hour of one kind does not erase the
-others. Errors are relative. Outliers get less weight; a lasting change raises the usual error, so
-the fit follows it. The first steps are weighted by their kind's median, because a delayed result
-leaves a near-zero gap.
+others. Errors are relative. Outliers get less weight; a lasting change raises the usual error. The
+first steps are weighted by their kind's median: a delayed result leaves a near-zero gap.
 
-Ambiguous time goes to `decode_fixed_s` rather than `decode_s`, and to prompts and tokens rather
-than `mixed_s`: uninformative steps never make deferred prefill wait.
+Ambiguous time goes to `decode_fixed_s` and to prompts, so deferred prefill does not wait in vain.
 
 Cost: a few dozen multiplications a step. How it fails: `floor_s` is not linear and not fitted.
 """
@@ -70,8 +68,6 @@ def kind_of(shape: StepShape) -> Kind:
 
 @dataclass(slots=True)
 class FitSums:
-    """Least-squares sums: upper triangle of features x features, and features x seconds."""
-
     features: int
     products: list[float] = field(init=False)
     times: list[float] = field(init=False)
@@ -128,12 +124,10 @@ class OnlineFit:
                 self._model = solve(self._sums, self.spread, most)
 
     def forget(self, kind: Kind, outlives: float) -> None:
-        """Scale the weight of a kind's earlier steps by `outlives`."""
         self._sums[kind].fade(outlives)
 
     @property
     def model(self) -> StepTime | None:
-        """The fitted step time; None until enough steps were observed."""
         return self._model
 
     def seen(self, kind: Kind) -> int:
@@ -213,7 +207,6 @@ def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.
 
 
 def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
-    """Return a step's features, the constant 1 first."""
     if kind == "decode":
         return (1.0, float(shape.decodes), float(shape.context_tokens))
     if kind == "prefill":

@@ -67,12 +67,10 @@ class StepPace:
 
     @property
     def per_pair(self) -> float:
-        """Seconds per pair of attending tokens."""
         return self._coefficients()[1]
 
     @property
     def per_read(self) -> float:
-        """Seconds per token of context read again."""
         return self._coefficients()[2]
 
     def observe(self, seconds: float, chunks: Sequence[Chunk]) -> None:

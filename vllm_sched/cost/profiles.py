@@ -7,8 +7,8 @@
 - a pair of attending tokens takes 4 x layers x hidden operations, a prefill token two per
   parameter. The two linear fits omit attention: do not use them for long prompts;
 - a prefill-only step has 1.1 times the fixed time of a decode step (published fits: 0.9 to 1.25);
-- a mixed step has no extra cost. The real value is unpublished, from 0 to six decode steps, and
-  decides the gain of deferred prefill: measure it (`calibrate`) or set `--mixed-ms`.
+- a mixed step has no extra cost. The real value (0 to six decode steps) is unpublished: measure it
+  (`calibrate`) or set `--mixed-ms`.
 """
 
 from __future__ import annotations

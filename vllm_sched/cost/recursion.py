@@ -1,8 +1,7 @@
 """The exact throughput of a threshold: a recursion over the number of active slots.
 
-In each step every active sequence ends with probability 1/m, so departures are binomial. Expected
-steps at each count follow from the higher counts. In mixed steps sequences end too, so the start of
-a cycle is found by fixed-point iteration.
+In each step a sequence ends with probability 1/m: departures are binomial. Expected steps at each
+count follow from higher counts. Fixed-point iteration finds the start of cycles with mixed steps.
 
 Cost: about K times the spread of a step's departures, for each K.
 """
@@ -40,7 +39,6 @@ class Recursion:
         return self._found[threshold]
 
     def best(self) -> int:
-        """Return the best threshold; throughput is unimodal."""
         low, high = 1, self.regime.largest
         while high - low > 2:
             third = (high - low) // 3

@@ -15,8 +15,6 @@ from vllm_sched.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A closed system; costs in seconds per batch, prompt, step and sequence."""
-
     slots: int  # B
     mean_output: float  # m
     decode_fixed_s: float  # c_d
@@ -47,7 +45,6 @@ class Regime:
         exclusive: bool = False,
         budget: int = 0,
     ) -> Self:
-        """Return the regime at mean lengths in tokens."""
         if not (math.isfinite(mean_prompt) and mean_prompt >= 1):
             raise UsageError(
                 f"mean_prompt={mean_prompt:g}: a prompt has at least 1 token; "
@@ -90,17 +87,14 @@ class Regime:
         return max(self.floor_s, self.batch_fixed_s + self.prompt_s * prompts)
 
     def pause(self, threshold: float) -> float:
-        """Return the longest gap between tokens."""
         return self.batch(threshold) + self.decode(self.slots)
 
     def hold(self, threshold: float) -> float:
-        """Return the seconds until `threshold` sequences have departed."""
         share = min(threshold / self.slots, 1 - 0.5 / self.slots)
         steps = -self.mean_output * math.log1p(-share)
         return steps * self.decode(self.slots)
 
     def throughput(self, threshold: float) -> float:
-        """Return requests per second, by the formula of `threshold`."""
         drained = min(threshold, self.slots - 0.5)
         # h(K), within 0.1 % at integers.
         idle = math.log((self.slots + 0.5) / (self.slots + 0.5 - drained))
@@ -109,7 +103,6 @@ class Regime:
         return threshold / cycle if cycle > 0 else math.inf
 
     def gain(self, threshold: float) -> float:
-        """Return the throughput relative to threshold 1."""
         base = max(self.at_once, 1.0)
         return self.throughput(threshold) / self.throughput(base) if threshold > base else 1.0
 

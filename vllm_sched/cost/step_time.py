@@ -60,8 +60,6 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Non-negative coefficients, in seconds."""
-
     decode_fixed_s: float = 0.0  # c_d
     decode_s: float = 0.0  # t_d, per sequence
     context_s: float = 0.0  # per token of the decodes' context

@@ -1,4 +1,4 @@
-"""The closed-form threshold K: departures to wait for before the next prefill.
+"""The closed-form threshold K: departures before the next prefill.
 
 B slots, memoryless outputs of mean m. n prefills cost fixed + n prompt, a decode step of b
 sequences c_d + t_d b. Waiting shares the fixed cost among K prompts but leaves slots idle:
@@ -8,11 +8,9 @@ sequences c_d + t_d b. Waiting shares the fixed cost among K prompts but leaves 
 K/T(K) is largest at the smallest K with K/(B-K) - h(K) >= rho = fixed/(m c_d). For large B this is
 B (1 + 1/W), W the lower branch of Lambert's function at -exp(-1-rho), about B sqrt(2 rho).
 
-Source: deferred prefill, where fixed is a prefill step's. In vLLM V1 steps are mixed, so fixed is
-only a mixed step's extra time; if it is 0, so is the gain.
+Source: deferred prefill. In vLLM V1 `fixed` is only a mixed step's extra time; if 0, no gain.
 
-How it fails: with few slots per mean output, or without constant backlog, waiting costs more than
-predicted. Gains are relative to the departures of one step (`at_once`). `recursion` is exact.
+How it fails: with few slots per mean output, or without constant backlog, waiting costs more.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ WORTHWHILE = 1.02
 
 
 def lower_lambert(exponent: float) -> float:
-    """Return Lambert's W on its lower branch at -exp(-1 - exponent), where exponent >= 0.
-
-    Newton's method solves u - ln u = 1 + exponent for u = -W >= 1.
-    """
+    """Return Lambert's W, lower branch, at -exp(-1 - exponent): u - ln u = 1 + exponent, u = -W."""
     u = 1 + math.sqrt(2 * exponent) + 2 * exponent / 3
     for _ in range(50):
         if u <= 1:
@@ -46,7 +41,6 @@ def lower_lambert(exponent: float) -> float:
 
 
 def asymptotic(regime: Regime) -> float:
-    """Return the optimal K for many slots, in constant time."""
     found = [_large(regime, fixed) for fixed in _fixed_costs(regime)]
     return min(_better(regime, found), float(regime.largest))
 
@@ -92,7 +86,6 @@ def _fixed_costs(regime: Regime) -> list[float]:
 
 
 def _better(regime: Regime, found: list[float]) -> float:
-    """Return the best K: with a floor, one of two optima or their meeting point."""
     if len(found) == 1:
         return found[0]
     if regime.prompt_s > 0:

@@ -25,8 +25,6 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """Coefficients, in seconds."""
-
     setup_s: float = 0.0
     descriptor_s: float = 0.0
     byte_s: float = 0.0

@@ -1,14 +1,7 @@
 """Types of the simulation: worker models, jobs, events and the engine protocol.
 
-An engine has no clock; the simulated fleet passes the time.
-
-    engine.submit(job, now)      # a request arrives; now never decreases
-    engine.abort(job.id, now)    # the client disconnects
-    engine.next_at()             # time of the next event, inf if idle
-    engine.advance(now)          # simulate up to now, return the events
-
-`exact_engine` steps real vLLM schedulers, `fluid_engine` is a fast approximation. Both are built
-from a `WorkerModel` and return the same kinds of events.
+Engines have no clock: calls pass a time `now` that never decreases. `exact_engine` steps real vLLM
+schedulers, `fluid_engine` is a fast approximation.
 """
 
 from __future__ import annotations
@@ -29,18 +22,13 @@ class Leg(Enum):
     WHOLE = "whole"
     # The prompt and one discarded token. The KV stays in the cache until `release`.
     PREFILL = "prefill"
-    # Uncached KV of the prompt is fetched once there is room (`WorkerModel.transfer_s`). The last
-    # prompt token is computed again, then the whole output.
+    # Uncached KV is fetched once there is room; the last prompt token is computed again.
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, or one of its legs, as an engine sees it.
-
-    The output has exactly `output_tokens`. Jobs with different `text` share only their pieces; both
-    legs of a request have the same text.
-    """
+    """A request or one of its legs. Jobs with different `text` share only their pieces."""
 
     id: str  # unique among the jobs in an engine
     prompt_tokens: int
@@ -54,23 +42,17 @@ class Job:
 
 
 class Event(NamedTuple):
-    """An event of a job, in the order of `at`.
-
-    A coarse engine may combine tokens after the first into one event. Every job ends with one
-    `finished` event or with `abort`.
-    """
+    """An event of a job. Coarse engines combine tokens after the first into one event."""
 
     job_id: str
     at: float
     tokens: int = 0  # written
     finished: bool = False
-    fetched: bool = False  # decode leg: the KV has arrived, the prefill worker may `release` it
-    cached_tokens: int = 0  # prompt tokens found in the cache; set with the first token
+    fetched: bool = False  # the KV has arrived, the prefill worker may `release` it
+    cached_tokens: int = 0  # set with the first token
 
 
 class Gauges(NamedTuple):
-    """The values of a worker's /metrics page."""
-
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # share of the cache
@@ -83,8 +65,6 @@ class Gauges(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerModel:
-    """The properties of a simulated worker."""
-
     name: str
     time: StepTime
     max_model_len: int
@@ -109,7 +89,6 @@ class WorkerModel:
     unread: tuple[str, ...] = ()  # flags that are not simulated
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the seconds to fetch the KV of `tokens`."""
         blocks = -(-tokens // self.block_tokens)
         size = blocks * self.block_tokens * self.kv_token_bytes
         return self.transfer.seconds(size, blocks * self.kv_pieces)

@@ -42,8 +42,6 @@ class EngineLoad(Protocol):
 
 
 class Deferral:
-    """The hold on admissions of one engine."""
-
     def __init__(self, model: WorkerModel, way: PolicyEffects) -> None:
         self.on = False
         self.threshold = max(way.departures, 1)
@@ -57,20 +55,17 @@ class Deferral:
         self._ended = self._outputs = 0
 
     def admitted(self, task: Task) -> None:
-        """Count an admission and its prompt tokens."""
         self._admitted += 1
         self._prompts += task.left
         if not self._way.departures and self._admitted % RECKON_EVERY == 0 and self._ended:
             self.threshold = self._reckon()
 
     def departed(self, task: Task) -> None:
-        """Count a departure and its output tokens."""
         self._departed += 1
         self._ended += 1
         self._outputs += task.job.output_tokens
 
     def look(self, now: float, filling: EngineLoad) -> None:
-        """Begin or end a hold."""
         if not self.on:
             if self._full and self.threshold > 1 and filling.waiting:
                 self.on, self._since, self._departed = True, now, 0
@@ -83,7 +78,6 @@ class Deferral:
             self.on = False
 
     def filled(self, filling: EngineLoad, *, refused: bool) -> None:
-        """Record whether the engine is full after a step's admissions."""
         if not self.on:
             self._slots_full = filling.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused

@@ -60,8 +60,6 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
 
 
 class ExactEngine:
-    """The exact engine of one worker."""
-
     def __init__(self, model: WorkerModel, *, seed: int = 0, traced: bool = False) -> None:
         del seed  # deterministic
         self.model = model
@@ -80,17 +78,14 @@ class ExactEngine:
         self._held_since = inf
 
     def submit(self, job: Job, now: float) -> None:
-        """Accept a job for the end of the current step."""
         self._arrived.append(job)
         self._look(now)
 
     def abort(self, job_id: str, now: float) -> None:
-        """Drop a job at the end of the current step."""
         self._left.append(job_id)
         self._look(now)
 
     def release(self, job_id: str, now: float) -> None:
-        """Free a prefill leg's blocks at the end of the current step."""
         self._released.append(job_id)
         self._look(now)
 
@@ -129,7 +124,6 @@ class ExactEngine:
         }
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
-        """Return the trace in Chrome's format; empty if tracing is off."""
         from vllm_sched.engine.trace import chrome
 
         if (trace := self.scheduler.trace) is None:
@@ -178,7 +172,6 @@ class ExactEngine:
         heappush(self._loads, (self._wire_free, job_id))
 
     def step_s(self, step: SimulatedStep) -> float:
-        """Return the seconds of a step, by the cost model."""
         return self.model.time.seconds(step.shape)
 
     def _hear(self, now: float, events: list[Event]) -> None:
@@ -196,7 +189,6 @@ class ExactEngine:
         self._arrived, self._left, self._released = [], [], []
 
     def _wait(self, now: float) -> None:
-        """Poll again soon, unless all requests wait only for KV."""
         if self._under_way or len(self._loads) >= self.scheduler.unfinished:
             return
         self._held_since = min(self._held_since, now)

@@ -68,7 +68,6 @@ class FluidEngine:
 
     @property
     def gaps(self) -> QuantileSketch:
-        """Gaps between tokens, in seconds."""
         return self._gaps.sketch
 
     # The protocol
@@ -188,7 +187,6 @@ class FluidEngine:
     # Runs
 
     def _plan(self, now: float) -> None:
-        """Start the next run."""
         filling = self._filling
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding

@@ -31,7 +31,6 @@ DECODE = Leg.DECODE
 
 
 def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
-    """Return the shape of a step."""
     tokens, pairs, read = 0, 0.0, 0
     for task, part in parts:
         tokens += part
@@ -63,8 +62,6 @@ def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> 
 
 
 class FluidSteps:
-    """The queues, prefills and decodes of a fluid engine."""
-
     def __init__(self, model: WorkerModel, way: PolicyEffects, room: KvBlocks) -> None:
         self.model = model
         self.way = way
@@ -89,11 +86,9 @@ class FluidSteps:
 
     @property
     def running(self) -> int:
-        """Requests with a slot."""
         return self.decoding + len(self._prefills)
 
     def next_ready(self, step: int) -> int | None:
-        """Return the next step at which another request becomes ready."""
         queues = (self._holding, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
@@ -101,7 +96,6 @@ class FluidSteps:
     # Coming and going
 
     def push(self, task: Task) -> None:
-        """Add a request to its queue."""
         self.waiting += 1
         self.backlog += task.left
         above = self.way.long_above
@@ -115,7 +109,6 @@ class FluidSteps:
         queue.append(task)
 
     def drop(self, task: Task) -> None:
-        """Remove a waiting or prefilling request."""
         self._settle(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
@@ -137,18 +130,15 @@ class FluidSteps:
             self.backlog_long -= tokens
 
     def began_decode(self, task: Task) -> None:
-        """Move a request from prefill to decode."""
         self._prefills.remove(task)
         self.decoding += 1
         self.context += task.job.prompt_tokens + 1
 
     def ended_prefill(self, task: Task) -> None:
-        """Remove a request without decode steps."""
         self._prefills.remove(task)
         self._hold.departed(task)
 
     def left_decode(self, task: Task, made: int) -> None:
-        """Remove a decoding request."""
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
@@ -218,7 +208,6 @@ class FluidSteps:
         return min(left, max(fitting, way.least_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        """First come, first served."""
         prefills, parts = self._prefills, Parts()
         all_of_it, index = left, 0
         while left > 0:
@@ -297,7 +286,6 @@ class FluidSteps:
         return self.way.longs - longs
 
     def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        """Short prompts first; long prompts get the time left."""
         way, n = self.way, self.decoding
         while self._next(now, step) is not None:
             pass

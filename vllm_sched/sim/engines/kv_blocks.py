@@ -64,7 +64,6 @@ class CachedPrefixes:
         self._tokens = 0
 
     def beginning(self, shared: Sequence[Piece]) -> list[Piece]:
-        """Return the cached part of a prefix."""
         found: list[Piece] = []
         for name, tokens in shared:
             if not (have := self._held.get(name, 0)):
@@ -128,7 +127,6 @@ class KvBlocks:
         return self._own + self._shared
 
     def fits(self, task: Task) -> bool:
-        """Return True if there is room for the whole request."""
         free = self.tokens - self.used
         if task.need <= free or not self.used:
             return True
@@ -164,7 +162,6 @@ class KvBlocks:
         task.own, task.begins = 0, ()
 
     def computed(self, task: Task) -> None:
-        """Share a computed prompt with later requests."""
         self.give(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)

@@ -24,7 +24,6 @@ class KvTransfers:
         self._link_free = 0.0
 
     def start(self, now: float) -> None:
-        """Start transfers in order, while there is KV room."""
         room = self._room
         while self.waiting:
             task = self.waiting[0]
@@ -40,5 +39,4 @@ class KvTransfers:
             self.waiting.popleft()
 
     def finish(self) -> Task:
-        """Remove and return the next finished transfer."""
         return heappop(self.under_way)[2]

@@ -31,14 +31,14 @@ class PolicyEffects:
     pause_s: float = 5.0  # longest pause
     long_above: int = 0  # remaining tokens above which a prompt is long; 0 = off
     longs: int = 1  # long prompts in prefill at once
-    prompts: int = 4  # prompts per step
+    prompts: int = 4  # per step
     share: float = 0.0  # of the budget for long prompts; 0 = by time
-    stretch: float = LongPromptSettings().long_step_stretch  # of a step by a long chunk
+    stretch: float = LongPromptSettings().long_step_stretch
     wait_s: float = 60.0  # after which a long prompt enters above the limit
     itl_s: float = 0.0  # longest step with decodes; 0 = no limit
     chunk: int = 0  # prefill tokens in a step with decodes; 0 = no limit
     least_chunk: int = 32
-    departures: int = 1  # to wait for when the worker is full; 0 = automatic
+    departures: int = 1  # 0 = automatic
     hold_s: float = 1.0
     hold_itl_s: float | None = None
 

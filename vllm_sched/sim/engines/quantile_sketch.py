@@ -34,7 +34,6 @@ class QuantileSketch:
             self.most = value
 
     def merge(self, other: QuantileSketch) -> None:
-        """Add another sketch's samples."""
         for index, weight in other.bins.items():
             self.bins[index] = self.bins.get(index, 0.0) + weight
         self.count += other.count
@@ -43,7 +42,6 @@ class QuantileSketch:
 
     @property
     def mean(self) -> float:
-        """The exact mean; 0 without samples."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:

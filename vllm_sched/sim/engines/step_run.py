@@ -25,17 +25,14 @@ class StepRun:
         self.first_s = self.growth_s = 0.0
 
     def cut(self, steps: int) -> None:
-        """Set the number of steps."""
         self.steps = steps
         self.end = self.began + self.seconds(steps)
 
     def stop(self) -> None:
-        """Make the engine idle."""
         self.end = NEVER
         self.steps = 0
 
     def seconds(self, steps: int) -> float:
-        """Return the seconds of the first `steps` steps."""
         return self.first_s * steps + self.growth_s * (steps * (steps - 1) / 2)
 
     def passed(self, seconds: float) -> int:

@@ -44,8 +44,6 @@ WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
 
 @dataclass(frozen=True, slots=True)
 class PlacedWorker:
-    """A worker and its role in the fleet."""
-
     model: WorkerModel
     role: Role = Role.GENERAL
     max_requests: int | None = None
@@ -78,7 +76,6 @@ class ClassFigures:
         return self.kept / self.arrived if self.arrived else 0.0
 
     def merge(self, other: ClassFigures) -> None:
-        """Add the figures of another run."""
         self.arrived += other.arrived
         self.done += other.done
         self.met += other.met
@@ -94,8 +91,6 @@ class ClassFigures:
 
 @dataclass(slots=True)
 class FlowResult:
-    """The figures of a run."""
-
     all: ClassFigures
     classes: dict[str, ClassFigures]
     refused: int
@@ -107,7 +102,6 @@ class FlowResult:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second."""
         return self.all.arrived / self.span_s if self.span_s else 0.0
 
     @property
@@ -117,7 +111,6 @@ class FlowResult:
 
     @property
     def throughput(self) -> float:
-        """Prompt and output tokens per second."""
         figures = self.all
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
 
@@ -143,8 +136,6 @@ def together(runs: Sequence[FlowResult]) -> FlowResult:
 
 
 class _Flight(ObservedFlight):
-    """A request under way."""
-
     __slots__ = ("cached", "index", "lease", "longest")
 
     def __init__(self, request: Request, *, counts: bool) -> None:
@@ -213,9 +204,8 @@ class AggregateFlow:
     ) -> FlowResult:
         """Play requests, ordered by time, until all have ended or the run has failed.
 
-        The run fails when more than `most_late` requests are refused or late, or more than
-        `most_lost` of a class exceed the tolerated time. The first `warm` requests only fill the
-        fleet and are not counted.
+        The run fails above `most_late` refused or late requests, or above `most_lost` requests of a
+        class beyond the tolerated time. The first `warm` requests are not counted.
         """
         self._warm = warm
         late = self._lateness = Lateness(self._targets, self._borne_s, most_late, most_lost)

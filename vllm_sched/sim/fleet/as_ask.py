@@ -24,7 +24,6 @@ def apart(router: Router, request: Request) -> Request:
 
 
 def priority_of(router: Router, ask: RequestInfo) -> int:
-    """Return the priority that the router sends to the worker."""
     return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
 
 

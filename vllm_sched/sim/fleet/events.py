@@ -26,10 +26,8 @@ class EventQueue:
         heappush(self._entries, (max(when, self.now), rank, next(self._numbers), call))
 
     def next_at(self) -> float:
-        """Return the time of the next call; inf if there is none."""
         return self._entries[0][0] if self._entries else inf
 
     def step(self) -> None:
-        """Advance to the next call and make it."""
         self.now, _, _, call = heappop(self._entries)
         call(self.now)

@@ -37,8 +37,6 @@ TIMEOUT_S: Final = 600.0
 
 @dataclass(slots=True, eq=False)
 class RequestFlight:
-    """A request under way."""
-
     request: Request
     number: int
     outcome: Outcome
@@ -51,7 +49,6 @@ class RequestFlight:
 
     @property
     def id(self) -> str:
-        """The job id in engines."""
         return str(self.number)
 
 
@@ -66,8 +63,6 @@ class CoarseStream(Outcome):
 
 @dataclass(frozen=True)
 class PlayedFleet:
-    """The outcomes of a finished or interrupted simulation."""
-
     outcomes: tuple[Outcome, ...]
     duration: float  # virtual seconds until the last response ended
     cut: int  # requests cut to the fleet's longest context
@@ -191,7 +186,6 @@ class SimulatedFleet:
                 self._send(flight, first.worker.name, Leg.PREFILL, now)
 
     def _settle(self, now: float) -> None:
-        """Place queued requests."""
         if not self._queued:
             return
         for ticket, answer in list(self.router.due(now)):  # a placement can free more slots
@@ -225,7 +219,6 @@ class SimulatedFleet:
     # Engine events
 
     def _plan(self, name: str) -> None:
-        """Schedule the engine's next event."""
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at

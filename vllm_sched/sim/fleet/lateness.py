@@ -1,10 +1,8 @@
 """Early detection of late requests, to end a failed simulation run soon.
 
-A request without a first token is late as soon as the target has passed. A decoding request is late
-as soon as its remaining tokens cannot meet the target. Runs that do not fail are unaffected.
-
-Cost: a few heap entries per request. How it fails: a long gap between tokens is noticed only at the
-request's end.
+A request is late once its first token is overdue, or once its remaining tokens cannot meet the
+target. Cost: a few heap entries per request. How it fails: a long gap between tokens is noticed
+only at the request's end.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class ObservedFlight:
-    """The state of a request under way."""
-
     __slots__ = ("counts", "first", "late", "lost", "over", "request")
 
     def __init__(self, request: Request, *, counts: bool) -> None:
@@ -34,8 +30,6 @@ class ObservedFlight:
 
 
 class Due(Enum):
-    """What is due at a time."""
-
     FIRST = auto()
     BORNE = auto()  # the first token, at the tolerated limit
     PACE = auto()  # the last token, at the target pace
@@ -76,7 +70,6 @@ class Lateness:
             self._await(at + targets.e2el, Due.END, flight)
 
     def first(self, flight: ObservedFlight) -> None:
-        """Record the first token."""
         if not (flight.counts and self._watches):
             return
         request, targets = flight.request, self._targets
@@ -97,7 +90,6 @@ class Lateness:
                 self._is_lost(flight)
 
     def look(self, now: float) -> None:
-        """Check what is overdue, after all events up to now."""
         due = self._due
         while due and due[0][0] < now:
             _, _, what, flight = heappop(due)

@@ -1,11 +1,9 @@
 """Worker models from a fleet file.
 
 A worker's `profile` (or the command line's) names a published machine or a file of `calibrate`.
-Sizes come from the flags under `launch.args`, else from the machine: vLLM's defaults, and the KV
-cache that fits next to the weights. A calibrated file has `max_model_len`,
-`max_num_batched_tokens`, `kv_tokens`, `block_tokens` and `front_s`; `gpus`, `max_num_seqs`,
-`kv_token_bytes` and `kv_pieces` may be added by hand. Missing sizes get defaults and are listed in
-`WorkerModel.assumed`.
+Sizes come from the flags under `launch.args`, else from the machine. In a calibrated file `gpus`,
+`max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added by hand. Missing sizes get defaults
+and are listed in `WorkerModel.assumed`.
 """
 
 from __future__ import annotations
@@ -91,8 +89,6 @@ ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A profile's sizes."""
-
     gpus: int = 1
     memory: float  # bytes per GPU
     model: profiles.Model
@@ -101,7 +97,6 @@ class Machine:
     seqs: int = 1024
 
     def kv_tokens(self, used: float = USED) -> int:
-        """Return the KV capacity with this share of the memory."""
         room = self.gpus * (used * self.memory - BESIDE) - self.model.weights
         return max(int(room / self.model.kv), 0)
 
@@ -121,8 +116,6 @@ MACHINES: Final[Mapping[str, Machine]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedWorker:
-    """Settings of the command line for all workers."""
-
     profile: str | None = None  # for workers without a profile
     front_s: float | None = None  # None = as measured
     bandwidth: float | None = None  # of each worker's link, bytes/s
@@ -232,7 +225,6 @@ def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int
 def model_of(
     worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: AssumedWorker
 ) -> WorkerModel:
-    """Return a worker's model: the machine with the worker's flags."""
     given = parse(worker.launch.args) if worker.launch else ()
     flags = {each.name: each.value or "" for each in given}
     block = _whole(flags, "--block-size") or machine.block_tokens
@@ -277,7 +269,6 @@ def model_of(
 
 
 def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
-    """Convert GB/s to bytes/s and milliseconds to seconds."""
     return (
         None if bandwidth is None else bandwidth * 1e9,
         None if mixed_ms is None else mixed_ms / 1000,
@@ -285,7 +276,6 @@ def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None
 
 
 def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
-    """Return the model with the command line's bandwidth and mixed-step time."""
     if bandwidth is not None:
         model = replace(model, transfer=transfer_of(model.gpus, bandwidth))
     if mixed_s is not None:
@@ -326,7 +316,6 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
 
 
 def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the flags that are neither used nor known to be harmless."""
     named: dict[str, None] = {}
     for flag, value in flags.items():
         name = flag.partition(".")[0]  # "--object.key"

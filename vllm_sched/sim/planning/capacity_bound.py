@@ -1,7 +1,6 @@
 """Upper bounds of what a worker can hold, compute and transfer, in closed form.
 
-They show whether memory, compute or the network is the limit. Only simulation shows how close a
-fleet gets.
+They show whether memory, compute or the network is the limit.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ def kv_tokens(
 
 
 def sequences_held(tokens: int, prompt: float, output: float) -> int:
-    """Return how many requests fit in the KV cache, each with half its output written."""
     return max(int(tokens / (prompt + output / 2)), 0)
 
 
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
-    """Return the seconds of a prompt on an idle worker."""
     steps = max(math.ceil(prompt / budget), 1)
     fixed = time.prefill_fixed_s + time.prompt_fixed_s
     return max(steps * fixed + prefill_work(time, prompt, budget), time.floor_s)
@@ -50,17 +47,13 @@ def prefill_work(time: StepTime, prompt: float, budget: int) -> float:
 
 
 def decode_seconds(time: StepTime, sequences: int, context: float) -> float:
-    """Return the seconds of a decode step at a mean context."""
     return time.seconds(StepShape(decodes=sequences, context_tokens=int(sequences * context)))
 
 
 def most_requests_per_s(
     time: StepTime, prompt: float, output: float, sequences: int, budget: int
 ) -> float:
-    """Return an upper bound of requests/s that one worker can compute.
-
-    Prefill uses full steps; decodes share the fixed part of a step.
-    """
+    """Return an upper bound of one worker's requests/s: full steps, fixed parts shared."""
     steps = max(output - 1, 0.0)
     context = time.context_s * (prompt + output / 2)
     each = prefill_work(time, prompt, budget) + steps * (time.decode_s + context)
@@ -71,10 +64,7 @@ def most_requests_per_s(
 
 
 def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]) -> float:
-    """Return a lower bound of one worker's seconds for (prompt, output, cached tokens) requests.
-
-    The number of steps is limited by token budget, slots or KV cache.
-    """
+    """Return a lower bound of one worker's seconds for (prompt, output, cached) requests."""
     time, budget = machine.time, machine.max_num_batched_tokens
     work = steps = by_cache = chunks = 0.0
     for prompt, output, cached in requests:
@@ -90,14 +80,12 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
 
 
 def moved_bytes_per_s(requests_per_s: float, prompt: float, token_bytes: int) -> float:
-    """Return the bytes/s of hand-overs if every prompt is handed over."""
     return requests_per_s * prompt * token_bytes
 
 
 def transfer_seconds(
     transfer: TransferTime, tokens: float, *, token_bytes: int, block: int, pieces: int
 ) -> float:
-    """Return the seconds to transfer one prompt's KV."""
     blocks = math.ceil(tokens / block)
     return transfer.seconds(blocks * block * token_bytes, blocks * pieces)
 
@@ -105,7 +93,6 @@ def transfer_seconds(
 def link_tokens_per_s(
     transfer: TransferTime, *, token_bytes: int, block: int, pieces: int
 ) -> float:
-    """Return the tokens/s of a link for very long prompts."""
     seconds = token_bytes * transfer.byte_s + pieces / block * transfer.descriptor_s
     return 1 / seconds if seconds > 0 else math.inf
 
@@ -119,10 +106,7 @@ def limiting_prompt(
     pieces: int,
     most: int = 1 << 20,
 ) -> int | None:
-    """Return the shortest prompt whose transfer takes longer than its prefill, or None.
-
-    From this length on, the link limits hand-overs.
-    """
+    """Return the shortest prompt with transfer slower than prefill, or None."""
 
     def slower(tokens: int) -> bool:
         moved = transfer_seconds(
@@ -157,7 +141,7 @@ class Capacity:
     kv_bytes_per_s: float  # made by prefill
     link_bytes_per_s: float
     transfer_s: float  # of a mean prompt
-    limiting_prompt: int | None  # from here on transfer is slower than prefill
+    limiting_prompt: int | None
 
     @property
     def link_is_the_limit(self) -> bool:
@@ -166,7 +150,6 @@ class Capacity:
 
     @classmethod
     def of(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
-        """Return the limits at a mean prompt and output."""
         time, size = model.time, model.kv_token_bytes
         held = min(sequences_held(model.kv_tokens, prompt, output), model.max_num_seqs)
         step = decode_seconds(time, max(held, 1), prompt + output / 2)

@@ -1,16 +1,12 @@
 """The rate that a fleet serves with every one of several random draws of the requests.
 
-One draw is a noisy measure: where one prompt in fifty makes a third of the work, some thousand
-requests differ by a tenth in work and in order. The best of many fleets by one draw is the fleet
-that this draw favors.
+One draw is noisy: if 2 % of the prompts make a third of the work, samples of some thousand requests
+differ by a tenth. So K new draws, the same for all fleets, decide. The result is the highest rung
+of a ladder of rates at which every draw has enough requests in time; a further draw then has enough
+with a probability of about K / (K + 1).
 
-So K new draws, the same for all fleets, decide. Rates form a ladder; the result is the highest rung
-at which every draw has enough requests in time. A further draw has enough with a probability of
-about K / (K + 1).
-
-Cost: the draw that failed last finds the start on the ladder, so a rate that is too high takes one
-short run. How it fails: with few requests or few draws, a rung may pass by luck. Draws of a trace
-share its lines: they vary order and times, but not the traffic of another day.
+Cost: the draw that failed last runs first, so a rate that is too high takes one short run. How it
+fails: with few requests or draws, a rung may pass by luck. Draws of a trace share its lines.
 """
 
 from __future__ import annotations
@@ -33,14 +29,11 @@ LEAST, MOST = 1e-4, 1e12  # requests/s
 
 
 class DrawnRequests:
-    """Requests of one seed, drawn once and played at any rate."""
-
     def __init__(self, requests: Iterable[Request], class_of: Callable[[int], str]) -> None:
         self._unknown, self._class_of = iter(requests), class_of
         self._known: list[Request] = []
 
     def at(self, moments: Sequence[float]) -> list[Request]:
-        """Return a request for each moment; the prompt decides the class."""
         known, class_of = self._known, self._class_of
         known += islice(self._unknown, max(len(moments) - len(known), 0))
         return [
@@ -54,19 +47,13 @@ class DrawnRequests:
 
 @dataclass(frozen=True, slots=True)
 class CapacityVerdict:
-    """A rate that every draw supports."""
-
     rate: float
     runs: list[FlowResult]  # by draw
     run: FlowResult  # all draws
 
 
 class CapacitySearch:
-    """Finds the highest rate that every draw supports.
-
-    `play` plays a draw at a rate and returns None if too few requests are in time. `enough` judges
-    all draws together.
-    """
+    """The search; `play` returns None if too few requests of a draw are in time."""
 
     def __init__(
         self,
@@ -108,7 +95,6 @@ class CapacitySearch:
     def _from(
         self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
-        """Go down to the first rung that holds, or up if the first rung holds."""
         found: CapacityVerdict | None = None
         while bottom <= rung <= top:
             if (verdict := self._at(rung, play)) is not None:
@@ -123,7 +109,7 @@ class CapacitySearch:
         self, rung: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
         runs: list[FlowResult] = []
-        # The draw with the smallest margin is likely to fail first and save the other runs.
+        # The draw with the smallest margin is the most likely to fail.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in tuple(self._order):
             run = play(rung, draw)
@@ -142,7 +128,6 @@ def _margin(run: FlowResult) -> float:
 
 
 def _rung(rate: float) -> int:
-    """Return the first rung at or above a rate."""
     rung = math.ceil(math.log(rate) / math.log(STEP))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 

@@ -33,7 +33,6 @@ def check_feasible(trials: FleetTrials) -> None:
 
 
 def _infeasible(question: PlanQuestion, run: FlowResult) -> str:
-    """Return the error text for targets that an idle worker misses."""
     share = question.share
     subject, met, figures = question.source.name, run.all.share, run.all
     named = {

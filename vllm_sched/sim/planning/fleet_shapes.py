@@ -28,8 +28,6 @@ WITH_BOTH: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """A fleet of equal machines."""
-
     general: int = 0
     short: int = 0
     long: int = 0
@@ -52,7 +50,6 @@ class FleetShape:
 
     @property
     def pools(self) -> dict[Role, int]:
-        """Workers by role, without empty roles."""
         counts = {
             Role.GENERAL: self.general,
             Role.SHORT: self.short,
@@ -63,7 +60,6 @@ class FleetShape:
         return {role: count for role, count in counts.items() if count}
 
     def with_more(self, role: Role, change: int) -> FleetShape:
-        """Return the shape with `change` more workers of a present role."""
         given: dict[str, Any] = {role.value: self.pools[role] + change}
         return replace(self, **given)
 
@@ -87,13 +83,11 @@ class FleetShape:
         return found
 
     def context_of(self, role: Role, whole: int) -> int:
-        """Return the context length of a role's workers, at most `whole`."""
         if role is not Role.SHORT:
             return whole
         return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
 
     def placed(self, machine: WorkerModel) -> list[PlacedWorker]:
-        """Return the workers to simulate."""
         return [
             PlacedWorker(
                 replace(
@@ -117,7 +111,6 @@ class FleetShape:
         )
 
     def to_fleet(self, machine: WorkerModel, model: str, gpus: int) -> dict[str, Any]:
-        """Return the content of a fleet file."""
         workers = [
             {
                 "name": each.model.name,
@@ -150,8 +143,6 @@ def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficHints:
-    """Traffic properties that narrow the candidates."""
-
     boundaries: Mapping[int, float]  # tokens -> share of the work above
     prefill_share: float  # of the work
 

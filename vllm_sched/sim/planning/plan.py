@@ -51,8 +51,6 @@ EXACT_TRIES, EXACT_STEP = 5, 0.85
 
 
 class ExactProof(NamedTuple):
-    """The result of a fleet with real schedulers."""
-
     rate: float
     share: float  # in time
     longest: float  # share of the longest prompts, in time or tolerably late
@@ -61,8 +59,6 @@ class ExactProof(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The result of a plan."""
-
     question: PlanQuestion
     gpus_each: int
     ranking: list[ServedRate]  # the best of each family, best first
@@ -90,7 +86,6 @@ class FleetPlan:
 def machine_of(
     profile: str, bandwidth: float | None = None, mixed_s: float | None = None
 ) -> tuple[WorkerModel, int]:
-    """Return a worker of a profile, and its number of GPUs."""
     machine = assuming(of_profile(profile), bandwidth, mixed_s)
     return machine, machine.gpus
 
@@ -173,8 +168,6 @@ def plan(
 
 @dataclass(slots=True)
 class _Known:
-    """Results so far."""
-
     plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
     exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
     proofs: dict[str, ExactProof] = field(default_factory=dict)
@@ -194,7 +187,6 @@ class _Known:
 
 
 def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
-    """Find the rates with one worker more and one worker fewer."""
     plain = known.plain
     known.more = search.more(plain, (EXACTED if known.exactly else SEARCHED, MORE))
     known.fewer = search.fewer(plain, (MORE, 1.0))
@@ -240,7 +232,6 @@ def has_vllm() -> bool:
 
 
 def require_vllm() -> None:
-    """Raise a `UsageError` if vLLM is not installed."""
     if not has_vllm():
         raise UsageError(
             "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
@@ -251,7 +242,6 @@ def require_vllm() -> None:
 def _exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
-    """Lower the rate of each fleet until real schedulers serve it."""
     again: list[ServedRate] = []
     for at, served in enumerate(ranking):
         done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
@@ -300,7 +290,6 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
 
 
 def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float) -> FlowResult:
-    """Return the figures of a simulation, as `AggregateFlow` counts them."""
     total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for each in outcomes:
         of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
@@ -365,7 +354,6 @@ def _unfinished(found: FleetPlan) -> list[str]:
 
 
 def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
-    """Write the fleet file; `traffic` holds the arguments of `simulate`."""
     targets = " ".join(
         f"{name}:{value:g}"
         for name, value in found.question.targets.as_ms().items()

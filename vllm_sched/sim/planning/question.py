@@ -25,8 +25,6 @@ SEEDS_APART: Final = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """The traffic, machine and targets to plan for."""
-
     source: TrafficSource
     machine: WorkerModel
     targets: Targets
@@ -59,5 +57,4 @@ class PlanQuestion:
         )
 
     def shapes(self, draw: int = 0) -> Iterator[Request]:
-        """Yield requests without end and without times."""
         return replace(self.schedule(1.0, 1, draw), count=None).shapes()

@@ -1,10 +1,9 @@
 """The best fleet for a traffic, by simulation.
 
 Fleets are compared by the highest rate at which a share of the requests (90 %, as in `sweep`) is in
-time. A rough rate is bracketed with one draw of the requests, the same for every fleet. A fleet far
-below the best so far is dropped after one run. The finalists are judged with other draws
-(`capacity_search`). Rates within `SAME` are equal; then the simpler fleet wins: the earlier family,
-then fewer policies.
+time. One draw of the requests brackets a rough rate; a fleet far below the best is dropped after
+one run. Other draws judge the finalists (`capacity_search`). Rates within `SAME` are equal; then
+the earlier family and fewer policies win.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ Tell = Callable[[str, float], None]  # activity, overall progress
 
 @dataclass(frozen=True, slots=True)
 class ServedRate:
-    """A fleet and the rate that it serves."""
-
     shape: FleetShape
     rate: float
     run: FlowResult  # at that rate, all draws together
@@ -52,14 +49,11 @@ class ServedRate:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The shares in time of the worst and the best draw."""
         shares = self.shares or (self.run.all.share,)
         return min(shares), max(shares)
 
 
 class FleetSearch:
-    """The search, with the same requests for every fleet."""
-
     def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
         self.trials = FleetTrials(question, self.note)
@@ -69,17 +63,14 @@ class FleetSearch:
         self._judge = CapacitySearch(question.draws, self._served_of, self.trials.enough)
 
     def tell(self, what: str, share: float) -> None:
-        """Report the current activity and the overall progress."""
         self._done = share
         self._told(what, share)
 
     @property
     def done(self) -> float:
-        """The overall progress."""
         return self._done
 
     def note(self, what: str) -> None:
-        """Report the current activity."""
         self._told(what, self._done)
 
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
@@ -87,10 +78,7 @@ class FleetSearch:
         return run if self.trials.enough(run, strict=False) else None
 
     def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
-        """Return the rough rate by one draw; None if below `least`.
-
-        The compute bound limits it: a run may end before a queue shows.
-        """
+        """Return the rough rate by one draw, up to the compute bound; None if below `least`."""
         most = self._most(shape)
         if least > most:
             return None
@@ -139,11 +127,9 @@ class FleetSearch:
     # All fleets
 
     def check(self) -> None:
-        """Raise a `UsageError` if no fleet of any size can meet the targets."""
         check_feasible(self.trials)
 
     def seen(self) -> TrafficHints:
-        """Return the properties of the traffic that narrow the candidates."""
         traffic, machine = self.trials.traffic, self.question.machine
         time = machine.time
         largest = traffic.totals[-1]
@@ -172,10 +158,7 @@ class FleetSearch:
     def _of_kind(
         self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
     ) -> list[ServedRate]:
-        """Find rough rates, judge the finalists and return them, best first.
-
-        Fleets well below `floor` are dropped.
-        """
+        """Judge the finalists by rough rate; drop fleets well below `floor`."""
         found: list[ServedRate] = []
         width = (share[1] - share[0]) / (2 * max(len(tried), 1))
         for at, shape in enumerate(tried):
@@ -187,7 +170,7 @@ class FleetSearch:
                 found.append(served)
                 most = max(self._roughly.get(shape.workers, 0.0), served.rate)
                 self._roughly[shape.workers] = most
-        # The simplest fleet first: the others must then serve more than `SAME` allows.
+        # Simplest first: the others must exceed its rate by `SAME`.
         finalists = sorted(_finalists(found), key=_plainness)
         half, judged = (share[0] + share[1]) / 2, list[ServedRate]()
         for at, each in enumerate(finalists):
@@ -199,7 +182,6 @@ class FleetSearch:
         return ordered(judged)
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
-        """Yield the fleet with fixed hand-over thresholds that serve more."""
         if not served.shape.prefill:
             return
         half = self.trials.traffic.prompts[len(self.trials.traffic.prompts) // 2]
@@ -210,13 +192,11 @@ class FleetSearch:
                 yield better
 
     def _itl_ms(self) -> int:
-        """Return the gap between tokens for `chunk_budget`."""
         targets = self.question.targets
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
     def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
-        """Return the best fleet of every family, best first."""
         families = self.question.families
         width = (share[1] - share[0]) / len(families)
         found = []
@@ -226,14 +206,12 @@ class FleetSearch:
         return ordered(found)
 
     def so_far(self, workers: int) -> list[ServedRate]:
-        """Return the best fleet so far of every family, best first."""
         best: dict[str, ServedRate] = {}
         for each in ordered([each for each in self._judged if each.shape.workers == workers]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
     def fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
-        """Return the rate of the same kind of fleet with one worker fewer."""
         return next(iter(self._of_kind(self._alike(served.shape, -1), share)), None)
 
     def more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
@@ -282,10 +260,7 @@ def ordered(found: list[ServedRate]) -> list[ServedRate]:
 
 
 def _finalists(found: list[ServedRate]) -> list[ServedRate]:
-    """Return the fleets with the highest rough rates, and the best of each policy within `NEAR`.
-
-    A rough rate is too low by up to `NEAR`, so a simpler fleet within it may serve as much.
-    """
+    """Return the highest rough rates, and the best of each policy within their error `NEAR`."""
     by_rate = sorted(found, key=lambda each: -each.rate)
     chosen = by_rate[:FINALISTS]
     policies = {each.shape.policy for each in chosen}

@@ -21,8 +21,6 @@ BOUNDLESS = 1 << 60  # tokens
 
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
-    """Statistics of a sample; all lengths in tokens."""
-
     prompt: float  # mean
     output: float  # mean
     largest: int  # prompt + output
@@ -51,7 +49,6 @@ class TrafficStats:
 
 
 def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
-    """Return prompt, output and cached prompt tokens on one worker with a boundless cache."""
     held = min(cache.held(request.shared), request.prompt_tokens - 1)
     cache.keep(request.shared, BOUNDLESS)
     return request.prompt_tokens, request.output_tokens, held

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 COARSE_REQUESTS, FINE_REQUESTS = 1000, 4800
 COARSE_LASTS, FINE_LASTS = 20.0, 25.0
 LEAST_TTFT_S: Final = 3.0
-# Most requests of a run, unless it would be shorter than this number of TTFT targets: in a very
-# short run any rate is served.
+# Most requests of a run, unless it would be shorter than this number of TTFT targets.
 COARSE_MOST, FINE_MOST = 5_000, 8_000
 LEAST_LASTS: Final = 4.0
 WARM: Final = 0.2  # share of a run that fills the fleet and is not counted
@@ -72,7 +71,6 @@ class FleetTrials:
         self.borne_s = borne_s
 
     def count(self, rate: float, *, fine: bool) -> int:
-        """Return the number of requests of a run."""
         question = self.question
         target = max(question.targets.ttft or 0.0, LEAST_TTFT_S)
         lasts = (FINE_LASTS if fine else COARSE_LASTS) * target
@@ -113,8 +111,8 @@ class FleetTrials:
     def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
         """Return True if enough requests are in time, also of the longest, and no queue grows.
 
-        Unless `strict`, one standard deviation is allowed for the few longest prompts. A `brief`
-        run, with real schedulers, may show more queue growth.
+        Unless `strict`, the longest prompts get one standard deviation. `brief` runs may show more
+        queue growth.
         """
         if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
             return False
@@ -127,7 +125,6 @@ class FleetTrials:
         return share - math.sqrt(share * (1 - share) / longs) if longs else share
 
     def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
-        """Return a coarse run; None if too few requests are in time."""
         run = self.play(shape, rate, fine=False)
         return run if self.enough(run, strict=False) else None
 
@@ -152,6 +149,5 @@ def _short_to(prompts: Sequence[int]) -> int:
 
 
 def longest_kept(run: FlowResult) -> float:
-    """Return the share of the longest prompts that are in time or tolerably late."""
     longs = run.classes.get(LONG)
     return 1.0 if longs is None else longs.kept_share
