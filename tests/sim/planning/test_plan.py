@@ -582,7 +582,7 @@ def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_traffic_is_known_by_its_requests() -> None:
-    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).traffic
+    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
     assert traffic.largest == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
@@ -676,7 +676,7 @@ def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
 
 def test_what_is_in_caches_need_not_be_computed() -> None:
     plain, cached = (
-        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).traffic.most_each
+        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
         for hit in (0.0, 0.8)
     )
     assert 3 < cached / plain < 5
