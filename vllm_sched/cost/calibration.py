@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_sched.cost.fit import PLACES, FitSums, Kind, kind_of, row_of, solve
+from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, FitSums, Kind, kind_of, row_of, solve
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 
 HELD_OUT_EVERY: Final = 4
 SAMPLES: Final = 200
 CONFIDENCE: Final = 0.95
-ROUNDS, UNUSUAL, LEAST_SPREAD = 5, 2.0, 0.01
+ROUNDS, OUTLIER_ERRORS, MIN_SPREAD = 5, 2.0, 0.01
 # Longer steps (in median errors above the prediction) count only up to this length.
-HICCUP: Final = 4.0
-LEAST_STEPS: Final = 4
+HICCUP_ERRORS: Final = 4.0
+MIN_STEPS_PER_KIND: Final = 4
 # A floor must lower the median error to this share.
-FLOOR_HELPS: Final = 0.9
+MAX_FLOOR_ERROR_RATIO: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class Calibration:
 
 
 def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
-    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in PLACES}
+    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
     for each in measured:
         if each.seconds > 0:
             by_kind[kind_of(each.shape)].append(each)
     for kind, steps in by_kind.items():
-        if len(steps) < LEAST_STEPS:
+        if len(steps) < MIN_STEPS_PER_KIND:
             raise UsageError(
-                f"only {len(steps)} {kind} steps were seen, {LEAST_STEPS} are needed; measure "
-                "again without other clients, and with tokens sent one by one (no "
+                f"only {len(steps)} {kind} steps were seen, {MIN_STEPS_PER_KIND} are needed; "
+                "measure again without other clients, and with tokens sent one by one (no "
                 "speculative decoding, no --stream-interval)"
             )
     rng = random.Random(seed)
@@ -80,10 +80,10 @@ def _with_floor(steps: Sequence[Measured]) -> StepTime:
     best = _fit(steps, 0.0)
     least = _error(best, steps) or 0.0
     alone = sorted(each.seconds for each in steps if kind_of(each.shape) == "prefill")
-    for floor in alone[LEAST_STEPS - 1 : len(alone) // 2 + 1]:
+    for floor in alone[MIN_STEPS_PER_KIND - 1 : len(alone) // 2 + 1]:
         time = _fit(steps, floor)
         error = _error(time, steps) or 0.0
-        if error < FLOOR_HELPS * least:
+        if error < MAX_FLOOR_ERROR_RATIO * least:
             best, least = time, error
     return best
 
@@ -93,22 +93,24 @@ def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
     time: StepTime | None = None
     spread = 0.1
     for _ in range(ROUNDS):
-        sums: dict[Kind, FitSums] = {kind: FitSums(len(PLACES[kind])) for kind in PLACES}
+        sums: dict[Kind, FitSums] = {
+            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
+        }
         for each in above:
             expected = each.seconds if time is None else time.seconds(each.shape)
             larger = max(expected, each.seconds)
             error = abs(each.seconds - expected) / larger
-            weight = min(1.0, UNUSUAL * spread / error) if error else 1.0
+            weight = min(1.0, OUTLIER_ERRORS * spread / error) if error else 1.0
             kind = kind_of(each.shape)
             sums[kind].add(row_of(kind, each.shape), each.seconds, weight / larger**2, 1.0)
         time = solve(sums, spread)
-        spread = max(_error(time, above) or 0.0, LEAST_SPREAD)
+        spread = max(_error(time, above) or 0.0, MIN_SPREAD)
     return replace(_as_long_together(time, above, spread), floor_s=floor) if time else StepTime()
 
 
 def _as_long_together(time: StepTime, steps: Sequence[Measured], spread: float) -> StepTime:
     expected = [time.seconds(each.shape) for each in steps]
-    most = 1 + HICCUP * spread
+    most = 1 + HICCUP_ERRORS * spread
     took = [min(each.seconds, most * usual) for each, usual in zip(steps, expected, strict=True)]
     factor = sum(took) / sum(expected)
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})

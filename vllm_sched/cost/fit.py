@@ -24,17 +24,17 @@ from vllm_sched.cost.step_time import StepShape, StepTime
 Kind = Literal["decode", "prefill", "mixed"]
 
 # Share of a kind's sums that remains after a step of that kind.
-MEMORY: Final = 0.995
+SUMS_MEMORY: Final = 0.995
 SOLVE_EVERY: Final = 16
 # Steps needed before the first solution.
-ENOUGH_STEPS, ENOUGH_DECODES, ENOUGH_PREFILLS = 16, 8, 4
+MIN_STEPS, MIN_DECODE_STEPS, MIN_PREFILL_STEPS = 16, 8, 4
 # First steps kept per kind; a kind's only step is an outlier below this share of other medians.
-MOST_EARLY, ODD = 64, 0.5
+MAX_EARLY_STEPS, MIN_MEDIAN_RATIO = 64, 0.5
 # An error is an outlier above this multiple of the usual error.
-UNUSUAL: Final = 3.0
-SPREAD_AT_START, LEAST_SPREAD, SPREAD_GAIN = 0.25, 0.02, 0.02
+OUTLIER: Final = 3.0
+INITIAL_SPREAD, MIN_SPREAD, SPREAD_GAIN = 0.25, 0.02, 0.02
 
-NAMES: Final = (
+FITTED_NAMES: Final = (
     "decode_fixed_s",
     "decode_s",
     "context_s",
@@ -46,7 +46,7 @@ NAMES: Final = (
     "read_s",
 )
 # Indices of each feature's coefficients; the constant comes first.
-PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
+FEATURE_COEFFICIENTS: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
     "decode": ((0,), (1,), (2,)),
     "prefill": ((3,), (4,), (5,), (7,), (8,)),
     "mixed": ((0, 6), (1,), (2,), (4,), (5,), (7,), (8,)),
@@ -54,7 +54,7 @@ PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
 # Ridge terms by coefficient, on a diagonal scaled to ones: RIDGE + DOUBT x error variance / steps.
 # Equal chunks: the cost of long prompts goes to pairs, not to `read_s`.
 RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6, 1e-2)
-DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0, 64.0)
+VARIANCE_RIDGE: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0, 64.0)
 # Instead of a negative fixed part of decode steps, a slope is dropped.
 FIXED: Final = 0
 SLOPES: Final = (2, 1)
@@ -95,16 +95,20 @@ class FitSums:
 
 
 class OnlineFit:
-    def __init__(self, memory: float = MEMORY) -> None:
+    def __init__(self, memory: float = SUMS_MEMORY) -> None:
         self._memory = memory
-        self._sums: dict[Kind, FitSums] = {kind: FitSums(len(PLACES[kind])) for kind in PLACES}
+        self._sums: dict[Kind, FitSums] = {
+            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
+        }
         self._early: list[tuple[Kind, StepShape, float]] = []  # not yet in the sums
-        self._took: dict[Kind, deque[float]] = {kind: deque(maxlen=MOST_EARLY) for kind in PLACES}
+        self._took: dict[Kind, deque[float]] = {
+            kind: deque(maxlen=MAX_EARLY_STEPS) for kind in FEATURE_COEFFICIENTS
+        }
         self._seen: Counter[Kind] = Counter()
         self._unsolved = 0
         self._model: StepTime | None = None
         # The usual relative error of the prediction.
-        self.spread = SPREAD_AT_START
+        self.spread = INITIAL_SPREAD
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         if not 0 < seconds < math.inf or not (shape.prefill_tokens or shape.decodes):
@@ -151,7 +155,9 @@ class OnlineFit:
         usual = {kind: statistics.median(took) for kind, took in self._took.items() if took}
         for kind, shape, seconds in self._early:
             others = [median for other, median in usual.items() if other != kind]
-            odd = len(self._took[kind]) == 1 and seconds < ODD * min(others, default=0.0)
+            odd = len(self._took[kind]) == 1 and seconds < MIN_MEDIAN_RATIO * min(
+                others, default=0.0
+            )
             larger = max(seconds, max(others) if odd else usual[kind])
             self._add(kind, shape, seconds, 1.0 / (larger * larger))
         self._early.clear()
@@ -160,27 +166,27 @@ class OnlineFit:
         expected = model.seconds(shape)
         larger = max(expected, seconds)
         error = abs(seconds - expected) / larger
-        usual = UNUSUAL * self.spread
+        usual = OUTLIER * self.spread
         self.spread += SPREAD_GAIN * (error - self.spread)
-        self.spread = max(self.spread, LEAST_SPREAD)
+        self.spread = max(self.spread, MIN_SPREAD)
         return (1.0 if error <= usual else usual / error) / (larger * larger)
 
     def _enough(self) -> bool:
         decode, prefill, mixed = (self._seen[kind] for kind in ("decode", "prefill", "mixed"))
         return (
-            decode + prefill + mixed >= ENOUGH_STEPS
-            and decode + mixed >= ENOUGH_DECODES
-            and prefill + mixed >= ENOUGH_PREFILLS
+            decode + prefill + mixed >= MIN_STEPS
+            and decode + mixed >= MIN_DECODE_STEPS
+            and prefill + mixed >= MIN_PREFILL_STEPS
         )
 
 
 def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.inf) -> StepTime:
     """Return the best coefficients; `spread` is the usual relative error."""
-    size = len(NAMES)
+    size = len(FITTED_NAMES)
     matrix = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
     steps = [0.0] * size
-    for kind, places in PLACES.items():
+    for kind, places in FEATURE_COEFFICIENTS.items():
         of_kind = sums[kind]
         products = iter(of_kind.products)
         for index, firsts in enumerate(places):
@@ -196,10 +202,10 @@ def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.
                             matrix[second][first] += value
     ridge = [
         least + doubt * spread * spread / max(count, 1.0)
-        for least, doubt, count in zip(RIDGE, DOUBT, steps, strict=True)
+        for least, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
     ]
     solved = non_negative(matrix, right, ridge, kept=FIXED, rather=SLOPES)
-    found = dict(zip(NAMES, solved, strict=True))
+    found = dict(zip(FITTED_NAMES, solved, strict=True))
     if not sums["prefill"].steps:
         # No prefill-only steps: such a step reads the weights too.
         found["prefill_fixed_s"] = found["decode_fixed_s"] + found["mixed_s"]

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vllm_sched.errors import UsageError
 
-BYTES: Final = {
+DTYPE_BYTES: Final = {
     "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
 }  # fmt: skip
@@ -57,8 +57,8 @@ def _element(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> 
             "bfloat16",
         )  # fmt: skip
     try:
-        return BYTES[name.removeprefix("torch.")]
+        return DTYPE_BYTES[name.removeprefix("torch.")]
     except KeyError:
         raise UsageError(
-            f"unknown KV dtype {name!r}; use auto or one of {', '.join(BYTES)}"
+            f"unknown KV dtype {name!r}; use auto or one of {', '.join(DTYPE_BYTES)}"
         ) from None

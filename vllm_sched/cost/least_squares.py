@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 # Exponentially forgotten sums end as denormal numbers with meaningless ratios; these count as 0.
-FORGOTTEN = 1e-200
+MIN_DIAGONAL = 1e-200
 
 
 def non_negative(
@@ -23,7 +23,7 @@ def non_negative(
     is dropped first.
     """
     found = [0.0] * len(right)
-    used = [index for index in range(len(right)) if matrix[index][index] > FORGOTTEN]
+    used = [index for index in range(len(right)) if matrix[index][index] > MIN_DIAGONAL]
     # Scale the diagonal to ones: pairs of tokens are in the millions.
     scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
     while used:

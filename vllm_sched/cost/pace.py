@@ -16,33 +16,33 @@ from vllm_sched.cost.step_time import Chunk
 # Noise only adds time, so the base falls faster than it rises.
 GAIN_DOWN, GAIN_UP = 0.5, 0.05
 # Share of the sums that remains after a step with prefill.
-MEMORY = 0.97
+SUMS_MEMORY = 0.97
 # Errors are relative to at least this length.
-SHORT_S = 0.030
+MIN_ERROR_BASE_S = 0.030
 # Equal chunks cannot separate reading from attention: attention gets the time.
 RIDGE = (1e-5, 1e-5, 0.1)
 # Limit of `per_read` relative to `per_token`.
-MOST_READ = 0.05
+MAX_READ_RATIO = 0.05
 # Least chunk in tokens: smaller chunks mostly read context again.
-LEAST_FAR_ON, LEAST_PER_CONTEXT = 48, 1 / 128
+MIN_CHUNK_TOKENS, MIN_CHUNK_PER_CONTEXT = 48, 1 / 128
 # Kernels work in tiles, and some are specialized for each token count.
-TILE = 16
+TILE_TOKENS = 16
 # Steps with fewer prefill tokens are mostly fixed cost and noise.
-ENOUGH_TOKENS = 16
+MIN_OBSERVED_TOKENS = 16
 
 
-def least_far_on(context: int) -> int:
-    return min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
+def min_chunk_tokens(context: int) -> int:
+    return min(MIN_CHUNK_TOKENS, int(context * MIN_CHUNK_PER_CONTEXT))
 
 
-def whole_tiles(tokens: int, beside: int) -> int:
+def cut_to_tiles(tokens: int, beside: int) -> int:
     """Cut a chunk by up to an eighth, so that the step with all tokens is whole tiles."""
-    whole = (beside + tokens) // TILE * TILE - beside
+    whole = (beside + tokens) // TILE_TOKENS * TILE_TOKENS - beside
     return whole if tokens - whole <= tokens // 8 else tokens
 
 
-def tiled(tokens: int, beside: int, context: int) -> int:
-    return max(whole_tiles(tokens, beside), min(tokens, least_far_on(context)))
+def cut_chunk(tokens: int, beside: int, context: int) -> int:
+    return max(cut_to_tiles(tokens, beside), min(tokens, min_chunk_tokens(context)))
 
 
 class StepPace:
@@ -80,13 +80,13 @@ class StepPace:
                 self.base = seconds
             gain = GAIN_DOWN if seconds < self.base else GAIN_UP
             self.base += gain * (seconds - self.base)
-        elif self.base is not None and tokens >= ENOUGH_TOKENS and seconds > 0:
+        elif self.base is not None and tokens >= MIN_OBSERVED_TOKENS and seconds > 0:
             pairs = sum(chunk.attention for chunk in chunks)
             read = sum(chunk.context for chunk in chunks)
             # A step with prefill can measure as short as a step without.
             added = max(seconds - self.base, 0.05 * seconds)
             row = (float(tokens), pairs, float(read))
-            self._sums.add(row, added, 1 / max(seconds, SHORT_S) ** 2, MEMORY)
+            self._sums.add(row, added, 1 / max(seconds, MIN_ERROR_BASE_S) ** 2, SUMS_MEMORY)
             self._stale = True
 
     def chunk_within(self, seconds: float, context: int) -> int | None:
@@ -106,7 +106,7 @@ class StepPace:
         root = math.sqrt(linear * linear + 2 * per_pair * time_left)
         if not linear + root:
             return None
-        return max(int(2 * time_left / (linear + root)), least_far_on(context))
+        return max(int(2 * time_left / (linear + root)), min_chunk_tokens(context))
 
     def _coefficients(self) -> tuple[float | None, float, float]:
         if self._stale:
@@ -119,8 +119,8 @@ class StepPace:
         matrix = ((tt, tp, tr), (tp, pp, pr), (tr, pr, rr))
         ty, py, ry = self._sums.times
         token, pair, read = non_negative(matrix, (ty, py, ry), RIDGE)
-        if read > MOST_READ * token:
-            read = MOST_READ * token
+        if read > MAX_READ_RATIO * token:
+            read = MAX_READ_RATIO * token
             rest = (ty - read * tr, py - read * pr)
             token, pair = non_negative(((tt, tp), (tp, pp)), rest, RIDGE)
         return token, pair, read

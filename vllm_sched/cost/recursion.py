@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from vllm_sched.cost.regime import Regime, expected_batch
 
-NEGLIGIBLE = 1e-15
-SETTLED, MOST_ROUNDS = 1e-12, 200
+MIN_PROBABILITY = 1e-15
+MAX_CHANGE, MAX_ROUNDS = 1e-12, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Recursion:
     def _solve(self, threshold: int) -> ThresholdResult:
         regime = self.regime
         while_held, ends = self._descend({regime.slots: 1.0}, threshold)
-        for _ in range(0 if regime.exclusive else MOST_ROUNDS):
+        for _ in range(0 if regime.exclusive else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
             if (
                 sum(abs(share - before.get(active, 0.0)) for active, share in ends.items())
-                < SETTLED
+                < MAX_CHANGE
             ):
                 break
         seconds = sum(share * regime.decode(active) for active, share in while_held.items())
@@ -132,14 +132,14 @@ def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
     value = peak
     for count in range(mode, trials):
         value *= odds * (trials - count) / (count + 1)
-        if value < NEGLIGIBLE:
+        if value < MIN_PROBABILITY:
             break
         above.append(value)
     below: list[float] = []
     value = peak
     for count in range(mode, 0, -1):
         value *= count / (odds * (trials - count + 1))
-        if value < NEGLIGIBLE:
+        if value < MIN_PROBABILITY:
             break
         below.append(value)
     row = [*reversed(below), peak, *above]

@@ -22,9 +22,9 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import UNBOUNDED
 
 # Half the optimal K has nearly the full gain and half the pause, if it keeps this throughput share.
-SHARE_RUN, KEPT = 0.5, 0.99
+RUN_SHARE, MIN_THROUGHPUT_SHARE = 0.5, 0.99
 # Least predicted gain for K > 1.
-WORTHWHILE = 1.02
+MIN_GAIN = 1.02
 
 
 def lower_lambert(exponent: float) -> float:
@@ -55,8 +55,8 @@ def closed_form(regime: Regime) -> int:
 def to_run(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None) -> int:
     """Return the K to run: about half the optimum; 1 if not worthwhile."""
     best = asymptotic(regime)
-    wanted, enough = max(int(SHARE_RUN * best + 0.5), 1), math.ceil(best)
-    least = KEPT * regime.throughput(best)
+    wanted, enough = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)
+    least = MIN_THROUGHPUT_SHARE * regime.throughput(best)
     while wanted < enough:
         middle = (wanted + enough) // 2
         if regime.throughput(middle) < least:
@@ -68,7 +68,7 @@ def to_run(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | N
     if max_delay_s is not None and (step := regime.decode(regime.slots)) > 0:
         steps = max_delay_s / step
         wanted = min(wanted, int(-regime.slots * math.expm1(-steps / regime.mean_output)))
-    return wanted if wanted > 1 and regime.gain(wanted) >= WORTHWHILE else 1
+    return wanted if wanted > 1 and regime.gain(wanted) >= MIN_GAIN else 1
 
 
 def within_itl(regime: Regime, itl_s: float) -> int:

@@ -13,11 +13,11 @@ from typing import Final, Self
 from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.errors import UsageError
 
-LEAST_POINTS: Final = 3
+MIN_POINTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
+class MeasuredTransfer:
     size: int  # bytes
     descriptors: int
     seconds: float
@@ -37,11 +37,11 @@ class TransferTime:
         return self.setup_s + descriptors * self.descriptor_s + size * self.byte_s
 
     @classmethod
-    def fitted(cls, seen: Iterable[Transferred]) -> Self:
+    def fitted(cls, seen: Iterable[MeasuredTransfer]) -> Self:
         points = [each for each in seen if each.seconds > 0]
-        if len(points) < LEAST_POINTS:
+        if len(points) < MIN_POINTS:
             raise UsageError(
-                f"{len(points)} transfers are too few to fit; measure at least {LEAST_POINTS}, of "
+                f"{len(points)} transfers are too few to fit; measure at least {MIN_POINTS}, of "
                 "different sizes"
             )
         rows = [

@@ -27,7 +27,7 @@ ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]
 
 
-SHORT_RUNS = {"COARSE_MOST": 600, "FINE_MOST": 900}
+SHORT_RUNS = {"MAX_COARSE_REQUESTS": 600, "MAX_FINE_REQUESTS": 900}
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
 )
 from vllm_sched.sim.planning.plan import machine_of, plan, workers_of, write
 from vllm_sched.sim.planning.question import PlanQuestion
-from vllm_sched.sim.planning.search import FleetSearch, ServedRate, ordered
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ def test_what_was_kept_is_counted_as_in_the_search() -> None:
         ticks = [10 + ttft, 10 + ttft + gap]
         return Outcome(10.0, "", prompt, 2, ticks=ticks, completed=2, error=error)
 
-    run = planning.counted(
+    run = planning.count_outcomes(
         search,
         [
             answered(300, 0.2), answered(300, 0.3), answered(300, 0.2, error="gone"),
@@ -533,7 +533,7 @@ def test_of_equals_the_simplest_is_best() -> None:
     equal = served(9.8, general=2, policy=BOTH)
     plain = served(9.7, general=2)
     behind = served(5.0, general=2, policy=CHUNKS)
-    assert ordered([behind, far, equal, plain]) == [plain, equal, far, behind]
+    assert rank_fleets([behind, far, equal, plain]) == [plain, equal, far, behind]
 
 
 def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
-RECKON_EVERY: Final = 64  # admissions
+UPDATE_EVERY_ADMISSIONS: Final = 64  # admissions
 FOREVER: Final = 1 << 40
 
 
@@ -57,7 +57,11 @@ class Deferral:
     def admitted(self, task: Task) -> None:
         self._admitted += 1
         self._prompts += task.left
-        if not self._way.departures and self._admitted % RECKON_EVERY == 0 and self._ended:
+        if (
+            not self._way.departures
+            and self._admitted % UPDATE_EVERY_ADMISSIONS == 0
+            and self._ended
+        ):
             self.threshold = self._reckon()
 
     def departed(self, task: Task) -> None:

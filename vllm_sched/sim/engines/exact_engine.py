@@ -20,15 +20,15 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.engines.prompt_hashes import namer
+from vllm_sched.sim.engines.prompt_hashes import token_namer
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
 
 if TYPE_CHECKING:
     from vllm_sched.engine.simulated import NewRequest, SimulatedEngine, SimulatedStep
 
 # Poll interval while no request is admitted.
-IDLE_S: Final = 0.001
-IDLE_SHARE: Final = 0.01
+IDLE_POLL_S: Final = 0.001
+IDLE_POLL_SHARE: Final = 0.01
 # Idle time without admission after which the waiting requests can never be served.
 STUCK_S: Final = 60.0
 
@@ -198,7 +198,7 @@ class ExactEngine:
                 f"none was admitted for {STUCK_S:g} s while idle; give it more kv_tokens, "
                 "or other policies"
             )
-        self._look(now + max(IDLE_S, IDLE_SHARE * (now - self._held_since)))
+        self._look(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._held_since)))
 
 
 def _request(job: Job) -> NewRequest:
@@ -208,7 +208,7 @@ def _request(job: Job) -> NewRequest:
         job.id,
         job.prompt_tokens,
         1 if job.leg is Leg.PREFILL else job.output_tokens,
-        namer(job.text, job.shared),
+        token_namer(job.text, job.shared),
         priority=job.priority,
         remote_prefill=job.leg is Leg.DECODE,
         remote_decode=job.leg is Leg.PREFILL,

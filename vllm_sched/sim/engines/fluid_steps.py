@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.cost.pace import least_far_on, tiled
+from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.engines.deferral import Deferral
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
-LOOK_AGAIN: Final = 16  # steps between checks for a quiet period
-SLACK: Final = 0.02  # relative growth of a step after which its chunk is sized again
+QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
+MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk is sized again
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
@@ -58,7 +58,7 @@ def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> 
     """Return the number of steps with nearly the first step's length."""
     shape = shape_of(parts, decodes, context)
     growth = growth_of(time, shape.prefill_tokens) + time.context_s * decodes
-    return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
+    return 1 + int(MAX_STEP_GROWTH * time.seconds(shape) / growth) if growth else FOREVER
 
 
 class FluidSteps:
@@ -325,16 +325,16 @@ class FluidSteps:
             if way.share:
                 part = max(int(before * way.share), 1)
             else:
-                part = max(fitting, least_far_on(task.done), 1)
+                part = max(fitting, min_chunk_tokens(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part < task.left and not (alone or way.share):
-                part = tiled(part, n + before - left, task.done)
+                part = cut_chunk(part, n + before - left, task.done)
             part = self._in_time(task, part, not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
-            most = min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
+            most = min(max(parts[0][0].left // parts[0][1], 1), QUIET_CHECK_STEPS)
             if not (alone or way.share):
                 most = min(most, steps_as_sized(time, parts, n, self.context))
             return parts, most

@@ -19,7 +19,7 @@ from vllm_sched.policies.static_batching import StaticBatchingSettings
 if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
-MARGIN: Final = 1.05  # of `chunk_budget` below its gap
+CHUNK_BUDGET_MARGIN: Final = 1.05  # of `chunk_budget` below its gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class PolicyEffects:
                 found |= _long_prompt(settings, model)
             elif isinstance(settings, ChunkBudgetSettings):
                 found |= {
-                    "itl_s": 0.0 if settings.chunk else settings.itl_ms / 1000 / MARGIN,
+                    "itl_s": 0.0
+                    if settings.chunk
+                    else settings.itl_ms / 1000 / CHUNK_BUDGET_MARGIN,
                     "chunk": settings.chunk or 0,
                     "least_chunk": settings.min_chunk,
                 }

@@ -15,10 +15,10 @@ from vllm_sched.bench.traffic.types import Piece
 # The router's initial estimate for English text.
 BYTES_PER_TOKEN: Final = 4
 # Cached prompts: a search plays the same prompts some hundred times.
-KEPT: Final = 16_384
+MAX_CACHED_PROMPTS: Final = 16_384
 
 
-def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
+def token_namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
     """Return a function that names a text's first n tokens; equal names mean equal tokens."""
     whole = sum(tokens for _, tokens in shared)
 
@@ -43,7 +43,7 @@ def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
     return name
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_CACHED_PROMPTS)
 def prefix_hashes(text: int, shared: tuple[Piece, ...], prompt_tokens: int) -> tuple[int, ...]:
     """Return the hashes of a prompt's blocks; none without shared pieces, to keep the index small.
 
@@ -51,6 +51,6 @@ def prefix_hashes(text: int, shared: tuple[Piece, ...], prompt_tokens: int) -> t
     """
     if not shared:
         return ()
-    name = namer(text, shared)
+    name = token_namer(text, shared)
     blocks = bisect_right(ENDS, prompt_tokens * BYTES_PER_TOKEN)
     return tuple(xxh3_64_intdigest(name(end // BYTES_PER_TOKEN)) for end in ENDS[:blocks])

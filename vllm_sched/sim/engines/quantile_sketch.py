@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-WIDTH: Final = 0.01  # relative bin width
-SCALE: Final = 1 / math.log1p(WIDTH)
-LEAST: Final = 1e-6  # lower bound of samples: a microsecond
+BIN_WIDTH: Final = 0.01  # relative bin width
+SCALE: Final = 1 / math.log1p(BIN_WIDTH)
+MIN_SAMPLE: Final = 1e-6  # lower bound of samples: a microsecond
 
 
 class QuantileSketch:
@@ -26,7 +26,7 @@ class QuantileSketch:
         self.most = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        index = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        index = int(math.log(value / MIN_SAMPLE) * SCALE) if value > MIN_SAMPLE else 0
         self.bins[index] = self.bins.get(index, 0.0) + weight
         self.count += weight
         self.total += value * weight
@@ -50,7 +50,7 @@ class QuantileSketch:
         for index in sorted(self.bins):
             left -= self.bins[index]
             if left <= 1e-9 * self.count:
-                middle = LEAST * math.exp((index + 0.5) / SCALE)
+                middle = MIN_SAMPLE * math.exp((index + 0.5) / SCALE)
                 return min(middle, self.most)
         return self.most
 
@@ -58,5 +58,5 @@ class QuantileSketch:
         """Return the share of the samples that do not exceed a value; 1 without samples."""
         if not self.count or value >= self.most:
             return 1.0
-        last = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        last = int(math.log(value / MIN_SAMPLE) * SCALE) if value > MIN_SAMPLE else 0
         return sum(weight for index, weight in self.bins.items() if index <= last) / self.count

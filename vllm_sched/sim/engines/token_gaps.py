@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 
-PEAKS = 4096  # remembered gaps: more than the distinct steps during one output
+MAX_PEAKS = 4096  # remembered gaps: more than the distinct steps during one output
 
 
 class TokenGaps:
@@ -47,5 +47,5 @@ class TokenGaps:
             ats.pop()
         ats.append(at)
         peaks.append(seconds)
-        if len(ats) > PEAKS:
-            del ats[: PEAKS // 2], peaks[: PEAKS // 2]
+        if len(ats) > MAX_PEAKS:
+            del ats[: MAX_PEAKS // 2], peaks[: MAX_PEAKS // 2]

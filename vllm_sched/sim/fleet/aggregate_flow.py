@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 MODEL = "model"
-PROBE_S = 1.0
+PROBE_INTERVAL_S = 1.0
 NEVER = math.inf
 # Module constants save an attribute lookup per event.
 WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
@@ -115,7 +115,7 @@ class FlowResult:
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
 
 
-def together(runs: Sequence[FlowResult]) -> FlowResult:
+def merge_results(runs: Sequence[FlowResult]) -> FlowResult:
     """Return the sum of several runs of a fleet, with the worst queue growth."""
     whole, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for run in runs:
@@ -244,7 +244,7 @@ class AggregateFlow:
             at = due[0][0] if due else NEVER
             if self._next_probe <= now and self._next_probe <= at:
                 self._probe(self._next_probe)
-                self._next_probe += PROBE_S
+                self._next_probe += PROBE_INTERVAL_S
             elif at <= now:
                 index = heappop(due)[1]
                 if known[index] != at:

@@ -14,7 +14,7 @@ from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes
 ROUTE: Final = "completions"
 
 
-def apart(router: Router, request: Request) -> Request:
+def salt_prefixes(router: Router, request: Request) -> Request:
     """Return the request with prefixes of its tenant's own, if the tenant's cache is salted."""
     tenant = router.tenants.get(request.tenant)
     if tenant is None or not tenant.spec.salted or not request.shared:

@@ -28,7 +28,7 @@ from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.arrivals import Arrivals
-from vllm_sched.sim.fleet.as_ask import apart, ask_of, priority_of
+from vllm_sched.sim.fleet.as_ask import ask_of, priority_of, salt_prefixes
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
@@ -151,7 +151,7 @@ class SimulatedFleet:
     def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         fitted = request.fitted(self.longest)
         self._cut += fitted is not request
-        fitted = apart(self.router, fitted)
+        fitted = salt_prefixes(self.router, fitted)
         number = len(self._outcomes)
         outcome = self._outcome(
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now

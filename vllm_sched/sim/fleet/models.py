@@ -26,21 +26,21 @@ from vllm_sched.workers.flags import parse
 
 GIB: Final = 2**30
 # vLLM's default memory share, and its bytes per GPU besides weights and cache.
-USED: Final = 0.92
-BESIDE: Final = 3.5e9
+MEMORY_SHARE: Final = 0.92
+OTHER_BYTES: Final = 3.5e9
 # Defaults for calibrated files.
 MAX_MODEL_LEN: Final = 131_072
-SIZES: Final[Mapping[str, int]] = {
+DEFAULT_SIZES: Final[Mapping[str, int]] = {
     "gpus": 1, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 2048, "max_num_seqs": 256,
     "kv_tokens": 262_144, "block_tokens": 16, "kv_token_bytes": 131_072, "kv_pieces": 64,
 }  # fmt: skip
 # Bytes/s. Published: 40,000 pieces (313 MB) took 174 ms over four links of 200 Gb/s. A worker is
 # assumed to have one such link per GPU.
-BANDWIDTH: Final = 87e9
-GPU_BANDWIDTH: Final = BANDWIDTH / 4
+PUBLISHED_BANDWIDTH: Final = 87e9
+GPU_BANDWIDTH: Final = PUBLISHED_BANDWIDTH / 4
 CHUNK_LIMIT: Final = "--long-prefill-token-threshold"
 # Flags that the simulation uses.
-READ: Final = frozenset((
+SIMULATED_FLAGS: Final = frozenset((
     "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size",
     "--num-gpu-blocks-override", "--gpu-memory-utilization", "--tensor-parallel-size",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--async-scheduling",
@@ -49,7 +49,7 @@ READ: Final = frozenset((
 ))  # fmt: skip
 # Flags (some only with this value) without effect on the simulation. All other flags, including
 # future ones, are reported as not simulated.
-HARMLESS: Final = frozenset((
+HARMLESS_FLAGS: Final = frozenset((
     "--additional-config", "--aggregate-engine-logging", "--allowed-local-media-path",
     "--allowed-media-domains", "--api-key", "--api-server-count", "--chat-template",
     "--chat-template-content-format", "--code-revision", "--collect-detailed-traces",
@@ -76,7 +76,7 @@ HARMLESS: Final = frozenset((
     "--uvicorn-log-level",
 ))  # fmt: skip
 TRANSFER_SETUP_S: Final = 0.002
-PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
+PIECE_S: Final = (0.174 - 313e6 / PUBLISHED_BANDWIDTH) / 40_000
 
 
 def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
@@ -96,8 +96,8 @@ class Machine:
     batched_tokens: int = 8192  # vLLM's server default for the GPU size
     seqs: int = 1024
 
-    def kv_tokens(self, used: float = USED) -> int:
-        room = self.gpus * (used * self.memory - BESIDE) - self.model.weights
+    def kv_tokens(self, used: float = MEMORY_SHARE) -> int:
+        room = self.gpus * (used * self.memory - OTHER_BYTES) - self.model.weights
         return max(int(room / self.model.kv), 0)
 
 
@@ -197,7 +197,7 @@ def _calibrated(name: str, path: Path) -> WorkerModel:
     if type(front_s) not in (int, float) or not 0 <= front_s < math.inf:
         raise UsageError(f"profile {name}: front_s is {front_s!r}; give seconds, 0 or more")
     sizes: dict[str, Any] = {
-        key: _count(content, key, name, default) for key, default in SIZES.items()
+        key: _count(content, key, name, default) for key, default in DEFAULT_SIZES.items()
     }
     if "max_model_len" not in content:
         sizes["max_model_len"] = min(MAX_MODEL_LEN, sizes["kv_tokens"])
@@ -207,7 +207,7 @@ def _calibrated(name: str, path: Path) -> WorkerModel:
         time=time,
         transfer=transfer_of(sizes["gpus"]),
         front_s=front_s,
-        assumed=tuple(key for key in SIZES if key not in content),
+        assumed=tuple(key for key in DEFAULT_SIZES if key not in content),
         **sizes,
     )
 
@@ -319,7 +319,7 @@ def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
     named: dict[str, None] = {}
     for flag, value in flags.items():
         name = flag.partition(".")[0]  # "--object.key"
-        if name and name not in READ and not {name, f"{name}={value}"} & HARMLESS:
+        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & HARMLESS_FLAGS:
             named[name] = None
     return tuple(named)
 

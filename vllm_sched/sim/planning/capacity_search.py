@@ -17,15 +17,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import FlowResult, together
+from vllm_sched.sim.fleet.aggregate_flow import FlowResult, merge_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
-STEP: Final = 1.03  # ratio of neighboring rungs
-LEAST, MOST = 1e-4, 1e12  # requests/s
+RUNG_RATIO: Final = 1.03  # ratio of neighboring rungs
+MIN_RATE, MAX_RATE = 1e-4, 1e12  # requests/s
 
 
 class DrawnRequests:
@@ -69,7 +69,7 @@ class CapacitySearch:
         self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
     ) -> CapacityVerdict | None:
         """Return the highest rate, searched from `start`; None if below `least`."""
-        bottom, top = _rung(max(least, LEAST)), _rung(min(most, MOST))
+        bottom, top = _rung(max(least, MIN_RATE)), _rung(min(most, MAX_RATE))
         while rate_at(top) > most:
             top -= 1
         if top < bottom:
@@ -81,7 +81,7 @@ class CapacitySearch:
                 played[rung, draw] = self._play(shape, rate_at(rung), draw)
             return played[rung, draw]
 
-        first, begin = self._order[0], min(max(_rung(max(start, LEAST)), bottom), top)
+        first, begin = self._order[0], min(max(_rung(max(start, MIN_RATE)), bottom), top)
         rung, failed, stride = begin, top + 1, 1
         while play(rung, first) is None:
             if rung == bottom:
@@ -119,7 +119,7 @@ class CapacitySearch:
                 return None
             self._margins[draw] = _margin(run)
             runs.append(run)
-        whole = together(runs)
+        whole = merge_results(runs)
         return CapacityVerdict(rate_at(rung), runs, whole) if self._enough(whole) else None
 
 
@@ -128,10 +128,10 @@ def _margin(run: FlowResult) -> float:
 
 
 def _rung(rate: float) -> int:
-    rung = math.ceil(math.log(rate) / math.log(STEP))
+    rung = math.ceil(math.log(rate) / math.log(RUNG_RATIO))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 
 
 def rate_at(rung: int) -> float:
     """Return a rung's rate, rounded to the three printed digits."""
-    return float(f"{STEP**rung:.3g}")
+    return float(f"{RUNG_RATIO**rung:.3g}")

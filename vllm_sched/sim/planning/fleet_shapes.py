@@ -20,10 +20,10 @@ SHORT_APART = "short + prefill/decode"
 FAMILIES: Final = (ONE_POOL, SHORT_LONG, PREFILL_DECODE, SHORT_APART)
 DEFAULT, LONG_PROMPT, CHUNKS, BOTH = "default", "long_prompt", "chunk_budget", "both"
 POLICIES: Final = (DEFAULT, LONG_PROMPT, CHUNKS, BOTH)
-ROUND: Final = 1024  # contexts are multiples of this
+CONTEXT_STEP: Final = 1024  # contexts are multiples of this
 # Roles with long prompts, and roles with both prompts and decodes.
-WITH_LONGS: Final = (Role.GENERAL, Role.LONG, Role.PREFILL)
-WITH_BOTH: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
+LONG_PROMPT_ROLES: Final = (Role.GENERAL, Role.LONG, Role.PREFILL)
+MIXED_STEP_ROLES: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +76,16 @@ class FleetShape:
         """Return the policies of a role's workers, or of all roles for None."""
         found: dict[str, dict[str, Any]] = {}
         roles = tuple(self.pools) if role is None else (role,)
-        if self.policy in (LONG_PROMPT, BOTH) and any(each in WITH_LONGS for each in roles):
+        if self.policy in (LONG_PROMPT, BOTH) and any(each in LONG_PROMPT_ROLES for each in roles):
             found["long_prompt"] = {}
-        if self.policy in (CHUNKS, BOTH) and any(each in WITH_BOTH for each in roles):
+        if self.policy in (CHUNKS, BOTH) and any(each in MIXED_STEP_ROLES for each in roles):
             found["chunk_budget"] = {"itl_ms": self.itl_ms}
         return found
 
     def context_of(self, role: Role, whole: int) -> int:
         if role is not Role.SHORT:
             return whole
-        return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
+        return min(-(-HEADROOM * self.short_limit // CONTEXT_STEP) * CONTEXT_STEP, whole)
 
     def placed(self, machine: WorkerModel) -> list[PlacedWorker]:
         return [

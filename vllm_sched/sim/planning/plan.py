@@ -27,8 +27,8 @@ from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import MACHINES, assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
-from vllm_sched.sim.planning.search import FleetSearch, ServedRate, ordered
-from vllm_sched.sim.planning.trials import WARM, longest_kept
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
+from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
-NAMES: Final = {
+MODEL_NAMES: Final = {
     "-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "-13b": "facebook/opt-13b",
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
 # Progress after the search, the exact runs, and the run with one more worker.
-SEARCHED, EXACTED, MORE = 0.7, 0.8, 0.9
-EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
+SEARCH_DONE, EXACT_DONE, MORE_DONE = 0.7, 0.8, 0.9
+EXACT_REQUESTS, MAX_EXACT_REQUESTS, EXACT_DURATION_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
 
@@ -121,7 +121,7 @@ def plan(
     try:
         search.tell("an idle worker", 0.0)
         search.check()
-        known.plainly = search.best(workers, (0.02, SEARCHED))
+        known.plainly = search.best(workers, (0.02, SEARCH_DONE))
         if not known.plainly:
             raise UsageError(
                 f"--goodput: no fleet of {workers} {question.machine.profile} serves "
@@ -188,10 +188,10 @@ class _Known:
 
 def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
     plain = known.plain
-    known.more = search.more(plain, (EXACTED if known.exactly else SEARCHED, MORE))
-    known.fewer = search.fewer(plain, (MORE, 1.0))
+    known.more = search.more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
+    known.fewer = search.fewer(plain, (MORE_DONE, 1.0))
     if known.fewer is None and workers > 1:  # two pools need two workers
-        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
+        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE_DONE, 1.0))), None)
 
 
 def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) -> None:
@@ -244,7 +244,7 @@ def _exactly(
 ) -> list[ServedRate]:
     again: list[ServedRate] = []
     for at, served in enumerate(ranking):
-        done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
+        done = SEARCH_DONE + (EXACT_DONE - SEARCH_DONE) * at / len(ranking)
         search.tell(f"exactly: {served.shape}", done)
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
@@ -266,7 +266,7 @@ def _exactly(
             f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
-    return ordered(again)
+    return rank_fleets(again)
 
 
 def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
@@ -279,17 +279,19 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
     config = FleetConfig(**shape.to_fleet(question.machine, "model", question.machine.gpus))
     models = {each.model.name: each.model for each in shape.placed(question.machine)}
     fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
-    count = min(max(round(rate * EXACT_LASTS_S), EXACT_REQUESTS), MOST_EXACT_REQUESTS)
+    count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
     def told(_now: float, _sent: int, done: int) -> None:
         search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
 
     told(0.0, 0, 0)
     played = fleet.play(question.schedule(rate, count, question.draws + 1), told)
-    return counted(search, played.outcomes, played.duration)
+    return count_outcomes(search, played.outcomes, played.duration)
 
 
-def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float) -> FlowResult:
+def count_outcomes(
+    search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
+) -> FlowResult:
     total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for each in outcomes:
         of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
@@ -299,7 +301,7 @@ def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float)
             gaps.add(gap)
     span, trend = max((each.at for each in outcomes), default=0.0), Trend()
     for each in outcomes:
-        if each.good and each.at >= WARM * span:
+        if each.good and each.at >= WARM_SHARE * span:
             trend.add(each.at, each.ttft)
     refused = total.arrived - total.done
     return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
@@ -331,7 +333,7 @@ def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None
 def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
     """Return the content of the best fleet's file, which will be in `folder`."""
     machine = found.question.machine
-    named = (name for part, name in NAMES.items() if part in machine.profile)
+    named = (name for part, name in MODEL_NAMES.items() if part in machine.profile)
     machine = replace(machine, profile=_seen_from(folder, machine.profile))
     return found.best.shape.to_fleet(machine, model or next(named, "model"), found.gpus_each)
 

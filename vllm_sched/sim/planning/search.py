@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.sim.planning import capacity_bound
-from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch
+from vllm_sched.sim.planning.capacity_search import RUNG_RATIO, CapacitySearch
 from vllm_sched.sim.planning.feasibility import check_feasible
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
@@ -24,7 +24,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.trials import IDLE, FleetTrials
+from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.question import PlanQuestion
 
 SAME: Final = 0.04  # rates this close are equal
-NEAR: Final = 1.12  # ratio of the two sides of a rough rate
-FINALISTS: Final = 3  # per family, plus the best of each policy that is close
-QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
-DOUBLINGS: Final = 24
+MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
+MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
+BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
+MAX_ROUGH_RUNS: Final = 24
 Tell = Callable[[str, float], None]  # activity, overall progress
 
 
@@ -85,7 +85,7 @@ class FleetSearch:
         best: FlowResult | None = None
         low, high = 0.0, math.inf
         rate = min(max(start, least), most)
-        for _ in range(DOUBLINGS):
+        for _ in range(MAX_ROUGH_RUNS):
             if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
                 if high < math.inf or rate >= most:
@@ -98,7 +98,7 @@ class FleetSearch:
                 rate = max(rate / 1.6, least)
         if best is None:
             return None
-        while high / low > NEAR and high < math.inf:
+        while high / low > MAX_ROUGH_RATIO and high < math.inf:
             rate = math.sqrt(low * high)
             if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
@@ -112,7 +112,7 @@ class FleetSearch:
         if least > most:
             return None
         # If an idle worker misses the targets, so does every lower rate.
-        least = max(least, min(self.trials.worker_rate, start) * IDLE)
+        least = max(least, min(self.trials.worker_rate, start) * IDLE_LOAD)
         verdict = self._judge.highest(shape, start, least=least, most=most)
         if verdict is None:
             return None
@@ -134,7 +134,7 @@ class FleetSearch:
         time = machine.time
         largest = traffic.totals[-1]
         boundaries: dict[int, float] = {}
-        for share in QUANTILES:
+        for share in BOUNDARY_QUANTILES:
             limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
             if traffic.totals[0] <= limit < min(largest, machine.max_model_len):
                 boundaries[limit] = traffic.above(limit)
@@ -153,7 +153,9 @@ class FleetSearch:
         # This family has many shapes and is rarely the best: drop it early.
         floor = self._roughly.get(workers, 0.0) if family == SHORT_APART else 0.0
         found = self._of_kind(list(tried), share, floor)
-        return ordered([*found, *(each for best in found[:1] for each in self._thresholds(best))])
+        return rank_fleets(
+            [*found, *(each for best in found[:1] for each in self._thresholds(best))]
+        )
 
     def _of_kind(
         self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
@@ -176,10 +178,10 @@ class FleetSearch:
         for at, each in enumerate(finalists):
             self.tell(str(each.shape), half + (share[1] - half) * at / len(finalists))
             least = max((one.rate for one in judged), default=0.0) * (1 + SAME)
-            again = self.judged(each.shape, least or each.rate * NEAR, least=least)
+            again = self.judged(each.shape, least or each.rate * MAX_ROUGH_RATIO, least=least)
             if again is not None:
                 judged.append(again)
-        return ordered(judged)
+        return rank_fleets(judged)
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
         if not served.shape.prefill:
@@ -203,11 +205,11 @@ class FleetSearch:
         for at, family in enumerate(families):
             start = share[0] + at * width
             found += self.family(family, workers, (start, start + width))[:1]
-        return ordered(found)
+        return rank_fleets(found)
 
     def so_far(self, workers: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}
-        for each in ordered([each for each in self._judged if each.shape.workers == workers]):
+        for each in rank_fleets([each for each in self._judged if each.shape.workers == workers]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
@@ -222,7 +224,7 @@ class FleetSearch:
         for at, shape in enumerate(tried):
             self.tell(str(shape), share[0] + (share[1] - share[0]) * at / len(tried))
             # Asking for one rung more lets most other shapes fail in one run.
-            least = served.rate if best is None else best.rate * STEP
+            least = served.rate if best is None else best.rate * RUNG_RATIO
             found = self.judged(shape, start if best is None else least, least=least)
             best = found or best
         return best
@@ -247,7 +249,7 @@ class FleetSearch:
         return list(dict.fromkeys([*nearest, *others]))
 
 
-def ordered(found: list[ServedRate]) -> list[ServedRate]:
+def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
     """Return the fleets, best first; among equal rates the simplest first."""
     left, best_first = list(found), list[ServedRate]()
     while left:
@@ -260,12 +262,12 @@ def ordered(found: list[ServedRate]) -> list[ServedRate]:
 
 
 def _finalists(found: list[ServedRate]) -> list[ServedRate]:
-    """Return the highest rough rates, and the best of each policy within their error `NEAR`."""
+    """Return the highest rough rates, and the best of each policy within their error."""
     by_rate = sorted(found, key=lambda each: -each.rate)
-    chosen = by_rate[:FINALISTS]
+    chosen = by_rate[:MAX_FINALISTS]
     policies = {each.shape.policy for each in chosen}
-    for each in by_rate[FINALISTS:]:
-        if each.shape.policy not in policies and each.rate * NEAR >= by_rate[0].rate:
+    for each in by_rate[MAX_FINALISTS:]:
+        if each.shape.policy not in policies and each.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
             policies.add(each.shape.policy)
             chosen.append(each)
     return chosen

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.types import WorkerModel
 
-BOUNDLESS = 1 << 60  # tokens
+UNLIMITED_TOKENS = 1 << 60  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TrafficStats:
     @classmethod
     def of(cls, sample: Sequence[Request], machine: WorkerModel) -> TrafficStats:
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
-        cache = CachedPrefixes(BOUNDLESS if machine.prefix_caching else 0)
+        cache = CachedPrefixes(UNLIMITED_TOKENS if machine.prefix_caching else 0)
         seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
@@ -50,5 +50,5 @@ class TrafficStats:
 
 def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
     held = min(cache.held(request.shared), request.prompt_tokens - 1)
-    cache.keep(request.shared, BOUNDLESS)
+    cache.keep(request.shared, UNLIMITED_TOKENS)
     return request.prompt_tokens, request.output_tokens, held

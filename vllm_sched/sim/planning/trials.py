@@ -1,7 +1,7 @@
 """Simulated runs of fleets at a rate, and whether a run meets the targets.
 
 No prompt may starve: the same share of the longest tenth of the prompts must be in time, or have a
-first token within `BORNE` times the time on an idle worker.
+first token within `TOLERATED_TTFT_RATIO` times the time on an idle worker.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.question import PlanQuestion
 
 # Least requests of a run, and its length in TTFT targets: a shorter run hides a growing queue.
-COARSE_REQUESTS, FINE_REQUESTS = 1000, 4800
-COARSE_LASTS, FINE_LASTS = 20.0, 25.0
-LEAST_TTFT_S: Final = 3.0
+MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
+COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
+MIN_TTFT_S: Final = 3.0
 # Most requests of a run, unless it would be shorter than this number of TTFT targets.
-COARSE_MOST, FINE_MOST = 5_000, 8_000
-LEAST_LASTS: Final = 4.0
-WARM: Final = 0.2  # share of a run that fills the fleet and is not counted
+MAX_COARSE_REQUESTS, MAX_FINE_REQUESTS = 5_000, 8_000
+MIN_TTFTS: Final = 4.0
+WARM_SHARE: Final = 0.2  # share of a run that fills the fleet and is not counted
 # Most growth of the time to first token, in seconds per second.
-GROWS, GROWS_BRIEFLY = 0.04, 0.1
-SAMPLE: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
-BORNE: Final = 4.0
-LONGEST: Final = 0.9  # share of prompts that are not among the longest
+MAX_GROWTH, MAX_BRIEF_GROWTH = 0.04, 0.1
+SAMPLE_REQUESTS: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
+TOLERATED_TTFT_RATIO: Final = 4.0
+LONG_QUANTILE: Final = 0.9  # share of prompts that are not among the longest
 REST, LONG = "rest", "long"
-IDLE: Final = 0.02  # load of an idle worker, as a share of the compute bound
+IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bound
 
 
 class FleetTrials:
@@ -47,7 +47,7 @@ class FleetTrials:
     def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
         self.question = question
         source, machine = question.source, question.machine
-        some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
+        some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
         sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
@@ -66,16 +66,20 @@ class FleetTrials:
             alone = capacity_bound.prefill_seconds(
                 machine.time, prompt, machine.max_num_batched_tokens
             )
-            return BORNE * alone
+            return TOLERATED_TTFT_RATIO * alone
 
         self.borne_s = borne_s
 
     def count(self, rate: float, *, fine: bool) -> int:
         question = self.question
-        target = max(question.targets.ttft or 0.0, LEAST_TTFT_S)
-        lasts = (FINE_LASTS if fine else COARSE_LASTS) * target
-        least, most = (FINE_REQUESTS, FINE_MOST) if fine else (COARSE_REQUESTS, COARSE_MOST)
-        most = max(most, math.ceil(rate * LEAST_LASTS * target))
+        target = max(question.targets.ttft or 0.0, MIN_TTFT_S)
+        lasts = (FINE_TTFTS if fine else COARSE_TTFTS) * target
+        least, most = (
+            (MIN_FINE_REQUESTS, MAX_FINE_REQUESTS)
+            if fine
+            else (MIN_COARSE_REQUESTS, MAX_COARSE_REQUESTS)
+        )
+        most = max(most, math.ceil(rate * MIN_TTFTS * target))
         return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
     def play(
@@ -88,7 +92,7 @@ class FleetTrials:
         requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
         flow = self._flow(shape)
         self.runs += 1
-        warm = int(WARM * total)
+        warm = int(WARM_SHARE * total)
         if whole:
             return flow.play(requests, warm=warm)
         longs = sum(each.klass == LONG for each in requests[warm:])
@@ -114,7 +118,7 @@ class FleetTrials:
         Unless `strict`, the longest prompts get one standard deviation. `brief` runs may show more
         queue growth.
         """
-        if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
+        if run.failed or run.growth > (MAX_BRIEF_GROWTH if brief else MAX_GROWTH):
             return False
         share, longs = self.question.share, run.classes.get(LONG)
         least = share if strict else self._least_kept(longs.arrived if longs else 0)
@@ -130,7 +134,7 @@ class FleetTrials:
 
     def play_idle(self) -> FlowResult:
         """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
-        rate = min(self.worker_rate, self.traffic.most_each) * IDLE
+        rate = min(self.worker_rate, self.traffic.most_each) * IDLE_LOAD
         total = self.count(rate, fine=True)
         requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
         self.runs += 1
@@ -142,7 +146,7 @@ def _short_to(prompts: Sequence[int]) -> int:
 
     If more than a tenth have the greatest length, all of these are; with one length, none is.
     """
-    at = int(LONGEST * (len(prompts) - 1))
+    at = int(LONG_QUANTILE * (len(prompts) - 1))
     if prompts[at] == prompts[-1]:
         at = max(bisect_left(prompts, prompts[-1]) - 1, 0)
     return prompts[at]
