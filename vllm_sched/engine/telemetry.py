@@ -22,9 +22,10 @@ from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.in_flight import InFlight, StepDone, StepStarted, chunks_of
+from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.engine.waiting.held import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
-from vllm_sched.policies.types import Policy, Step, StepResult
+from vllm_sched.policies.types import Policy, StepResult
 from vllm_sched.version import __version__
 
 if TYPE_CHECKING:
@@ -38,10 +39,9 @@ if TYPE_CHECKING:
         def clock(self) -> float:
             """Tell the time that steps are measured by."""
 
-        def _admits(self) -> bool:
-            """Whether there is a slot, and the engine is not paused."""
+        def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
 
-        def _constrain(self, step: Step) -> None: ...
+        def _note_limit(self, tokens: int) -> None: ...
 
         def _learn(self, done: StepDone) -> None: ...
 else:
@@ -315,7 +315,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
                 prefills += self.running[before:]
                 self._note(output, prefills, seen)
             # Where nobody could enter no policy holds anybody.
-            running, full = len(self.running), not self._admits()
+            running, full = len(self.running), not admits_requests(self)
             seen.scheduled(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._look_no_more()
@@ -328,7 +328,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if (seen := self._seen) is not None:
             try:
-                full = not self._admits()
+                full = not admits_requests(self)
                 seen.show(self.running, self.waiting, self.clock(), full=full)
             except Exception:
                 self._look_no_more()
@@ -347,10 +347,13 @@ class SchedulerTelemetry(InstrumentedScheduler):
             )
         )
 
-    def _constrain(self, step: Step) -> None:
-        super()._constrain(step)
+    def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if self._seen is not None:
-            self._seen.budget = self.max_num_scheduled_tokens
+            self._seen.gate(lanes, closed_by)
+
+    def _note_limit(self, tokens: int) -> None:
+        if self._seen is not None:
+            self._seen.budget = tokens
 
     def _learn(self, done: StepDone) -> None:
         if self._seen is not None:

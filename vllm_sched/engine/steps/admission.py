@@ -1,0 +1,190 @@
+"""Which waiting requests may enter a step: their lanes, gates, slots and LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.engine.steps.prefixes import CachedPrefixes
+from vllm_sched.engine.steps.slots import admits_requests
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lora_slots import LoraSlots
+from vllm_sched.engine.waiting.queue import LaneQueue
+from vllm_sched.policies.types import Gate
+
+COMPILES_GRAMMAR: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+# Constants, because the look-up of an enum's member takes as long as a gate.
+OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
+
+
+class Admission:
+    """The waiting queue, and what the policies answer about its requests."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        hooks: PolicyHooks,
+        prefixes: CachedPrefixes,
+        *,
+        num_policies: int,
+        clock: Callable[[], float],
+        note_gate: Callable[[LaneKey, int | None], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._prefixes = prefixes
+        self._num_policies = num_policies
+        self._note_gate = note_gate
+        self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
+        self._num_running = 0  # requests at the front of `running` that the policies know of
+        self._idle = False  # no request runs or loads its KV: every gate is open
+        lora = scheduler.lora_config
+        self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
+        self.queue = LaneQueue(
+            by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
+            lanes_of=self.lanes_of,
+            gate_of=self._gate_of,
+            urgency_of=self._urgency_of,
+            blocks_read=lambda: prefixes.blocks_read,
+            clock=clock,
+            num_policies=num_policies,
+            closed_adapter=self._closed_adapter,
+            open_adapters=self._open_adapters,
+            compiles_grammar=_compiles_grammar,
+        )
+
+    def begin_step(self, now: float) -> None:
+        """Forget the lanes and gates of the step before."""
+        scheduler = self._scheduler
+        running = scheduler.running
+        self._lanes = {}
+        self._prefixes.begin_step()
+        self._num_running = len(running)
+        if self.lora_slots is not None:
+            self.lora_slots.begin_step(running, now)
+        self.queue.begin_step(now)
+        # A streaming session holds KV blocks while it waits for its client's next input, which
+        # may never come.
+        asleep = scheduler.num_waiting_for_streaming_input
+        self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
+
+    def end_step(self) -> None:
+        """Note what vLLM did with the request on offer."""
+        self._lanes = None
+        self.queue.end_step()
+
+    def may_enter(self) -> Request | None:
+        """Return the request that would be admitted now if the KV cache has room for it."""
+        if not admits_requests(self._scheduler):
+            return None
+        choice: Request | None = self.queue.first_choice()
+        if choice is None or self._closed_adapter(choice):
+            return None
+        return choice if self.queue.could_begin(choice) else None
+
+    def ask_gates(self) -> None:
+        """Count the held requests of each lane, if the counts may be out of date."""
+        # The counts are recent if vLLM looked for a request to admit in the step before. With a
+        # single policy no request is held by another policy.
+        if (
+            len(self._hooks.gate) > 1
+            and not self.queue.offered
+            and admits_requests(self._scheduler)
+        ):
+            self.queue.ask_gates()
+
+    def skips_adapter(self, request: Request) -> bool:
+        """Return whether a request with KV blocks has to wait for a LoRA slot, and note its wait.
+
+        Such a request does not pass the lanes.
+        """
+        if (slots := self.lora_slots) is None or not self._closed_adapter(request):
+            return False
+        slots.skipped(request)
+        return True
+
+    def note_admissions(self) -> None:
+        """Tell the policies about requests that vLLM has admitted in this step."""
+        running = self._scheduler.running
+        if len(running) == self._num_running:
+            return
+        for request in running[self._num_running :]:
+            for admitted in self._hooks.admitted:
+                admitted(request)
+            if self.lora_slots is not None:
+                self.lora_slots.admitted(request)
+        self._num_running = len(running)
+
+    def lanes_of(self, request: Request) -> LaneKey:
+        """Return the lane of a waiting request, for each policy."""
+        # The queue asks for a front's lanes at each look for a request to admit. Lanes that were
+        # found without the prefix cache, which changes as blocks are taken, hold for the step.
+        known = self._lanes
+        if known is not None and (lanes := known.get(request.request_id)) is not None:
+            return lanes
+        looked_up = False
+
+        def cached() -> int:
+            nonlocal looked_up
+            looked_up = True
+            return self._prefixes.tokens(request)
+
+        names = [""] * self._num_policies
+        for number, lane in self._hooks.lane:
+            names[number] = lane(request, cached)
+        lanes = tuple(names)
+        if known is not None and not looked_up:
+            known[request.request_id] = lanes
+        return lanes
+
+    def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+        running = self._scheduler.running
+        if len(running) != self._num_running:
+            self.note_admissions()
+        strictest, closed_by = OPEN, None
+        if not self._idle or running:
+            for number, gate in self._hooks.gate:
+                if (answer := gate(lanes[number], head, waited)) is CLOSED:
+                    # The later policies do not hold this request, so they are not asked.
+                    strictest, closed_by = CLOSED, number
+                    break
+                if answer is not OPEN:
+                    strictest = answer
+            if strictest is not CLOSED and not all(
+                stays(lanes[number], head) for number, stays in self._hooks.stays
+            ):
+                strictest = CLOSED  # until the request has moved to its new lane; not held
+        self.queue.held(lanes, closed_by)
+        self._note_gate(lanes, closed_by)
+        return strictest
+
+    def _urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+        return tuple(
+            urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
+        )
+
+    def _closed_adapter(self, request: Request) -> int:
+        """Return the request's LoRA adapter if no request may enter with it now, else 0."""
+        if (slots := self.lora_slots) is None:
+            return 0
+        self.note_admissions()
+        return slots.closed_adapter(request)
+
+    def _open_adapters(self) -> Collection[int] | None:
+        """Return the LoRA adapters that requests may enter with; None if it may be any."""
+        if (slots := self.lora_slots) is None:
+            return None
+        self.note_admissions()
+        return slots.open_adapters()
+
+
+def _compiles_grammar(request: Request) -> bool:
+    grammar = request.structured_output_request
+    return (
+        request.status is COMPILES_GRAMMAR and grammar is not None and not grammar.is_grammar_ready
+    )
