@@ -481,7 +481,8 @@ class AnyPolicies(Machine):
         names = [policy.name for policy in self.scheduler._policies]
         number = names.index("lanes")
         lanes = self.scheduler._policies[number]
-        ask, choose = queue._gate_of, queue._choose
+        rules = queue._rules
+        ask, choose = rules.gate_of, queue._choose
         gates: dict[Any, Gate] = {}
 
         def has_waited(request: Any) -> bool:
@@ -512,7 +513,7 @@ class AnyPolicies(Machine):
                 self.passing.add(chosen.request_id)
             return chosen
 
-        queue._gate_of, queue._choose = gate_of, choosing
+        rules.gate_of, queue._choose = gate_of, choosing
 
     def _check_turns(self, admitted: list[Any]) -> None:
         """Let urgent ones and the overdue take turns where both have waited for long."""

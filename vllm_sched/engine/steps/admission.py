@@ -46,16 +46,10 @@ class Admission:
         lora = scheduler.lora_config
         self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
         self.queue = LaneQueue(
+            self,
             by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
-            lanes_of=self.lanes_of,
-            gate_of=self._gate_of,
-            urgency_of=self._urgency_of,
-            blocks_read=lambda: prefixes.blocks_read,
             clock=clock,
             num_policies=num_policies,
-            closed_adapter=self._closed_adapter,
-            open_adapters=self._open_adapters,
-            compiles_grammar=_compiles_grammar,
         )
 
     def begin_step(self, now: float) -> None:
@@ -83,7 +77,7 @@ class Admission:
         if not admits_requests(self._scheduler):
             return None
         choice: Request | None = self.queue.first_choice()
-        if choice is None or self._closed_adapter(choice):
+        if choice is None or self.closed_adapter(choice):
             return None
         return choice if self.queue.could_begin(choice) else None
 
@@ -103,7 +97,7 @@ class Admission:
 
         Such a request does not pass the lanes.
         """
-        if (slots := self.lora_slots) is None or not self._closed_adapter(request):
+        if (slots := self.lora_slots) is None or not self.closed_adapter(request):
             return False
         slots.skipped(request)
         return True
@@ -142,7 +136,8 @@ class Admission:
             known[request.request_id] = lanes
         return lanes
 
-    def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+    def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+        """Return the strictest gate of all policies."""
         running = self._scheduler.running
         if len(running) != self._num_running:
             self.note_admissions()
@@ -163,28 +158,33 @@ class Admission:
         self._note_gate(lanes, closed_by)
         return strictest
 
-    def _urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+    def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+        """Return the front's urgency for each policy."""
         return tuple(
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
-    def _closed_adapter(self, request: Request) -> int:
+    def closed_adapter(self, request: Request) -> int:
         """Return the request's LoRA adapter if no request may enter with it now, else 0."""
         if (slots := self.lora_slots) is None:
             return 0
         self.note_admissions()
         return slots.closed_adapter(request)
 
-    def _open_adapters(self) -> Collection[int] | None:
+    def open_adapters(self) -> Collection[int] | None:
         """Return the LoRA adapters that requests may enter with; None if it may be any."""
         if (slots := self.lora_slots) is None:
             return None
         self.note_admissions()
         return slots.open_adapters()
 
+    def compiles_grammar(self, request: Request) -> bool:
+        """Return whether the request's grammar is being compiled."""
+        if request.status is not COMPILES_GRAMMAR:
+            return False
+        grammar = request.structured_output_request
+        return grammar is not None and not grammar.is_grammar_ready
 
-def _compiles_grammar(request: Request) -> bool:
-    grammar = request.structured_output_request
-    return (
-        request.status is COMPILES_GRAMMAR and grammar is not None and not grammar.is_grammar_ready
-    )
+    def blocks_read(self) -> int:
+        """Return the blocks of cached prefixes that were looked up in this step."""
+        return self._prefixes.blocks_read

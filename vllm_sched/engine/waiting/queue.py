@@ -1,17 +1,14 @@
-"""A waiting queue of lanes, each with a gate, in the place of vLLM's own.
+"""A waiting queue of lanes with gates, in place of vLLM's own.
 
-Upstream's scan takes the head of one queue and stops at the first that does not fit. Here the
-requests stand in lanes that the policies name; a lane whose gate is closed costs nothing, however
-many wait in it. Among open lanes the most urgent is offered, and of equals the head that upstream
-would serve first, so that with all gates open and no urgency the order is upstream's, first come
-first served or by priority.
+vLLM scans one queue and stops at the first request that does not fit. Here the policies put each
+request into a lane. A lane with a closed gate costs nothing, however many requests it holds. The
+open lane with the most urgent front is served first; vLLM's order breaks ties.
 
-A request that upstream takes and puts back could not begin. It leaves its lane for a while, so that
-a step costs the same however many there are: until its LoRA adapter may have a slot, until its
-grammar is compiled, or else until its turn among `MAX_RETRIES` of these requests in each step.
+vLLM pops a request that cannot begin, and puts it back. Such requests leave their lanes until a
+LoRA slot is free, their grammar is compiled, or their turn comes among `MAX_RETRIES` per step.
 
-Two promises to the scan: what was peeked is what is popped (blocks were allocated for it), and
-`len` counts everybody while `bool` tells only whether somebody may enter now.
+vLLM relies on two facts. `pop_request` returns the request that was peeked, since blocks were
+allocated for it. `len` counts all requests, while `bool` is False if no request may enter now.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
@@ -34,67 +31,80 @@ from vllm_sched.engine.waiting.heaps import (
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
-# For so many steps one that could not begin is not thought to be able to.
+# A request that could not begin counts as unable to begin for this many steps.
 RETRY_STEPS = 8
-# In each step so many requests that could not begin are offered again. Upstream's own scan takes
-# each of them in each step; here each waits at most a step per MAX_RETRIES requests.
+# Requests that could not begin and are offered again in a step. vLLM's own scan takes all of them.
 MAX_RETRIES = 64
-# Of those who belong elsewhere so many move in a step, at most. A prefix that thousands share can
-# be cached from one step to the next.
-MOST_MOVES = 32
-# Out of the way of those behind them so many, who may not enter themselves, while what was read of
-# their prefixes is no more than so many blocks: a prefix that is gone is soon looked up.
-MOST_PUT_ASIDE, MOST_READ = 256, 2048
+# Requests that change their lane in a step. A prefix of thousands of requests can become cached
+# from one step to the next.
+MAX_MOVES = 32
+# Above MAX_MOVES, requests that block their lane may move up to these limits. A prefix that left
+# the cache is cheap to look up.
+MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
+
+
+class LaneRules(Protocol):
+    """What the queue asks about its requests."""
+
+    def lanes_of(self, request: Request) -> LaneKey:
+        """Return the request's lane, for each policy."""
+
+    def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+        """Return the gate of a lane for its front."""
+
+    def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+        """Return the urgency of a lane's front; the least is served first."""
+
+    def closed_adapter(self, request: Request) -> int:
+        """Return the request's LoRA adapter if no request may enter with it now, else 0."""
+
+    def open_adapters(self) -> Collection[int] | None:
+        """Return the LoRA adapters that requests may enter with; None for all."""
+
+    def compiles_grammar(self, request: Request) -> bool:
+        """Return whether the request's grammar is being compiled."""
+
+    def blocks_read(self) -> int:
+        """Return the blocks of cached prefixes that were looked up in this step."""
 
 
 class LaneQueue(LaneHeaps, RequestQueue):
-    """Requests in lanes; see the module's text."""
+    """The waiting requests, in lanes."""
 
     def __init__(
         self,
+        rules: LaneRules,
         *,
         by_priority: bool,
-        lanes_of: Callable[[Request], LaneKey],
-        gate_of: Callable[[LaneKey, Request, float], Gate],
-        urgency_of: Callable[[LaneKey, Request, float], tuple[float, ...]],
-        blocks_read: Callable[[], int],
         clock: Callable[[], float],
         num_policies: int,
-        closed_adapter: Callable[[Request], int] = lambda _: 0,
-        open_adapters: Callable[[], Collection[int] | None] = lambda: None,
-        compiles_grammar: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        super().__init__(num_policies, open_adapters)
+        super().__init__(num_policies, rules.open_adapters)
+        self._rules = rules
         self._by_priority = by_priority
-        self._lanes_of = lanes_of
-        self._gate_of = gate_of
-        self._urgency_of = urgency_of
-        self._blocks_read = blocks_read  # of cached prefixes, to tell lanes in this step
         self._clock = clock
-        self._closed_adapter = closed_adapter  # 0 if a request may enter with its adapter
-        self._compiles_grammar = compiles_grammar
-        self._last = 0  # order of the newest at the end
-        self._first = 0  # order of the newest at the front
-        # Those popped in this step: put back, they have not begun to wait anew.
+        self._last = 0  # order of the newest request at the end
+        self._first = 0  # order of the newest request at the front
+        # Requests popped in this step. Their wait does not begin anew if they are put back.
         self._popped: dict[Request, Place] = {}
-        # Those who were popped in the step before and stayed away: since when, and whence.
+        # Requests popped in the step before and not put back: their arrival and lane.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
         self._steps = 0
         self._moves = 0  # in this step
-        # The lanes, of a group each, whose fronts belong to another that they have yet to move to.
+        # The right lane of fronts that have yet to move, by group and present lane.
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
-        self.refused: Request | None = None  # offered in an earlier step, and found no room
+        self.refused: Request | None = None  # offered in an earlier step without room for it
         # The place of the request that a policy gave no tokens in this step.
         self._excused: Place | None = None
-        self._offers = False  # whether upstream looked for who enters, in this step
-        self.offered = False  # and in the one before
+        self._offers = False  # vLLM looked for a request to admit in this step
+        self.offered = False  # and in the step before
 
-    # What the scheduler does with it around a step
+    # Around a step
 
     def begin_step(self, now: float) -> None:
-        """Let gates be asked anew."""
+        """Forget the gates, and put requests that could not begin back into lanes."""
         self._now = now
         self._steps += 1
         self._moves = 0
@@ -125,27 +135,27 @@ class LaneQueue(LaneHeaps, RequestQueue):
         """Note that a policy gave the offered request no tokens in this step.
 
         No other request is offered in this step: vLLM 0.32 ends its scan here. vLLM 0.33 pops the
-        request, asks for the next, and puts the request back, which then has the place it had.
+        request, looks for the next, and puts the request back, which keeps its place.
         """
         self._peeked = False
         if self._offer is not None:
-            self._turned_away.pop(self._offer, None)  # it came as far as one who can begin
+            self._turned_away.pop(self._offer, None)  # it can begin
             self._excused = self._live[self._offer]
 
     def could_begin(self, request: Request) -> bool:
-        """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
+        """Return whether the request was not turned away in the last RETRY_STEPS steps."""
         return request not in self._turned_away
 
     def ask_gates(self) -> None:
-        """Count anew who is held, by what all gates say now."""
+        """Ask all gates, and count the held requests."""
         self.first_choice()
         self._count_held()
 
     def first_choice(self) -> Request | None:
-        """Return who would be offered now; not kept on offer, for the gate may close again."""
+        """Return the request that would be offered now, without offering it."""
         return self._offer or (self._choose() if self._live else None)
 
-    # Upstream's interface
+    # vLLM's interface
 
     def add_request(self, request: Request) -> None:
         """Append, or insert by priority."""
@@ -153,17 +163,17 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._push(request, self._last)
 
     def prepend_request(self, request: Request) -> None:
-        """Put in front of everybody, or by priority."""
+        """Put in front of all requests, or by priority."""
         self._first -= 1
         self._push(request, self._first)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Put each in front of the one before, as upstream does."""
+        """Put each request in front of the one before, as vLLM does."""
         new: list[Request] = []
         put_back: list[Request] = []
         for request in requests:
             (put_back if request in self._popped else new).append(request)
-        # Upstream names first what it took last: requests are set aside in the order of the scan.
+        # vLLM lists the request it popped last first. Set them aside in the order of the scan.
         for request in (*new, *reversed(put_back)):
             self.prepend_request(request)
 
@@ -181,7 +191,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         if request is None:
             raise IndexError("pop from a queue without an open lane")
         entry, lane, group = self._live[request]
-        heapq.heappop(self._heaps[group][lane])  # it is the head: so it came to be offered
+        heapq.heappop(self._heaps[group][lane])  # an offered request is a head
         self._drop(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
@@ -191,13 +201,13 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Remove one that must be there."""
+        """Remove a waiting request."""
         if request not in self._live:
             raise ValueError(f"request {request.request_id} is not waiting")
         self.remove_requests((request,))
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Remove those that are there; their places are swept later."""
+        """Remove requests; absent ones are ignored."""
         for request in requests:
             if request in self._live:
                 self._dead += self._live[request].group != SET_ASIDE
@@ -210,7 +220,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._sweep()
 
     def __bool__(self) -> bool:
-        """Tell whether somebody may enter now."""
+        """Return whether a request may enter now."""
         return self._offered() is not None
 
     # Inside
@@ -226,20 +236,20 @@ class LaneQueue(LaneHeaps, RequestQueue):
             return
         order = request if self._by_priority else number
         since = self._clock()
-        lane = self._lanes_of(request)
-        # One that was preempted goes in front, where a bound on waits that had run out, or nearly,
-        # must not begin anew for all behind it.
+        lane = self._rules.lanes_of(request)
+        # A preempted request goes in front. The requests behind it keep their claim to a bounded
+        # wait, since the gate goes by the front's.
         owed = min(since, self._owed_behind(lane, order)) if number < 0 else since
         self._place(Entry(order, request, since, request.num_tokens, owed), lane)
 
     def _set_aside(self, popped: Place) -> None:
-        """Keep a request that could not begin out of its lane, at the place that it had."""
+        """Keep a request that could not begin out of its lane, with its place."""
         entry, lane, _ = popped
         request = entry.request
-        if group := self._closed_adapter(request):
+        if group := self._rules.closed_adapter(request):
             self._place(entry, lane, group)
         elif request.num_preemptions:
-            # It waits for results that are under way: for a step or two.
+            # It waits a step or two for results in flight.
             self._turned_away[request] = self._steps
             self._place(entry, lane)
         else:
@@ -252,8 +262,8 @@ class LaneQueue(LaneHeaps, RequestQueue):
         again: list[Place] = []
         for request in self._aside:
             place = self._live[request]
-            # Those that were not looked at since, as behind a closed gate, count too.
-            if offered[place.lane] >= MAX_RETRIES or self._compiles_grammar(request):
+            # Earlier retries that vLLM has not looked at, as behind a closed gate, count too.
+            if offered[place.lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
                 continue
             offered[place.lane] += 1
             again.append(place)
@@ -275,9 +285,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return self._offer
 
     def _choose(self) -> Request | None:
-        # First everybody in front gets to the lane he belongs to, or is judged by it until a later
-        # step has a move for him. Then the fronts are compared: one who moves can become the front
-        # of a lane that was looked at before.
+        # Move all fronts before comparing them: a move can change the front of any lane.
         self._strays.clear()
         groups = self._open_groups()
         for group in groups:
@@ -290,10 +298,10 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 head = heap[0]
                 waited = self._now - head.owed_since
                 where = self._strays.get((group, lane), lane) if self._strays else lane
-                gate = self._gate_of(where, head.request, waited)
+                gate = self._rules.gate_of(where, head.request, waited)
                 if gate is Gate.CLOSED:
                     continue
-                place = (gate, self._urgency_of(where, head.request, waited), head.order)
+                place = (gate, self._rules.urgency_of(where, head.request, waited), head.order)
                 if best is None or place < best:
                     best = place
                     chosen = head.request
@@ -304,9 +312,9 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return chosen
 
     def _settle(self, lane: LaneKey, group: int) -> None:
-        """Make the front of this lane one who waits and belongs here, or remove the lane.
+        """Move requests until the lane's front belongs to it; remove an empty lane.
 
-        Where the step has no move left, who belongs elsewhere stays and is noted as a stray.
+        Without a move left in the step, the front stays and is noted as a stray.
         """
         heap = self._heaps[group][lane]
         while heap:
@@ -314,7 +322,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             if not heap:
                 break
             entry = heap[0]
-            belongs = self._lanes_of(entry.request)
+            belongs = self._rules.lanes_of(entry.request)
             if belongs == lane:
                 return
             if not self._may_move(entry, belongs):
@@ -327,13 +335,12 @@ class LaneQueue(LaneHeaps, RequestQueue):
         del self._heaps[group][lane]
 
     def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
-        if self._moves < MOST_MOVES:
+        if self._moves < MAX_MOVES:
             return True
-        if self._moves >= MOST_PUT_ASIDE or self._blocks_read() >= MOST_READ:
+        if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
-        # Who may enter can do so from here; who may not keeps those behind him from it, and so does
-        # one for whose kind there was no room.
-        if self.refused is not None and self._lanes_of(self.refused) == belongs:
+        # An open front can enter from here. A held or refused front blocks the requests behind it.
+        if self.refused is not None and self._rules.lanes_of(self.refused) == belongs:
             return True
         waited = self._now - entry.owed_since
-        return self._gate_of(belongs, entry.request, waited) is Gate.CLOSED
+        return self._rules.gate_of(belongs, entry.request, waited) is Gate.CLOSED
