@@ -164,11 +164,11 @@ def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: Collecto
         told.admitted("p", f"tenant {i}")
     told.write(state, 0.0)
     waiting = values(registry, "requests_waiting")
-    assert len(waiting) == metrics.MOST_LABELS + 1
+    assert len(waiting) == metrics.MAX_LABELS + 1
     assert sum(waiting.values()) == 100
-    assert waiting[OTHER, OTHER] == 100 - metrics.MOST_LABELS
+    assert waiting[OTHER, OTHER] == 100 - metrics.MAX_LABELS
     admitted = values(registry, "requests_admitted_total")
-    assert len(admitted) == metrics.MOST_LABELS + 1
+    assert len(admitted) == metrics.MAX_LABELS + 1
     assert sum(admitted.values()) == 100
 
 

@@ -65,7 +65,7 @@ def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.request.Request")
-    with pytest.raises(UnsupportedVllmError, match=r"lacks what we look into \(.*'Request'"):
+    with pytest.raises(UnsupportedVllmError, match=r"lacks a module or class \(.*'Request'"):
         vllm_compat.require_tested_vllm()
 
 

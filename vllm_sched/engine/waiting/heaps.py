@@ -1,8 +1,4 @@
-"""Where each waiting request is: heaps by group and lane, with lazy removal.
-
-A request that leaves from the middle of a heap leaves its entry there. Such dead entries are
-removed when they come to the front, or all at once when they are the majority.
-"""
+"""The places of the waiting requests: heaps by group and lane, with lazy removal."""
 
 from __future__ import annotations
 
@@ -16,21 +12,22 @@ from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
 
-# Dead entries are removed once there are this many and they are the majority.
+# Entries of requests that left stay in their heap until they are its front. All are removed once
+# there are this many and they are the majority.
 MAX_DEAD_ENTRIES = 64
-# A group holds requests whose adapter had no slot, and has that adapter's number. These two hold
-# the requests in their lanes, and requests that could not begin for another reason.
-IN_LANE, SET_ASIDE = 0, -1
+# Other groups are numbers of LoRA adapters, for requests whose adapter had no slot.
+IN_LANE = 0
+SET_ASIDE = -1  # could not begin for another reason
 
 
 class Entry(NamedTuple):
     """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
 
-    order: Any  # a number, or the request itself where upstream orders by priority
+    order: Any  # a number, or the request itself with priority scheduling
     request: Request
     since: float
     tokens: int
-    owed_since: float  # its gate goes by this: a request behind it may have waited longer
+    owed_since: float  # for its gate; earlier if a request behind it has waited longer
 
 
 class Place(NamedTuple):
@@ -47,16 +44,16 @@ class LaneHeaps:
     def __init__(
         self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
     ) -> None:
-        self._open_adapters = open_adapters  # None if requests may enter with any adapter
+        self._open_adapters = open_adapters  # None for all
         # By group, then by lane.
         self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
         self._live: dict[Request, Place] = {}
-        # Requests of the group SET_ASIDE; the one that was offered longest ago is first.
+        # Requests of the group SET_ASIDE; the request that was offered longest ago is first.
         self._aside: dict[Request, None] = {}
-        # How many requests each other group holds, by lane.
+        # Requests of each other group, by lane.
         self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        # Requests in their lanes that upstream popped and put back, for they could not begin: in
-        # which step.
+        # Requests in their lanes that vLLM popped and put back because they could not begin, and
+        # the step.
         self._turned_away: dict[Request, int] = {}
         self._dead = 0  # entries of requests that left
         self._now = 0.0  # when the step began
@@ -73,7 +70,7 @@ class LaneHeaps:
         return request in self._live
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in upstream's order, without regard to lanes and gates."""
+        """Iterate in vLLM's order, without regard to lanes and gates."""
         return (entry.request for entry in sorted(place.entry for place in self._live.values()))
 
     def waits(self) -> Iterator[tuple[LaneKey, float]]:
@@ -136,7 +133,6 @@ class LaneHeaps:
         return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
 
     def _bury(self, heap: list[Entry]) -> None:
-        """Remove dead entries from the front of a heap."""
         while heap and (
             (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
         ):
@@ -144,7 +140,6 @@ class LaneHeaps:
             self._dead -= 1
 
     def _sweep(self) -> None:
-        """Remove all dead entries."""
         self._heaps = {IN_LANE: {}}
         for entry, lane, group in self._live.values():
             if group != SET_ASIDE:

@@ -1,12 +1,10 @@
-"""Which LoRA adapters the running requests use, and which adapters more requests may bring.
+"""The LoRA adapters of running requests, and the adapters that more requests may bring.
 
-Upstream counts the adapters of the requests that it schedules in a step. A policy may leave out a
-running request for a step, and in the step after its adapter is needed again. So each running
-request keeps its adapter's slot here, scheduled or not.
+vLLM counts the adapters of scheduled requests. A policy may leave a running request out of a step,
+so here each running request keeps its adapter's slot.
 
-Upstream has no bound on the wait for a slot: an adapter whose requests keep coming keeps its slot.
-Here an adapter that waited for `MAX_WAIT_S` gets the next free slot. Until there is one, the
-adapter that has had its slot longest, if that is for `MAX_WAIT_S`, admits no more requests.
+vLLM does not bound the wait for a slot. Here an adapter that waited for `MAX_WAIT_S` gets the next
+free slot. Until then the adapter with the oldest slot, if it is that old, admits no more requests.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ from typing import Final
 from vllm.v1.request import Request
 
 MAX_WAIT_S: Final = 30.0
-# A free slot is kept for an adapter for this many steps: its requests may not begin, for instance
-# for want of KV blocks. Then the adapter's wait begins anew.
+# A free slot is kept for an adapter for this many steps, since its requests may lack KV blocks.
+# Then the adapter's wait begins anew.
 MAX_KEPT_STEPS: Final = 64
 
 
 @dataclass(slots=True)
 class Skipped:
-    """The requests of one adapter that were skipped because it had no slot."""
+    """The requests of one adapter that were skipped for want of a slot."""
 
     since: float  # when the adapter was first without a slot
     requests: set[Request] = field(default_factory=set)
 
 
 class LoraSlots:
-    """The adapters of the running requests; see the module's text."""
+    """The adapters of the running requests."""
 
     def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
@@ -42,11 +40,11 @@ class LoraSlots:
         self._skipped: dict[int, Skipped] = {}
         self._now = 0.0
         self._overdue: int | None = None  # the adapter that gets the next free slot
-        self._leaving: int | None = None  # the adapter that makes room for it
-        self._kept_steps = 0  # for how many steps a slot has been free for the overdue adapter
+        self._leaving: int | None = None  # the adapter that admits no more requests
+        self._kept_steps = 0  # steps in which a slot was free for the overdue adapter
 
     def begin_step(self, running: Iterable[Request], now: float) -> None:
-        """Note the adapters of the requests that run when the step begins."""
+        """Note the adapters of the running requests."""
         self._now = now
         self._running = Counter(adapter for r in running if (adapter := adapter_of(r)))
         self._slot_since = {a: self._slot_since.get(a, now) for a in self._running}
@@ -63,7 +61,7 @@ class LoraSlots:
                 self._leaving = oldest
 
     def _longest_without(self) -> int | None:
-        """Return the adapter that has waited longest, once that is for MAX_WAIT_S."""
+        """Return the adapter that has waited longest, if for MAX_WAIT_S."""
         if not self._skipped:
             return None
         adapter, skipped = min(self._skipped.items(), key=lambda item: item[1].since)
@@ -75,7 +73,7 @@ class LoraSlots:
         return adapter
 
     def skipped(self, request: Request) -> None:
-        """Note that a request could not begin because its adapter has no slot."""
+        """Note that a request could not begin for want of a slot."""
         adapter = adapter_of(request)
         self._skipped.setdefault(adapter, Skipped(self._now)).requests.add(request)
 
@@ -86,7 +84,7 @@ class LoraSlots:
             self.departed(request)
 
     def departed(self, request: Request) -> None:
-        """Note that a request does not wait for a slot any more."""
+        """Note that a request no longer waits for a slot."""
         adapter = adapter_of(request)
         if (skipped := self._skipped.get(adapter)) is not None:
             skipped.requests.discard(request)
@@ -94,7 +92,7 @@ class LoraSlots:
                 del self._skipped[adapter]
 
     def open_adapters(self) -> Collection[int] | None:
-        """Return the adapters that requests may be admitted with; None if it may be any."""
+        """Return the adapters that requests may be admitted with; None for all."""
         free = self.max_loras - len(self._running)
         if self._overdue is None or free > 1:  # the overdue adapter needs a single slot
             return None if free > 0 else self._running
