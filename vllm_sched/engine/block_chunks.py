@@ -1,8 +1,7 @@
 """Chunks of prompts in hybrid models, which end at block boundaries.
 
-With `mamba_cache_mode=align` vLLM stores Mamba state at block boundaries, where chunks must end. A
-policy may grant fewer tokens. The chunk is then rounded up, and its request owes the difference: it
-gets no chunk until later grants cover the debt.
+With `mamba_cache_mode=align` chunks end where vLLM stores Mamba state. A chunk is rounded up if a
+policy grants less, and its request gets no chunk until later grants cover the debt.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from vllm.v1.request import Request
 
 
 class BlockChunk(NamedTuple):
-    """A chunk, and the part of the grant that its request does not need."""
+    """A chunk, and the unused part of the grant."""
 
     tokens: int
     unused: int
 
 
 class BlockChunks:
-    """Sizes of chunks that end at block boundaries, and the debts of requests."""
+    """Sizes of chunks, and debts of requests."""
 
     def __init__(self, block: int, align: Callable[[Request, int, int], int]) -> None:
         self.block = block
-        # vLLM's: shortens a chunk to a boundary, to 0 if it ends before the first.
+        # vLLM's: shortens a chunk to a boundary, or to 0.
         self._align = align
         self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
 
@@ -43,10 +42,10 @@ class BlockChunks:
         room: int,
         may_skip: Callable[[], bool],
     ) -> BlockChunk:
-        """Return the chunk for a grant of so many tokens.
+        """Return the chunk for a grant.
 
-        `most` is vLLM's limit, `room` the limit of a chunk that is rounded up. A request in debt
-        gets a chunk unless the step `may_skip` it.
+        `most` is vLLM's limit, `room` that of a chunk that is rounded up. A request in debt gets
+        a chunk unless the step `may_skip` it.
         """
         uncached = computed - request.num_computed_tokens
         chunk = granted if granted == most else self._align(request, granted, uncached)

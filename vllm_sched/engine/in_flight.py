@@ -1,8 +1,4 @@
-"""Steps without a result yet, and how long each step took.
-
-Policies and telemetry use the same step times, so that predictions are compared with the times
-that the models learn from.
-"""
+"""Steps without a result yet, and their times. Policies and telemetry share it."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from vllm_sched.policies.types import StepResult
 # vLLM has two steps in flight, or one per pipeline stage.
 MAX_IN_FLIGHT: Final = 64
 MIN_STEP_S: Final = 1e-6
-# After a longer time without a step the engine was paused or idle.
+# After longer gaps between steps the engine was idle.
 MAX_GAP_S: Final = 1.0
 
 
@@ -38,17 +34,15 @@ class StepStarted(NamedTuple):
 
     @property
     def decodes(self) -> int:
-        """Return the number of decodes."""
         return len(self.output.num_scheduled_tokens) - len(self.chunks)
 
     @property
     def shape(self) -> StepShape:
-        """Return what the step computes."""
         return StepShape.of(list(self.chunks.values()), self.decodes, self.context_tokens)
 
 
 class StepDone(NamedTuple):
-    """A step whose result is back."""
+    """A step with a result."""
 
     step: StepStarted
     start: float  # when the engine began it
@@ -65,14 +59,14 @@ class InFlight:
         self._last_end = 0.0
 
     def begin(self, step: StepStarted) -> None:
-        """Note a scheduled step that is not empty."""
+        """Note a step that is not empty."""
         self._steps.append(step)
         if self._dp_group is not None:
             self._dp_group.begin(step.number, step.scheduled_at, step.shape)
 
     def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> StepDone | None:
-        """Return what a step did and how long it took; None for a step that was not noted."""
-        # Results arrive in the order of the steps. Steps before this one have lost their result.
+        """Return what a noted step did and how long it took."""
+        # Results arrive in order: those of earlier steps are lost.
         steps = self._steps
         if not steps or (
             steps[0].output is not output and all(step.output is not output for step in steps)
@@ -81,7 +75,7 @@ class InFlight:
         while (step := steps.popleft()).output is not output:
             pass
         end, decodes = clock(), step.decodes
-        # The engine began the step when it was scheduled, or when the step before ended.
+        # The engine begins a step when the step before ends.
         start = since = max(step.scheduled_at, min(self._last_end, end))
         if decodes and 0 <= step.scheduled_at - self._last_end <= MAX_GAP_S:
             # Decodes have waited since the last result.
@@ -90,7 +84,7 @@ class InFlight:
         others: Sequence[StepShape] = ()
         if self._dp_group is not None:
             self._dp_group.end(step.number, end)
-            # Ranks step together: all of them compute in the middle of the step.
+            # All ranks compute in the middle of the step.
             others = self._dp_group.others_at((start + end) / 2)
         chunks = list(step.chunks.values())
         decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
@@ -102,7 +96,7 @@ class InFlight:
 
 
 def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:
-    """Return the chunk of each prompt in a step that was scheduled."""
+    """Return the chunk of each prompt in a scheduled step."""
     # vLLM already counts the step's tokens as computed.
     return {
         request.request_id: Chunk(new, request.num_computed_tokens - new)

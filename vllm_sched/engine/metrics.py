@@ -144,8 +144,6 @@ Gauges: TypeAlias = dict[str, dict[tuple[str, ...], float]]  # by name and label
 
 @dataclass(slots=True)
 class EngineState:
-    """Gauges and policies' metrics at one moment."""
-
     gauges: Gauges = field(default_factory=lambda: defaultdict(dict))
     # By policy and name.
     policy_gauges: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -165,7 +163,6 @@ class StepTally:
     error_s: float = 0.0
 
     def sums(self) -> dict[str, float]:
-        """Return the increments of the counters."""
         return {
             "steps": self.steps,
             "steps_predicted": self.predicted,
@@ -179,7 +176,6 @@ class BatchHistogram(Histogram):
     """A histogram that takes many observations at once, to save time per step."""
 
     def add(self, buckets: Sequence[int], seconds: float) -> None:
-        """Add the counts of each bucket, and the sum of the observations."""
         for bucket, count in zip(self._buckets, buckets, strict=True):
             if count:
                 bucket.inc(count)
@@ -227,7 +223,6 @@ class Metrics:
         self._written_at = float("-inf")
 
     def fact(self, name: str, value: float, *labels: str) -> None:
-        """Set a metric that never changes."""
         text, names = FACTS[name]
         self._gauge(name, text, names).labels(*self._own, *labels).set(value)
 
@@ -250,7 +245,6 @@ class Metrics:
             tally.seconds += seconds
 
     def predicted(self, kind: str, seconds: float, observed: float) -> None:
-        """Count a step with its predicted and its actual time."""
         tally = self._tallies[kind]
         tally.predicted += 1
         tally.predicted_s += seconds
@@ -258,7 +252,6 @@ class Metrics:
         tally.error_s += abs(seconds - observed)
 
     def admitted(self, policy: str, lane: str) -> None:
-        """Count an admitted request."""
         self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
 
     def held(self, policy: str, seconds: float) -> None:
@@ -268,7 +261,6 @@ class Metrics:
     # Now and then
 
     def due(self, now: float) -> bool:
-        """Return whether it is time to write."""
         return now - self._written_at >= WRITE_EVERY_S
 
     def write(self, state: EngineState, now: float) -> None:

@@ -44,7 +44,6 @@ class ProbedEngine(SimulatedEngine):
             self.add(NewRequest(name, tokens, 400, priority=priority), self.now)
 
     def step(self) -> dict[str, int]:
-        """Run one step and return the tokens of each request."""
         self.now += 1
         step = self.schedule(self.now)
         if step is None:
@@ -54,7 +53,6 @@ class ProbedEngine(SimulatedEngine):
 
 
 def budget_is_read_in_every_step() -> bool:
-    """`max_num_scheduled_tokens` limits the step for which it is set."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler.max_num_scheduled_tokens = 10
@@ -88,7 +86,6 @@ def request_without_tokens_stays_first() -> bool:
 
 
 def running_is_served_in_order() -> bool:
-    """Serve requests in the order of `running`."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler._reserve_prefill_lookahead = lambda _request, _computed, tokens: min(tokens, 9)
@@ -111,13 +108,11 @@ def decode_is_left_out_of_one_step() -> bool:
 
 
 def last_of_running_is_preempted() -> bool:
-    """Preempt the last of `running` when blocks are short."""
     engine = _filled(SchedulingPolicy.FCFS)
     return [r.request_id for r in engine.scheduler.running] == ["a"]
 
 
 def preempted_request_of_a_low_priority_waits() -> bool:
-    """Preempt the request of the least priority, with priority scheduling."""
     engine = _filled(SchedulingPolicy.PRIORITY, priorities=(1, 0))
     waiting = [r.request_id for r in engine.scheduler.waiting]
     return [r.request_id for r in engine.scheduler.running] == ["b"] and waiting == ["a"]

@@ -28,8 +28,6 @@ from vllm_sched.policies.types import Policy
 if TYPE_CHECKING:
 
     class Upstream(Scheduler):
-        """Either class, to the type checker."""
-
         max_num_scheduled_tokens: int
 else:
     Upstream = object
@@ -104,7 +102,6 @@ class PolicySteps(Upstream):
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
-        """Tell the policies about a new request and its `vllm_xargs`."""
         if self._planner is not None and request.request_id not in self.requests:
             parameters = request.sampling_params
             wishes = (parameters and parameters.extra_args) or {}
@@ -113,7 +110,6 @@ class PolicySteps(Upstream):
         super().add_request(request)
 
     def shutdown(self) -> None:
-        """Remove the file that data-parallel ranks share."""
         if self._dp_group is not None:
             self._dp_group.remove()
         super().shutdown()
@@ -146,8 +142,7 @@ class PolicySteps(Upstream):
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         """Note which policy's gate is closed to a lane, if one is."""
 
-    def _note_limit(self, tokens: int) -> None:
-        """Note how many tokens the step may compute."""
+    def _note_limit(self, tokens: int) -> None: ...
 
     def _learn(self, done: StepDone) -> None:
         if self._planner is not None:

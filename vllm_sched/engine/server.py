@@ -45,7 +45,6 @@ def pass_on(number: signal.Signals) -> None:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Run `vllm serve` with these arguments."""
     answer_for_vllm()
     plugin.register()
     os.environ.setdefault(plugin.WARM_UP, "1")

@@ -99,8 +99,6 @@ class Told(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """A step without a result yet."""
-
     shape: StepShape
     output: SchedulerOutput
     answer: ModelRunnerOutput
@@ -116,20 +114,16 @@ class _Virtual:
     now = 0.0
 
     def clock(self) -> float:
-        """Return the virtual time."""
         return self.now
 
     def wall_clock(self) -> float:
-        """Return the virtual time."""
         return self.now
 
 
-class _Async(_Virtual, PolicyScheduler):
-    """The scheduler as on a GPU."""
+class _Async(_Virtual, PolicyScheduler): ...
 
 
-class _Sync(_Virtual, SyncPolicyScheduler):
-    """The scheduler as on a CPU."""
+class _Sync(_Virtual, SyncPolicyScheduler): ...
 
 
 @functools.cache
@@ -198,7 +192,6 @@ class SimulatedEngine:
         self._last_result_at = 0.0
 
     def add(self, new: NewRequest, now: float) -> None:
-        """Add a request."""
         self.scheduler.now = now
         extra: dict[str, Any] = dict(new.wishes)
         if new.remote_prefill or new.remote_decode:
@@ -310,12 +303,10 @@ class SimulatedEngine:
 
     @property
     def unfinished(self) -> int:
-        """Return the number of waiting and running requests."""
         return int(self.scheduler.get_num_unfinished_requests())
 
     @property
     def kv_usage(self) -> float:
-        """Return the used share of the KV cache."""
         return float(self.scheduler.kv_cache_manager.usage)
 
     @property
@@ -339,7 +330,6 @@ class SimulatedEngine:
         return sum(r.num_prompt_tokens - r.num_computed_tokens for r in requests)
 
     def policies(self) -> dict[str, dict[str, float]]:
-        """Return the policies' counters."""
         return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
 
     def _note(self, step: SimulatedStep, now: float) -> None:

@@ -67,21 +67,16 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return the same for a cache of several groups."""
         return self.request_finished(request, block_ids[0])
 
     # Abstract methods of the worker's side
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing."""
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing."""
+    ) -> None: ...
 
-    def wait_for_save(self) -> None:
-        """Do nothing."""
+    def wait_for_save(self) -> None: ...

@@ -30,13 +30,10 @@ from vllm_sched.version import __version__
 if TYPE_CHECKING:
 
     class InstrumentedScheduler(Scheduler):
-        """A scheduler with policies, to the type checker."""
-
         _policies: Sequence[Policy]
         _in_flight: InFlight
 
-        def clock(self) -> float:
-            """Return the time by which steps are measured."""
+        def clock(self) -> float: ...
 
         def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
 
@@ -58,8 +55,6 @@ ALL: Final = "all"
 
 
 class StepReport(NamedTuple):
-    """A step that ended and is not counted yet."""
-
     step: StepResult
     seconds: float  # for which the engine computed
     model: StepTime | None  # as it was when the result came
@@ -103,7 +98,6 @@ class SchedulerStats:
     # While vLLM schedules
 
     def gate(self, lanes: LaneKey, closed_by: int | None) -> None:
-        """Note which policy's gate is closed to a lane, if one is."""
         if closed_by is None:
             self._holds.pop(lanes, None)
         else:
@@ -149,7 +143,6 @@ class SchedulerStats:
     # When a result arrives
 
     def done(self, done: StepDone) -> None:
-        """Note a step that ended."""
         if self.metrics is not None:
             # Counted at the next write, many at once, which is faster.
             seconds = done.end - done.start
@@ -301,7 +294,6 @@ class SchedulerTelemetry(InstrumentedScheduler):
             _on_signal(file, self.clock)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Note what vLLM schedules."""
         if (seen := self._seen) is None:
             return super().schedule(*args, **kwargs)
         before = len(self.running)
@@ -325,7 +317,6 @@ class SchedulerTelemetry(InstrumentedScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        """Write metrics when they are due."""
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if (seen := self._seen) is not None:
             try:
@@ -365,14 +356,12 @@ class SchedulerTelemetry(InstrumentedScheduler):
         super()._learn(done)
 
     def add_request(self, request: Request) -> None:
-        """Note the arrival."""
         file = None if self._seen is None else self._seen.file
         if file is not None and request.request_id not in self.requests:
             file.trace.arrived(self.clock(), request.request_id, request.num_prompt_tokens)
         super().add_request(request)
 
     def shutdown(self) -> None:
-        """Write the trace."""
         if self._seen is not None and (file := self._seen.file) is not None:
             file.write(self.clock())
         super().shutdown()

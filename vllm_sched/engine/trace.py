@@ -36,8 +36,6 @@ MICRO = 1e6
 
 
 class QueuedRequest(NamedTuple):
-    """A request that began to wait."""
-
     at: float
     request_id: str
     prompt_tokens: int
@@ -59,12 +57,10 @@ class StepNote(NamedTuple):
 
     @property
     def prefill_tokens(self) -> int:
-        """Return the tokens of prompts."""
         return sum(self.tokens[request_id] for request_id in self.contexts)
 
     @property
     def kind(self) -> str:
-        """Return the name of what the step computed."""
         return kind(len(self.contexts), len(self.tokens) - len(self.contexts))
 
 
@@ -88,7 +84,6 @@ class EngineTrace:
         return self._entries
 
     def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
-        """Note that a request began to wait."""
         self._keep(QueuedRequest(at, request_id, prompt_tokens), 1)
 
     def stepped(self, step: StepNote) -> None:
@@ -103,14 +98,11 @@ class EngineTrace:
             self._entries -= 1 if isinstance(dropped, QueuedRequest) else 1 + len(dropped.tokens)
 
     def copy(self) -> list[QueuedRequest | StepNote]:
-        """Return the entries so far."""
         return list(self._log)
 
 
 @dataclass(slots=True)
 class _Track:
-    """A request during the replay."""
-
     number: int
     out_since: float | None  # waiting, or preempted; None while it runs
     phase: str = "waiting"
@@ -220,8 +212,6 @@ def path_for(path: Path, engine: int, engines: int) -> Path:
 
 
 class TraceFile:
-    """A trace and its file."""
-
     def __init__(self, path: Path, engine: str = "0") -> None:
         self.path = path
         self.trace = EngineTrace()

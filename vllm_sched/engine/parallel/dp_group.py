@@ -1,10 +1,9 @@
 """The steps of the other data-parallel ranks on this node, in a memory-mapped file.
 
-Ranks of an expert model step together, and a step lasts as long as the slowest rank's. To learn
-what a step costs, a rank needs the shapes of all ranks' steps. Ranks on other nodes are not seen.
+Ranks of an expert model step together, as long as the slowest rank takes. To learn what a step
+costs, a rank needs the shapes of all ranks. Ranks on other nodes are not seen.
 
-Each rank has a ring of records: number, time of scheduling, end, shape, checksum. Times are of the
-monotonic clock, which the processes of a node share. A record with a wrong checksum is ignored.
+Each rank has a ring of records. A record with a wrong checksum is ignored.
 
 Cost per step: two records written, about three read per rank, without locks or system calls.
 """
@@ -28,36 +27,35 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.metrics_folder import MEMORY
 
-# Above the number of steps in flight: 2, or one per pipeline stage.
+# More than the steps in flight: 2, or one per pipeline stage.
 RING_RECORDS: Final = 32
-# A record's number, the times of its scheduling and its end, and its shape.
+# Number, monotonic times of scheduling and end, shape.
 FIELDS: Final = struct.Struct("<Qddqdqqqq")
 CHECKSUM: Final = struct.Struct("<Q")
 RECORD_BYTES: Final = FIELDS.size + CHECKSUM.size
-# Before a rank's ring: the number of its newest record.
+# The number of the newest record, before the ring.
 NEWEST: Final = struct.Struct("<Q")
 RANK_BYTES: Final = NEWEST.size + RING_RECORDS * RECORD_BYTES
-# A record without an end belongs to a dead rank after this time.
+# Older records without an end belong to a dead rank.
 MAX_STEP_S: Final = 10.0
 logger = logging.getLogger("vllm.vllm_sched")
 
 
 class DpGroup:
-    """A rank's part of the file, and its view of the other ranks."""
+    """The file of a group of ranks."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self._path = path
         self._others = [other for other in range(size) if other != rank]
         self._start = rank * RANK_BYTES
         self._map = _mapped(path, size * RANK_BYTES)
-        # Clear the records of an earlier process of this rank.
+        # Clear the records of an earlier process.
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
-        # Steps without an end: step number, record number, time of scheduling, shape.
+        # Steps without an end: step, record, time of scheduling, shape.
         self._open: deque[tuple[int, int, float, StepShape]] = deque(maxlen=RING_RECORDS)
 
     def begin(self, step: int, scheduled_at: float, shape: StepShape) -> None:
-        """Publish a step of this rank."""
         self._newest += 1
         self._open.append((step, self._newest, scheduled_at, shape))
         self._write(self._newest, scheduled_at, math.inf, shape)
@@ -75,7 +73,6 @@ class DpGroup:
         return [shape for shape in found if shape is not None]
 
     def remove(self) -> None:
-        """Remove the file; other ranks keep their mapping."""
         self._path.unlink(missing_ok=True)
 
     def _write(self, number: int, scheduled_at: float, end: float, shape: StepShape) -> None:
@@ -94,7 +91,7 @@ class DpGroup:
         self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
     def _at(self, start: int, time: float) -> StepShape | None:
-        """Return the shape of a rank's first step that had not ended at a time."""
+        """Return the shape that a rank computes at a time."""
         (newest,) = NEWEST.unpack_from(self._map, start)
         shape = None
         for number in range(newest, max(newest - RING_RECORDS, 0), -1):
@@ -112,9 +109,9 @@ class DpGroup:
 
 
 def group_of(config: VllmConfig) -> DpGroup | None:
-    """Return the group of this rank; None if ranks do not step together, or without a file."""
+    """Return the group of this rank; None for independent ranks, or without a file."""
     parallel = config.parallel_config
-    # Ranks of a dense model are independent, with a data_parallel_size of 1.
+    # Ranks of a dense model have a data_parallel_size of 1.
     if parallel.data_parallel_size <= 1 or not config.model_config.is_moe:
         return None
     path = _path(parallel)
@@ -148,14 +145,14 @@ def _place(start: int, number: int) -> int:
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
-    """Map a file, which may exist; refuse a link or another user's file."""
+    """Map a file; refuse a link or another user's file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
         if found.st_size < size:
-            # Reserve the memory now: a write without memory would kill the process.
+            # A later write without memory would kill the process.
             os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
     finally:

@@ -68,7 +68,6 @@ class Admission:
         self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
 
     def end_step(self) -> None:
-        """Note what vLLM did with the request on offer."""
         self._lanes = None
         self.queue.end_step()
 
@@ -159,32 +158,27 @@ class Admission:
         return strictest
 
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
-        """Return the front's urgency for each policy."""
         return tuple(
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
     def closed_adapter(self, request: Request) -> int:
-        """Return the request's LoRA adapter if no request may enter with it now, else 0."""
         if (slots := self.lora_slots) is None:
             return 0
         self.note_admissions()
         return slots.closed_adapter(request)
 
     def open_adapters(self) -> Collection[int] | None:
-        """Return the LoRA adapters that requests may enter with; None if it may be any."""
         if (slots := self.lora_slots) is None:
             return None
         self.note_admissions()
         return slots.open_adapters()
 
     def compiles_grammar(self, request: Request) -> bool:
-        """Return whether the request's grammar is being compiled."""
         if request.status is not COMPILES_GRAMMAR:
             return False
         grammar = request.structured_output_request
         return grammar is not None and not grammar.is_grammar_ready
 
     def blocks_read(self) -> int:
-        """Return the blocks of cached prefixes that were looked up in this step."""
         return self._prefixes.blocks_read

@@ -20,7 +20,6 @@ def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable
 
 
 def methods(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
-    """Return this method of each policy that overrides it."""
     return [method for _, method in overrides(policies, name)]
 
 
@@ -44,7 +43,6 @@ class PolicyHooks:
 
     @classmethod
     def of(cls, policies: Sequence[Policy]) -> Self:
-        """Return the hooks of these policies."""
         return cls(
             lane=overrides(policies, "lane"),
             gate=overrides(policies, "gate"),

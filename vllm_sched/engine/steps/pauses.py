@@ -18,7 +18,6 @@ class DecodePauses:
         self.steps = 0  # paused steps since then
 
     def seconds(self, now: float) -> float:
-        """Return for how long decodes have been paused."""
         return 0.0 if self._since is None else now - self._since
 
     def begin_step(self, plan: StepPlan) -> None:

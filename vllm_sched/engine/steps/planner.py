@@ -175,7 +175,6 @@ class StepPlanner:
             departed(request, now)
 
     def _has_room(self, request: Request, kv_free: float) -> bool:
-        """Return whether the free part of the KV cache holds the whole request."""
         blocks = int(kv_free * self._kv_cache.blocks)
         blocks -= self._scheduler.kv_cache_manager.watermark_blocks + 1
         return bool(self._kv_cache.blocks_of(request.num_tokens + 1) <= blocks)

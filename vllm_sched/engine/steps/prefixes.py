@@ -21,7 +21,6 @@ class CachedPrefixes:
         self.blocks_read = 0  # by the look-ups of this step
 
     def begin_step(self) -> None:
-        """Count `blocks_read` anew."""
         self.blocks_read = 0
 
     def tokens(self, request: Request) -> int:

@@ -35,5 +35,4 @@ class ServiceClasses:
         return known
 
     def forget(self, request: Request) -> None:
-        """Drop a request that ended."""
         self._known.pop(request, None)

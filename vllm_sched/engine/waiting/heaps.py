@@ -12,27 +12,25 @@ from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
 
-# Entries of requests that left stay in their heap until they are its front. All are removed once
-# there are this many and they are the majority.
+# Entries of requests that left are removed at the front of a heap, or once they are the majority
+# and more than this.
 MAX_DEAD_ENTRIES = 64
-# Other groups are numbers of LoRA adapters, for requests whose adapter had no slot.
+# Other groups are LoRA adapters without a slot.
 IN_LANE = 0
 SET_ASIDE = -1  # could not begin for another reason
 
 
 class Entry(NamedTuple):
-    """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
+    """A place in a lane; entries compare by `order`, which is unique."""
 
-    order: Any  # a number, or the request itself with priority scheduling
+    order: Any  # a number, or with priority scheduling the request
     request: Request
     since: float
     tokens: int
-    owed_since: float  # for its gate; earlier if a request behind it has waited longer
+    owed_since: float  # for its gate; earlier if a request behind has waited longer
 
 
 class Place(NamedTuple):
-    """Where a request waits."""
-
     entry: Entry
     lane: LaneKey
     group: int
@@ -48,12 +46,11 @@ class LaneHeaps:
         # By group, then by lane.
         self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
         self._live: dict[Request, Place] = {}
-        # Requests of the group SET_ASIDE; the request that was offered longest ago is first.
+        # The group SET_ASIDE, in the order of the last offers.
         self._aside: dict[Request, None] = {}
         # Requests of each other group, by lane.
         self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        # Requests in their lanes that vLLM popped and put back because they could not begin, and
-        # the step.
+        # The step in which a request in its lane could not begin.
         self._turned_away: dict[Request, int] = {}
         self._dead = 0  # entries of requests that left
         self._now = 0.0  # when the step began
@@ -62,11 +59,9 @@ class LaneHeaps:
         self.held = self.counted.held
 
     def __len__(self) -> int:
-        """Count all waiting requests."""
         return len(self._live)
 
     def __contains__(self, request: object) -> bool:
-        """Return whether this request waits here."""
         return request in self._live
 
     def __iter__(self) -> Iterator[Request]:
@@ -74,7 +69,7 @@ class LaneHeaps:
         return (entry.request for entry in sorted(place.entry for place in self._live.values()))
 
     def waits(self) -> Iterator[tuple[LaneKey, float]]:
-        """Return the waits of lanes' fronts, and of requests that cannot begin."""
+        """Return the waits of fronts, and of requests set aside."""
         yield from self._waits_of_fronts(self._heaps)
         for entry, lane, _ in map(self._live.__getitem__, self._aside):
             yield lane, self._now - entry.owed_since
@@ -124,7 +119,6 @@ class LaneHeaps:
         self.counted.note_held(barred)
 
     def _open_groups(self) -> list[int]:
-        """Return the groups whose requests may begin."""
         if len(self._heaps) == 1:
             return [IN_LANE]
         adapters = self._open_adapters()

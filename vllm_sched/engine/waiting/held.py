@@ -1,4 +1,4 @@
-"""How many requests wait in each lane, how many are held, and for how long a lane was held."""
+"""Counts of waiting and held requests by lane, and the times of holds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vllm_sched.policies.types import LaneCount
 
 LaneKey = tuple[str, ...]  # a lane for each policy
 
-# `HeldTime` drops every other one of this many oldest points once it has twice as many.
+# With twice as many points, every other one of this many oldest is dropped.
 OLD_POINTS: Final = 256
 
 
 class HeldTime:
-    """For how long one policy held one lane: the sum over time, at the ends of each hold."""
+    """How long a policy held a lane: the sum over time, at both ends of each hold."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._sums: list[float] = []
 
     def add(self, start: float, end: float) -> None:
-        """Note that the lane was held from `start` to `end`; an overlap counts once."""
+        """Add a hold; an overlap counts once."""
         times, sums = self._times, self._sums
         start = max(start, times[-1]) if times else start
         if end <= start:
@@ -40,7 +40,7 @@ class HeldTime:
                 del points[1:OLD_POINTS:2]
 
     def since(self, when: float) -> float:
-        """Return for how many seconds the lane was held after `when`."""
+        """Return the seconds of holds after `when`."""
         times, sums = self._times, self._sums
         after = bisect_right(times, when)
         if after == len(times):
@@ -59,13 +59,13 @@ class LaneCounts:
         self.by_policy: list[defaultdict[str, LaneCount]] = [
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
-        # Requests for each combination of the policies' lanes. A gate is asked for these.
+        # Requests by the lanes of all policies, as gates are asked.
         self.here: Counter[LaneKey] = Counter()
         # The first policy whose gate was closed to a lane's front.
         self.held_by: dict[LaneKey, int] = {}
 
     def add(self, lane: LaneKey, requests: int, tokens: int) -> None:
-        """Add requests to a lane, or remove them by negative numbers."""
+        """Add requests to a lane; negative numbers remove."""
         self.here[lane] += requests
         if not self.here[lane]:
             del self.here[lane]
@@ -75,14 +75,14 @@ class LaneCounts:
             count.tokens += tokens
 
     def held(self, lane: LaneKey, by: int | None) -> None:
-        """Note which policy's gate was closed to this lane's front, if one was."""
+        """Note which policy's gate was closed to the lane."""
         if by is None:
             self.held_by.pop(lane, None)
         else:
             self.held_by[lane] = by
 
     def note_waits(self, fronts: Iterable[tuple[LaneKey, float]]) -> None:
-        """Set the longest wait of each lane from the waits of its fronts."""
+        """Set the longest wait of each lane."""
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0
@@ -93,7 +93,7 @@ class LaneCounts:
                     count.waited = waited
 
     def note_held(self, barred: Counter[LaneKey]) -> None:
-        """Count the held requests, and of the rest the `barred` requests that cannot begin."""
+        """Count held requests, and other requests that cannot begin."""
         for counts in self.by_policy:
             for count in counts.values():
                 count.held = count.barred = 0

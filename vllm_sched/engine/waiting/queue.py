@@ -1,14 +1,13 @@
 """A waiting queue of lanes with gates, in place of vLLM's own.
 
-vLLM scans one queue and stops at the first request that does not fit. Here the policies put each
-request into a lane. A lane with a closed gate costs nothing, however many requests it holds. The
-open lane with the most urgent front is served first; vLLM's order breaks ties.
+Policies put each request into a lane. Among lanes with open gates the most urgent front is next;
+vLLM's order breaks ties. A closed lane costs nothing, however many requests it holds.
 
-vLLM pops a request that cannot begin, and puts it back. Such requests leave their lanes until a
-LoRA slot is free, their grammar is compiled, or their turn comes among `MAX_RETRIES` per step.
+vLLM pops a request that cannot begin, and puts it back. It then leaves its lane until a LoRA slot
+is free, its grammar is compiled, or its turn comes among `MAX_RETRIES` per step.
 
-vLLM relies on two facts. `pop_request` returns the request that was peeked, since blocks were
-allocated for it. `len` counts all requests, while `bool` is False if no request may enter now.
+`pop_request` must return the request that was peeked: blocks were allocated for it. `len` counts
+all requests; `bool` is False if no request may enter now.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ from vllm_sched.policies.types import Gate
 
 # A request that could not begin counts as unable to begin for this many steps.
 RETRY_STEPS = 8
-# Requests that could not begin and are offered again in a step. vLLM's own scan takes all of them.
+# Requests that could not begin and are offered again in a step.
 MAX_RETRIES = 64
-# Requests that change their lane in a step. A prefix of thousands of requests can become cached
-# from one step to the next.
+# Requests that change their lane in a step. Thousands may share a prefix that becomes cached.
 MAX_MOVES = 32
-# Above MAX_MOVES, requests that block their lane may move up to these limits. A prefix that left
-# the cache is cheap to look up.
+# Limits for requests that block their lane. A prefix that left the cache is cheap to look up.
 MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
 
 
@@ -56,16 +53,15 @@ class LaneRules(Protocol):
         """Return the urgency of a lane's front; the least is served first."""
 
     def closed_adapter(self, request: Request) -> int:
-        """Return the request's LoRA adapter if no request may enter with it now, else 0."""
+        """Return the request's LoRA adapter if it has no slot, else 0."""
 
     def open_adapters(self) -> Collection[int] | None:
-        """Return the LoRA adapters that requests may enter with; None for all."""
+        """Return the LoRA adapters with a slot; None for all."""
 
-    def compiles_grammar(self, request: Request) -> bool:
-        """Return whether the request's grammar is being compiled."""
+    def compiles_grammar(self, request: Request) -> bool: ...
 
     def blocks_read(self) -> int:
-        """Return the blocks of cached prefixes that were looked up in this step."""
+        """Return the blocks of prefixes looked up in this step."""
 
 
 class LaneQueue(LaneHeaps, RequestQueue):
@@ -83,28 +79,28 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._rules = rules
         self._by_priority = by_priority
         self._clock = clock
-        self._last = 0  # order of the newest request at the end
-        self._first = 0  # order of the newest request at the front
-        # Requests popped in this step. Their wait does not begin anew if they are put back.
+        self._last = 0  # order of the last request
+        self._first = 0  # order of the first request
+        # Popped in this step. A request that is put back keeps its place.
         self._popped: dict[Request, Place] = {}
-        # Requests popped in the step before and not put back: their arrival and lane.
+        # Admitted in the step before: since when they waited, and where.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
         self._steps = 0
         self._moves = 0  # in this step
-        # The right lane of fronts that have yet to move, by group and present lane.
+        # The right lane of fronts that could not move, by group and present lane.
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
-        self.refused: Request | None = None  # offered in an earlier step without room for it
-        # The place of the request that a policy gave no tokens in this step.
+        self.refused: Request | None = None  # found no room in an earlier step
+        # The request that a policy gave no tokens in this step.
         self._excused: Place | None = None
-        self._offers = False  # vLLM looked for a request to admit in this step
-        self.offered = False  # and in the step before
+        self._offers = False  # vLLM looked for a request in this step
+        self.offered = False  # in the step before
 
     # Around a step
 
     def begin_step(self, now: float) -> None:
-        """Forget the gates, and put requests that could not begin back into lanes."""
+        """Forget the gates, and retry requests that could not begin."""
         self._now = now
         self._steps += 1
         self._moves = 0
@@ -117,7 +113,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self.offered, self._offers = self._offers, False
 
     def end_step(self) -> None:
-        """Remember a request that was looked at and not taken."""
+        """Remember a request that was offered and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
         self._excused = None
@@ -132,10 +128,9 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._forget_offer()
 
     def excuse(self) -> None:
-        """Note that a policy gave the offered request no tokens in this step.
+        """Note that a policy gave the offered request no tokens, and end the scan.
 
-        No other request is offered in this step: vLLM 0.32 ends its scan here. vLLM 0.33 pops the
-        request, looks for the next, and puts the request back, which keeps its place.
+        vLLM 0.33 pops the request and puts it back; it keeps its place.
         """
         self._peeked = False
         if self._offer is not None:
@@ -143,16 +138,15 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._excused = self._live[self._offer]
 
     def could_begin(self, request: Request) -> bool:
-        """Return whether the request was not turned away in the last RETRY_STEPS steps."""
+        """Return whether the request was not turned away recently."""
         return request not in self._turned_away
 
     def ask_gates(self) -> None:
-        """Ask all gates, and count the held requests."""
         self.first_choice()
         self._count_held()
 
     def first_choice(self) -> Request | None:
-        """Return the request that would be offered now, without offering it."""
+        """Return the next request without offering it."""
         return self._offer or (self._choose() if self._live else None)
 
     # vLLM's interface
@@ -163,7 +157,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._push(request, self._last)
 
     def prepend_request(self, request: Request) -> None:
-        """Put in front of all requests, or by priority."""
+        """Put in front, or insert by priority."""
         self._first -= 1
         self._push(request, self._first)
 
@@ -173,12 +167,11 @@ class LaneQueue(LaneHeaps, RequestQueue):
         put_back: list[Request] = []
         for request in requests:
             (put_back if request in self._popped else new).append(request)
-        # vLLM lists the request it popped last first. Set them aside in the order of the scan.
+        # vLLM lists the last popped request first. Set them aside in the order of the scan.
         for request in (*new, *reversed(put_back)):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        """Return the request to admit next."""
         offer = self._offered()
         if offer is None:
             raise IndexError("peek from a queue without an open lane")
@@ -186,7 +179,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return offer
 
     def pop_request(self) -> Request:
-        """Take the request that `peek_request` returned."""
         request = self._offered()
         if request is None:
             raise IndexError("pop from a queue without an open lane")
@@ -201,7 +193,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Remove a waiting request."""
         if request not in self._live:
             raise ValueError(f"request {request.request_id} is not waiting")
         self.remove_requests((request,))
@@ -237,19 +228,18 @@ class LaneQueue(LaneHeaps, RequestQueue):
         order = request if self._by_priority else number
         since = self._clock()
         lane = self._rules.lanes_of(request)
-        # A preempted request goes in front. The requests behind it keep their claim to a bounded
-        # wait, since the gate goes by the front's.
+        # A gate sees the front's wait. Behind a preempted front, longer waits must still count.
         owed = min(since, self._owed_behind(lane, order)) if number < 0 else since
         self._place(Entry(order, request, since, request.num_tokens, owed), lane)
 
     def _set_aside(self, popped: Place) -> None:
-        """Keep a request that could not begin out of its lane, with its place."""
+        """Keep a request that could not begin out of its lane."""
         entry, lane, _ = popped
         request = entry.request
         if group := self._rules.closed_adapter(request):
             self._place(entry, lane, group)
         elif request.num_preemptions:
-            # It waits a step or two for results in flight.
+            # Its results are in flight for a step or two.
             self._turned_away[request] = self._steps
             self._place(entry, lane)
         else:
@@ -257,12 +247,11 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._hold(Place(entry, lane, SET_ASIDE))
 
     def _offer_again(self) -> None:
-        """Put up to MAX_RETRIES requests that could not begin back into their lanes."""
         offered = Counter(self._live[request].lane for request in self._turned_away)
         again: list[Place] = []
         for request in self._aside:
             place = self._live[request]
-            # Earlier retries that vLLM has not looked at, as behind a closed gate, count too.
+            # Earlier retries behind a closed gate count too.
             if offered[place.lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
                 continue
             offered[place.lane] += 1
@@ -285,7 +274,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return self._offer
 
     def _choose(self) -> Request | None:
-        # Move all fronts before comparing them: a move can change the front of any lane.
+        # A move can change the front of any lane, so compare fronts after all moves.
         self._strays.clear()
         groups = self._open_groups()
         for group in groups:
@@ -312,10 +301,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return chosen
 
     def _settle(self, lane: LaneKey, group: int) -> None:
-        """Move requests until the lane's front belongs to it; remove an empty lane.
-
-        Without a move left in the step, the front stays and is noted as a stray.
-        """
+        """Move fronts that belong to another lane, and note a stray that may not move."""
         heap = self._heaps[group][lane]
         while heap:
             self._bury(heap)
@@ -339,7 +325,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             return True
         if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
-        # An open front can enter from here. A held or refused front blocks the requests behind it.
+        # An open front can enter from here. A held or refused front blocks its lane.
         if self.refused is not None and self._rules.lanes_of(self.refused) == belongs:
             return True
         waited = self._now - entry.owed_since
