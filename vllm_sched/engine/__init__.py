@@ -8,8 +8,7 @@ from vllm_sched.errors import UnsupportedVllmError
 try:
     require_tested_vllm()
 except UnsupportedVllmError as error:
-    # `python -m vllm_sched.engine.server` imports this package before the program can handle the
-    # error. The first argument is "-m" then.
+    # `python -m vllm_sched.engine.server` cannot handle the error: it imports this package first.
     if sys.argv[:1] != ["-m"]:
         raise
     program = next((word for word in sys.orig_argv if word.startswith(f"{__name__}.")), __name__)

@@ -1,11 +1,9 @@
 """The scheduler's metrics on the worker's own /metrics: `vllm_sched_*`.
 
-The engine's process counts, and the server's process serves /metrics. They share
-prometheus_client's folder of mapped files, PROMETHEUS_MULTIPROC_DIR, which must be set before both
-start, as `vllm_sched.engine.server` does. Without it the metrics are off.
+The engine's process counts, and the server's serves /metrics. They share prometheus_client's folder
+PROMETHEUS_MULTIPROC_DIR, which must be set before both start, as `vllm_sched.engine.server` does.
 
-Cost: 1 or 2 us per step to keep its result. Changes are written five times a second, and when the
-engine becomes idle. Above `MAX_LABELS` values of a label, further values are `other`.
+Cost: 1 or 2 us per step. Changes are written five times a second, and when the engine becomes idle.
 """
 
 from __future__ import annotations
@@ -100,8 +98,8 @@ HISTOGRAMS: Final[dict[str, tuple[str, str, tuple[float, ...]]]] = {
         HOLD_BUCKETS,
     ),
 }
-# Help texts of policies' own metrics. Policies may have metrics without a text here.
-POLICIES_OWN: Final[dict[str, str]] = {
+# Help texts of policies' own metrics; a policy may have others.
+POLICY_METRICS: Final[dict[str, str]] = {
     "starvation_releases": "Requests admitted because they had waited for too long.",
     "batch_members": "Requests in the batch that runs or forms.",
     "batch_forming": "1 while the batch admits requests.",
@@ -202,7 +200,7 @@ class Metrics:
     """The metrics of one engine, on the same machine as the server."""
 
     def __init__(self, model: str, engine: str, registry: CollectorRegistry | None = None) -> None:
-        # A registry per engine: several engines may share a process, and only the files are read.
+        # Several engines may share a process, and only the files are read.
         self._registry = registry or CollectorRegistry()
         self._own = (model, engine)
         self._gauges = {
@@ -272,14 +270,14 @@ class Metrics:
                 key = name, self._bounds[name](labels)
                 shown[key] = value if key[1] == labels else shown.get(key, 0.0) + value
         for (policy, name), value in state.policy_gauges.items():
-            self._policys_own(name, counts=False)
+            self._make_policy_metric(name, counts=False)
             shown[name, (policy,)] = value
         for key, value in shown.items():
             if self._shown.get(key) != value:
                 self._child(key[0], self._gauges[key[0]], key[1]).set(value)
         self._shown = shown
         for (policy, name), value in state.policy_counters.items():
-            self._policys_own(name, counts=True)
+            self._make_policy_metric(name, counts=True)
             before = self._policy_counts.get((policy, name), 0.0)
             self._sums[name, (policy,)] += max(value - before, 0.0)
             self._policy_counts[policy, name] = value
@@ -310,7 +308,7 @@ class Metrics:
             child = self._children[name, labels] = metric.labels(*self._own, *labels)
         return child
 
-    def _policys_own(self, name: str, *, counts: bool) -> None:
+    def _make_policy_metric(self, name: str, *, counts: bool) -> None:
         """Make the metric of a policy at its first value."""
         known: dict[str, Any] = self._counters if counts else self._gauges
         if name in known:
@@ -320,7 +318,7 @@ class Metrics:
                 f"{name!r} is not a valid name for a policy's metric: use a-z, 0-9 and _"
             )
         make = self._counter if counts else self._gauge
-        known[name] = make(name, POLICIES_OWN.get(name, "A metric of the policy."), ("policy",))
+        known[name] = make(name, POLICY_METRICS.get(name, "A metric of the policy."), ("policy",))
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...]) -> Gauge:
         return Gauge(
@@ -346,7 +344,7 @@ class Metrics:
         )
 
 
-def reaches_the_server() -> bool:
+def server_shows_metrics() -> bool:
     """Return whether the server will show these metrics; log the reason if not."""
     if envs.VLLM_USE_RUST_FRONTEND:
         logger.warning(
@@ -371,7 +369,7 @@ def open_folder() -> None:
         return
     folder = metrics_folder.make()
     os.environ[metrics_folder.VARIABLE] = str(folder)
-    # prometheus_client chose its values' class at its import, which importing vLLM did.
+    # prometheus_client chose the class at its import, by vLLM.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
     owner = os.getpid()
 

@@ -1,13 +1,12 @@
 """vLLM's NIXL connectors for CPU workers: the affinity is kept, and the progress thread sleeps.
 
-`kv_connector_module_path` in `--kv-transfer-config` names this module. The classes keep vLLM's
-names, because vLLM compares names elsewhere.
+`kv_connector_module_path` in `--kv-transfer-config` names this module. vLLM compares the classes'
+names elsewhere, so they are vLLM's.
 
 1. On a CPU, vLLM binds the computing thread of every worker to the last processor of the NUMA node.
-   Here the thread keeps its affinity.
 2. NIXL's progress thread polls without a pause, and takes a processor. A low priority does not
    help: the thread often holds UCX's spin lock, on which the computing thread then spins. Under
-   SCHED_IDLE streams stopped for 1 to 4 s. Here the thread sleeps in `poll`; events wake it.
+   SCHED_IDLE streams stopped for 1 to 4 s. Here it sleeps in `poll`, and events wake it.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# The longest sleep, and the delay of a message without an event. An idle agent then uses 3 % of a
-# processor.
-PAUSE_US = 1000
+# The longest delay of a message without an event. An idle agent uses 3 % of a processor.
+POLL_PAUSE_US = 1000
 
 
 @contextmanager
-def keeping_processors() -> Iterator[None]:
+def keep_affinity() -> Iterator[None]:
     """Restore this thread's affinity at the end."""
     before = os.sched_getaffinity(0)
     try:
@@ -39,8 +37,8 @@ def keeping_processors() -> Iterator[None]:
 
 
 @contextmanager
-def sleeping_progress(bindings: Any, pause_us: int = PAUSE_US) -> Iterator[None]:
-    """Have agents that are made here sleep between polls; NIXL's Python API has no setting."""
+def limit_polling(bindings: Any, pause_us: int = POLL_PAUSE_US) -> Iterator[None]:
+    """Make new agents sleep between polls, which NIXL's Python API cannot set."""
     plain = bindings.nixlAgentConfig
 
     class Sleeping(plain):  # type: ignore[misc,valid-type]
@@ -48,7 +46,7 @@ def sleeping_progress(bindings: Any, pause_us: int = PAUSE_US) -> Iterator[None]
 
         @property
         def pthrDelay(self) -> int:  # noqa: N802 - NIXL's name
-            """Return the pause in microseconds."""
+            """Return the pause in us."""
             return int(plain.pthrDelay.__get__(self))
 
         @pthrDelay.setter
@@ -63,17 +61,17 @@ def sleeping_progress(bindings: Any, pause_us: int = PAUSE_US) -> Iterator[None]
 
 
 @contextmanager
-def well_behaved() -> Iterator[None]:
-    """Keep the affinity, and let the progress thread sleep if the installed NIXL supports it."""
+def with_cpu_settings() -> Iterator[None]:
+    """Apply both, as far as the installed NIXL supports it."""
     bindings = importlib.import_module("nixl._api").nixlBind
     if not hasattr(getattr(bindings, "nixlAgentConfig", None), "pthrDelay"):
         logger.warning(
             "this NIXL has no `pthrDelay` setting: its progress thread takes a whole processor"
         )
-        with keeping_processors():
+        with keep_affinity():
             yield
         return
-    with keeping_processors(), sleeping_progress(bindings):
+    with keep_affinity(), limit_polling(bindings):
         yield
 
 
@@ -81,7 +79,7 @@ class NixlConnector(nixl.NixlConnector):
     """The pull connector: the decode worker reads."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with well_behaved():
+        with with_cpu_settings():
             super().__init__(vllm_config, role, kv_cache_config)
 
 
@@ -89,5 +87,5 @@ class NixlPushConnector(nixl.NixlPushConnector):
     """The push connector: the prefill worker writes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with well_behaved():
+        with with_cpu_settings():
             super().__init__(vllm_config, role, kv_cache_config)

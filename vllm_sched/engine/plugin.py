@@ -1,7 +1,7 @@
 """Extensions of vLLM's start: checks before the model loads, and a compilation for logprobs.
 
 vLLM calls `load` in each of its processes (entry point `vllm.general_plugins`); `server` calls
-`register`. Without the compilation vLLM compiles during the first request with logprobs.
+`register`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_sched.errors import UnsupportedVllmError, UsageError
 
 logger = logging.getLogger("vllm.vllm_sched")
 
-WARM_UP: Final = "VLLM_SCHED_WARM_UP"
+WARM_UP_VARIABLE: Final = "VLLM_SCHED_WARM_UP"
 EXTENDED: Final = "_extended_by_vllm_sched"
 
 
@@ -61,10 +61,10 @@ def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
 
 
 def own_class(config: VllmConfig) -> type[Scheduler] | None:
-    """Return the configured scheduler class if it is one of ours or derived from one."""
+    """Return the configured scheduler class if it is ours or derived from ours."""
     kind: Any = config.scheduler_config.scheduler_cls
     if isinstance(kind, str):
-        # vLLM resolves its own classes differently, and refuses a wrong name itself.
+        # vLLM resolves its own classes itself.
         if kind.startswith("vllm."):
             return None
         kind = resolve_obj_by_qualname(kind)
@@ -87,9 +87,11 @@ def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
 
 def compiles_logprobs(config: VllmConfig) -> bool:
     """Return whether the engine compiles for logprobs before it is ready."""
-    setting = os.environ.get(WARM_UP)
+    setting = os.environ.get(WARM_UP_VARIABLE)
     if setting not in (None, "0", "1"):
-        raise UsageError(f"{WARM_UP}={setting!r} must be 0 or 1; correct it or leave it out")
+        raise UsageError(
+            f"{WARM_UP_VARIABLE}={setting!r} must be 0 or 1; correct it or leave it out"
+        )
     if config.model_config.runner_type != "generate":  # a pooling model has no logprobs
         return False
     return setting == "1" or (setting is None and own_class(config) is not None)
@@ -106,9 +108,9 @@ def _compiling_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_logprobs(worker: Any) -> None:
-    """Compute the logprobs of one token in a worker process, as its sampler does.
+    """Compute the logprobs of one token in a worker process.
 
-    vLLM compiles a part of this at the first call: up to 20 s in which no stream gets a token.
+    vLLM compiles this at the first call, for up to 20 s without tokens.
     """
     sampler = getattr(worker.model_runner, "sampler", None)
     if not isinstance(sampler, Sampler):  # other samplers compile nothing for logprobs

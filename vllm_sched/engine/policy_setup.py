@@ -1,4 +1,4 @@
-"""The policies of an engine that starts, and the configurations that they do not support.
+"""The policies of an engine, and the configurations that they do not support.
 
 Configuration arrives as `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
 """
@@ -22,8 +22,8 @@ from vllm_sched.policies.types import EngineFacts, Policy
 from vllm_sched.version import __version__
 
 CONFIG_KEY: Final = "vllm_sched"
-# Policies that contradict `prefill_schedule_interval`, and why. With it, only every n-th step
-# computes prompts while requests decode.
+# Why policies contradict `prefill_schedule_interval`: while requests decode, only every n-th step
+# computes prompts.
 AGAINST_INTERVAL: Final[Mapping[str, str]] = {
     "prefill_first": "the policy pauses decodes in steps in which vLLM holds prompts, so that "
     "nothing is computed in them",
@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 
 def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
-    """Return the policies that the configuration or the scheduler's class switches on."""
+    """Return the policies of the configuration, or of the scheduler's class."""
     wanted = {**defaults, **_given(scheduler.vllm_config)}
     if not wanted:
         return []
@@ -73,10 +73,7 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
 
 
 def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
-    """Refuse an unsupported configuration before the model loads.
-
-    `kind` is the scheduler's class if it is one of ours.
-    """
+    """Refuse an unsupported configuration; `kind` is our scheduler's class, if used."""
     facts = EngineFacts(
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -108,8 +105,8 @@ def refuse_unsupported(
             "policies don't work with diffusion models, which need vLLM's own scheduler; "
             "start without --scheduler-cls"
         )
-    # vLLM's asynchronous scheduler has placeholders for drafts, and for the token that one pipeline
-    # stage sends to the next.
+    # vLLM's asynchronous scheduler has placeholders for drafts, and for tokens between pipeline
+    # stages.
     drafts = "speculative decoding" if config.num_speculative_tokens else None
     stages = config.parallel_config.pipeline_parallel_size
     by = drafts or ("pipeline parallelism" if stages > 1 else None)
@@ -142,7 +139,6 @@ def warn_of_idle_device(scheduler: Scheduler) -> None:
 
 
 def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
-    """Log the policies and their resolved settings in one line."""
     listed = "; ".join(
         f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
         for policy in policies

@@ -1,7 +1,6 @@
 """vLLM's schedulers with policies. Without policies they schedule exactly as vLLM does.
 
-`PolicySteps` overrides small methods of vLLM's scheduler around `super()`. It comes before either
-of vLLM's two classes in the method resolution order. `steps` holds what the overrides call.
+`PolicySteps` overrides small methods around `super()`; `steps` has what they call.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from vllm_sched.engine.telemetry import SchedulerTelemetry
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Policy
 
-# Either of vLLM's classes comes after `PolicySteps`. Both have what it uses.
+# The next class is either of vLLM's.
 if TYPE_CHECKING:
 
     class Upstream(Scheduler):
@@ -42,14 +41,14 @@ class PolicySteps(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Stored, because the look-up takes longer than the call.
+        # The look-up takes longer than the call.
         self._upstream_lookahead: Callable[..., int] = super(
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
         self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
         self._policies: Sequence[Policy] = policy_setup.configured(self, self.default_policies)
         self._in_flight = InFlight()
-        # No defaults in the class: CPython reads instance attributes faster without.
+        # Not in the class: CPython reads instance attributes without defaults faster.
         self._planner: StepPlanner | None = None  # None without policies
         self._chunks: StepChunks | None = None  # within a step in which policies may cut prompts
         self._dp_group: DpGroup | None = None
@@ -66,11 +65,11 @@ class PolicySteps(Upstream):
         self.waiting = self._planner.admission.queue
 
     def clock(self) -> float:
-        """Return the time by which waits and steps are measured."""
+        """Return the time of waits and steps."""
         return time.monotonic()
 
     def wall_clock(self) -> float:
-        """Return the time by which arrivals of requests are measured."""
+        """Return the time of arrivals."""
         return time.time()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -128,7 +127,7 @@ class PolicySteps(Upstream):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        # vLLM calls this for each running request in each step: most of the policies' cost is here.
+        # Called for each running request in each step: most of the policies' cost is here.
         if (chunks := self._chunks) is not None and (
             request.is_prefill_chunk or request.status is not RUNNING
         ):
@@ -137,10 +136,10 @@ class PolicySteps(Upstream):
             return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
         return num_new_tokens if num_new_tokens > 0 else 0  # noqa: FURB136 - a call takes longer
 
-    # Called for `SchedulerTelemetry`, which overrides these.
+    # `SchedulerTelemetry` overrides these.
 
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
-        """Note which policy's gate is closed to a lane, if one is."""
+        """Note which policy's gate is closed to a lane."""
 
     def _note_limit(self, tokens: int) -> None: ...
 

@@ -20,11 +20,11 @@ from vllm_sched.engine import metrics, plugin, trace
 from vllm_sched.errors import VllmSchedError
 
 # The prefix of vLLM's names for processes with a scheduler.
-ENGINE_PROCESS = "EngineCore"
+ENGINE_PROCESS_PREFIX = "EngineCore"
 MODULE = "vllm_sched.engine.server"  # `__name__` is "__main__" in a program
 
 
-def answer_for_vllm() -> None:
+def alias_distribution() -> None:
     """Let `importlib.metadata.version("vllm")` succeed for any distribution of vLLM."""
     try:
         importlib.metadata.version("vllm")
@@ -37,20 +37,20 @@ def answer_for_vllm() -> None:
         importlib.metadata.version = version
 
 
-def pass_on(number: signal.Signals) -> None:
+def forward_signal(number: signal.Signals) -> None:
     """Send a signal to this process's engines."""
     for child in multiprocessing.active_children():
-        if child.name.startswith(ENGINE_PROCESS) and child.pid is not None:
+        if child.name.startswith(ENGINE_PROCESS_PREFIX) and child.pid is not None:
             os.kill(child.pid, number)
 
 
 def serve(arguments: Sequence[str]) -> None:
-    answer_for_vllm()
+    alias_distribution()
     plugin.register()
-    os.environ.setdefault(plugin.WARM_UP, "1")
+    os.environ.setdefault(plugin.WARM_UP_VARIABLE, "1")
     metrics.open_folder()
     if os.environ.get(trace.VARIABLE):
-        signal.signal(trace.WRITE_NOW, lambda *_: pass_on(trace.WRITE_NOW))
+        signal.signal(trace.WRITE_SIGNAL, lambda *_: forward_signal(trace.WRITE_SIGNAL))
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", "serve", *arguments]

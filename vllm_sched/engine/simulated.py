@@ -5,9 +5,9 @@
     step = engine.schedule(now)          # what it computes; None if there is nothing to do
     ... engine.finish(step, later)       # its result: tokens of each request
 
-Scheduler, block manager, prefix cache and KV connector are vLLM's. The model is replaced by a
-token per computed request. The caller decides how long steps take and how many are in flight, and
-passes the time. KV blocks have names from the caller, so no token is hashed.
+Scheduler, block manager and prefix cache are vLLM's. In place of the model, each complete prompt
+gets a token. The caller decides how long steps take and passes the time. It names KV blocks, so
+that no token is hashed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings of a worker, as its flags would set them."""
+    """The settings of a worker."""
 
     max_model_len: int
     kv_tokens: int
@@ -79,8 +79,7 @@ class NewRequest:
     id: str
     prompt_tokens: int
     output_tokens: int
-    # Returns a name for the text up to the n-th token; equal names mean equal texts. Without it
-    # the text is unique.
+    # Names the text up to its n-th token. Without it the text is unique.
     name_of: Callable[[int], bytes] | None = None
     wishes: Mapping[str, object] = field(default_factory=dict)
     priority: int = 0
@@ -88,7 +87,7 @@ class NewRequest:
     remote_decode: bool = False
 
 
-class Told(NamedTuple):
+class RequestResult(NamedTuple):
     """The result of a step for a request."""
 
     id: str
@@ -128,7 +127,7 @@ class _Sync(_Virtual, SyncPolicyScheduler): ...
 
 @functools.cache
 def _base_config() -> VllmConfig:
-    """Return a checked configuration; the check is slow, so it is done once."""
+    """Return a checked configuration; the check is slow."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = VllmConfig(
@@ -186,7 +185,7 @@ class SimulatedEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=size,
         )
-        self.scheduler._seen = None  # telemetry is for real engines
+        self.scheduler._telemetry = None  # telemetry is for real engines
         self.trace: EngineTrace | None = None
         self.preemptions = 0
         self._last_result_at = 0.0
@@ -226,7 +225,7 @@ class SimulatedEngine:
         return _named_blocks(self.settings.block_tokens, new.name_of or own)
 
     def abort(self, ids: Iterable[str], now: float) -> None:
-        """Abort requests; unknown and finished requests are ignored."""
+        """Abort requests; unknown ones are ignored."""
         self.scheduler.now = now
         self.scheduler.finish_requests(list(ids), RequestStatus.FINISHED_ABORTED)
 
@@ -260,15 +259,15 @@ class SimulatedEngine:
             len(scheduler.waiting),
         )
 
-    def finish(self, step: SimulatedStep, now: float) -> list[Told]:
-        """Deliver a step's result; steps finish in the order of their scheduling."""
+    def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
+        """Deliver a step's result, in the order of scheduling."""
         self.scheduler.now = now
         if self.trace is not None:
             self._note(step, now)
         self._last_result_at = now
         outputs = self.scheduler.update_from_output(step.output, step.answer)
         return [
-            Told(
+            RequestResult(
                 output.request_id,
                 len(output.new_token_ids),
                 output.finish_reason is not None,
@@ -288,7 +287,7 @@ class SimulatedEngine:
         return begun
 
     def transferred(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
-        """Report received and sent KV; unknown requests are ignored."""
+        """Report received and sent KV."""
         scheduler = self.scheduler
         scheduler.now = now
         output = SchedulerOutput.make_empty()
@@ -317,7 +316,7 @@ class SimulatedEngine:
 
     @property
     def deferred(self) -> int:
-        """Return the number of requests that wait for something else than room, such as KV."""
+        """Return the number of requests that wait for KV or the like, not for room."""
         return len(self.scheduler.deferred_waiting)
 
     def backlog(self) -> int:
@@ -362,10 +361,7 @@ def _shape(
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
-    """Return the model's output: a token for each request with a complete prompt.
-
-    Call it right after scheduling: later steps change which prompts are complete.
-    """
+    """Return a token for each complete prompt, right after scheduling."""
     ids = list(output.num_scheduled_tokens)
     return ModelRunnerOutput(
         req_ids=ids,

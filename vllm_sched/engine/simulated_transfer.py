@@ -1,8 +1,7 @@
 """A KV connector that moves nothing, for prefill and decode workers in virtual time.
 
-The scheduler uses it like NIXL's. A request with `do_remote_prefill` waits with its blocks until
-its KV is reported as received. A finished request with `do_remote_decode` keeps its blocks until
-its KV is reported as sent. The simulation reports both.
+As with NIXL, a request with `do_remote_prefill` holds blocks until the simulation reports its KV as
+received. A finished request with `do_remote_decode` holds blocks until its KV is reported as sent.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # Fetches since the caller last read this: tokens, by request.
+        # Tokens to fetch, by request, since the caller's last read.
         self.begun: dict[str, int] = {}
 
     def get_num_new_matched_tokens(

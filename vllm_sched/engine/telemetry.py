@@ -1,7 +1,6 @@
 """What `metrics` and `trace` show of a scheduler, gathered around its steps.
 
-With both off the cost is a comparison per step. A failure turns telemetry off, and the engine goes
-on. Telemetry also works without policies, to compare steps with vLLM's own.
+A failure turns telemetry off, and the engine goes on. Telemetry also works without policies.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 else:
     InstrumentedScheduler = object
 
-# Our own fit learns from every 7th step once it can predict. Every 3rd step is compared with its
-# prediction. Primes meet all kinds of steps.
+# Our own fit learns from every 7th step once it can predict, and every 3rd step is compared with
+# its prediction. Primes meet all kinds of steps.
 FIT_EVERY: Final = 7
 PREDICT_EVERY: Final = 3
 # Requests remembered after they ran, besides as many as are running.
@@ -76,7 +75,7 @@ class SchedulerStats:
         self.now = 0.0  # when the current step began
         self._uncounted: list[StepReport] = []
         self._holds: dict[LaneKey, int] = {}  # the first policy with a closed gate
-        self._full = False  # no slot was free after the last step, so policies held no request
+        self._full = False  # no slot was free, so policies held no request
         # By policy.
         self._held: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
             partial(defaultdict, HeldTime)
@@ -275,7 +274,7 @@ class SchedulerStats:
 class SchedulerTelemetry(InstrumentedScheduler):
     """Shows what the scheduler after this class does."""
 
-    _seen: SchedulerStats | None = None
+    _telemetry: SchedulerStats | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -283,33 +282,33 @@ class SchedulerTelemetry(InstrumentedScheduler):
         engine = parallel.data_parallel_index
         file = trace.from_environment(engine, parallel.data_parallel_size)
         written = None
-        if metrics.reaches_the_server():
+        if metrics.server_shows_metrics():
             written = metrics.Metrics(_model_name(self.vllm_config.model_config), str(engine))
             policies = "+".join(policy.name for policy in self._policies) or metrics.NO_POLICY
             written.fact("info", 1, __version__, type(self).__name__, policies)
             written.fact("start_time_seconds", time.time())
         if file is not None or written is not None:
-            self._seen = SchedulerStats(written, file, self._policies)
+            self._telemetry = SchedulerStats(written, file, self._policies)
         if file is not None:
             _on_signal(file, self.clock)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if (seen := self._seen) is None:
+        if (stats := self._telemetry) is None:
             return super().schedule(*args, **kwargs)
         before = len(self.running)
         # With policies, the planner notes steps. vLLM's set also has waiting requests.
         prefills = (
             None if self._policies else [r for r in self._inflight_prefills if r.is_prefill_chunk]
         )
-        seen.begin(self.clock(), self.max_num_scheduled_tokens)
+        stats.begin(self.clock(), self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         try:
             if prefills is not None:
                 prefills += self.running[before:]
-                self._note(output, prefills, seen)
+                self._note(output, prefills, stats)
             # Without a free slot no policy holds a request.
             running, full = len(self.running), not admits_requests(self)
-            seen.scheduled(output, self.current_step, running, self.waiting, full=full)
+            stats.scheduled(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._turn_off()
         return output
@@ -318,16 +317,16 @@ class SchedulerTelemetry(InstrumentedScheduler):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        if (seen := self._seen) is not None:
+        if (stats := self._telemetry) is not None:
             try:
                 full = not admits_requests(self)
-                seen.show(self.running, self.waiting, self.clock(), full=full)
+                stats.show(self.running, self.waiting, self.clock(), full=full)
             except Exception:
                 self._turn_off()
         return outputs
 
     def _note(
-        self, output: SchedulerOutput, prefills: Sequence[Request], seen: SchedulerStats
+        self, output: SchedulerOutput, prefills: Sequence[Request], stats: SchedulerStats
     ) -> None:
         if not output.total_num_scheduled_tokens:
             return
@@ -335,34 +334,34 @@ class SchedulerTelemetry(InstrumentedScheduler):
         running, waiting = len(self.running), len(self.waiting)
         self._in_flight.begin(
             StepStarted(
-                output, self.current_step, seen.now, seen.budget, chunks, 0, running, waiting
+                output, self.current_step, stats.now, stats.budget, chunks, 0, running, waiting
             )
         )
 
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
-        if self._seen is not None:
-            self._seen.gate(lanes, closed_by)
+        if self._telemetry is not None:
+            self._telemetry.gate(lanes, closed_by)
 
     def _note_limit(self, tokens: int) -> None:
-        if self._seen is not None:
-            self._seen.budget = tokens
+        if self._telemetry is not None:
+            self._telemetry.budget = tokens
 
     def _learn(self, done: StepDone) -> None:
-        if self._seen is not None:
+        if self._telemetry is not None:
             try:
-                self._seen.done(done)
+                self._telemetry.done(done)
             except Exception:
                 self._turn_off()
         super()._learn(done)
 
     def add_request(self, request: Request) -> None:
-        file = None if self._seen is None else self._seen.file
+        file = None if self._telemetry is None else self._telemetry.file
         if file is not None and request.request_id not in self.requests:
             file.trace.arrived(self.clock(), request.request_id, request.num_prompt_tokens)
         super().add_request(request)
 
     def shutdown(self) -> None:
-        if self._seen is not None and (file := self._seen.file) is not None:
+        if self._telemetry is not None and (file := self._telemetry.file) is not None:
             file.write(self.clock())
         super().shutdown()
 
@@ -370,7 +369,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         trace.logger.exception(
             "vllm_sched_* metrics and the trace are off after an error; please report it"
         )
-        self._seen = None
+        self._telemetry = None
 
 
 def _model_name(config: Any) -> str:
@@ -381,6 +380,6 @@ def _model_name(config: Any) -> str:
 
 def _on_signal(file: trace.TraceFile, clock: Any) -> None:
     try:
-        signal.signal(trace.WRITE_NOW, lambda *_: file.write_aside(clock()))
+        signal.signal(trace.WRITE_SIGNAL, lambda *_: file.write_aside(clock()))
     except ValueError:  # not in the main thread
         trace.logger.info("the trace is written at the end only, not on SIGUSR1")

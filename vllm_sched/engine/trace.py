@@ -1,13 +1,10 @@
 """A trace of the engine's steps for Perfetto: `VLLM_SCHED_TRACE=out.json`.
 
-Arrivals and steps are kept in memory, within a limit. They are written in Chrome's trace format
-when the engine ends, and on SIGUSR1. The file has a track for steps, counters of tokens and
-requests, and a track per request: its waits, chunks, decodes and preemptions.
+Steps are kept in memory, and written in Chrome's trace format when the engine ends and on SIGUSR1.
+The file has a track for steps, counters of tokens and requests, and a track per request with its
+waits, chunks, decodes and preemptions. Times are of the monotonic clock, in microseconds.
 
-Times are in microseconds of the monotonic clock, comparable with a client's on the same machine.
-
-Cost: about 1 us per step, since the step's own dictionary is kept, and about 40 bytes per request
-and step.
+Cost: about 1 us per step, and 40 bytes per request and step.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from typing import NamedTuple
 logger = logging.getLogger("vllm.vllm_sched")
 
 VARIABLE = "VLLM_SCHED_TRACE"
-WRITE_NOW = signal.SIGUSR1
-# Requests times steps: 20 MB. They take a second to write; vLLM gives an engine five to end.
+WRITE_SIGNAL = signal.SIGUSR1
+# Requests times steps: 20 MB. To write takes 1 of the 5 s in which vLLM lets an engine end.
 MAX_ENTRIES = 500_000
 
 ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
@@ -52,8 +49,8 @@ class StepNote(NamedTuple):
     contexts: Mapping[str, int]  # of prefills: tokens computed before
     running: int
     waiting: int
-    preempted: Collection[str] = ()  # when the step was scheduled
-    gone: Collection[str] = ()  # ended or aborted before the step was scheduled
+    preempted: Collection[str] = ()  # at its scheduling
+    gone: Collection[str] = ()  # ended or aborted before its scheduling
 
     @property
     def prefill_tokens(self) -> int:
@@ -65,7 +62,7 @@ class StepNote(NamedTuple):
 
 
 def kind(prefills: int, decodes: int) -> str:
-    """Return the name of a step with so many prefills and decodes."""
+    """Return the kind of a step."""
     if prefills:
         return "mixed" if decodes else "prefill"
     return "decode" if decodes else "empty"
@@ -80,14 +77,14 @@ class EngineTrace:
         self._log: deque[QueuedRequest | StepNote] = deque()
 
     def __len__(self) -> int:
-        """Return the number of entries: one per arrival, 1 + requests per step."""
+        """Return the entries: 1 per arrival, 1 + requests per step."""
         return self._entries
 
     def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
         self._keep(QueuedRequest(at, request_id, prompt_tokens), 1)
 
     def stepped(self, step: StepNote) -> None:
-        """Note a step that ended. Steps come in the order of their scheduling."""
+        """Note a step that ended, in the order of scheduling."""
         self._keep(step, 1 + len(step.tokens))
 
     def _keep(self, entry: QueuedRequest | StepNote, entries: int) -> None:
@@ -175,7 +172,7 @@ def _out_until(track: _Track, now: float) -> Iterator[str]:
 
 
 def chrome(log: Iterable[QueuedRequest | StepNote], now: float, engine: str = "0") -> Iterator[str]:
-    """Return a log in Chrome's trace format, piece by piece."""
+    """Return a log in Chrome's trace format, in parts."""
     yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
     before = ""
     for event in _Replay().events(log, now, engine):
@@ -207,7 +204,7 @@ def _counter(name: str, at: float, values: str) -> str:
 
 
 def path_for(path: Path, engine: int, engines: int) -> Path:
-    """Return the file of one engine: each of several engines has its own."""
+    """Return the file of an engine: several engines have one each."""
     return path if engines == 1 else path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
 
 

@@ -1,7 +1,6 @@
 """The tested range of vLLM, and the names in vLLM that we rely on.
 
-We subclass vLLM's scheduler. In a vLLM that renames a method, a policy would silently do nothing,
-so a missing name is refused.
+A missing name is refused, because an override of a renamed method would silently do nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from vllm_sched.errors import UnsupportedVllmError
 
 # At least the first, below the second, as in pyproject's extras.
 TESTED = ((0, 31), (0, 34))
-# `make versions` tests these. Other releases in the range are probed when an engine starts.
+# Tested by `make versions`. Other releases in the range are probed when an engine starts.
 TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
 
-# Methods that we override or call, with their parameters that we use.
+# Methods that we override or call, with the parameters that we use.
 METHODS: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "update_from_output": ("scheduler_output",),
@@ -55,7 +54,7 @@ REQUEST_FIELDS = (
     "lora_request",
     "structured_output_request",
 )
-# With a drafter that reads at least this many tokens ahead, vLLM may shorten chunks.
+# vLLM may shorten chunks for a drafter that reads this many tokens ahead.
 MIN_LOOKAHEAD_TOKENS = 2
 # Attributes of a scheduler.
 ATTRIBUTES = (
@@ -88,7 +87,6 @@ ATTRIBUTES = (
 
 
 def installed_version() -> str:
-    """Return vLLM's version, of any distribution."""
     import vllm
 
     return str(vllm.__version__)
@@ -104,7 +102,7 @@ def is_tested(version: str) -> bool:
 
 
 def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of methods and parameters that a class lacks."""
+    """Return the methods and parameters that a class lacks."""
     missing = []
     for name, parameters in wanted.items():
         method: Any = getattr(owner, name, None)
@@ -117,8 +115,8 @@ def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[
 
 
 def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
-    """Return the names of attributes that objects of a class lack."""
-    # Read from the constructor: to make a scheduler takes a model, and minutes.
+    """Return the attributes that objects of a class lack."""
+    # Read from the constructor, because a scheduler takes minutes to make.
     assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
     return [f"{owner.__name__}.{n}" for n in wanted if n not in assigned and not hasattr(owner, n)]
 
@@ -142,10 +140,7 @@ def missing_seams() -> list[str]:
 
 
 def looks_ahead(scheduler: Any, method: Any) -> bool:
-    """Return whether `_reserve_prefill_lookahead` can change a chunk.
-
-    Without a drafter that reads ahead we skip the call, which is made for each running request.
-    """
+    """Return whether vLLM's `_reserve_prefill_lookahead` can change a chunk."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     known = method is Scheduler._reserve_prefill_lookahead
@@ -156,7 +151,7 @@ def looks_ahead(scheduler: Any, method: Any) -> bool:
 
 
 def require_tested_vllm() -> None:
-    """Refuse a vLLM outside the tested range, or without a name that we rely on."""
+    """Refuse a vLLM outside the tested range, or with a missing name."""
     try:
         version = installed_version()
     except ImportError as error:

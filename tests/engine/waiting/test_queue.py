@@ -328,7 +328,7 @@ def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
     queue.add_request(make_request(5))
     queue.begin_step(0.0)
     queue.peek_request()
-    queue.excuse()
+    queue.end_offers()
     queue.end_step()
     assert queue.refused is None
 
@@ -346,7 +346,7 @@ def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority:
     queue.refused = requests[1]
     doorman.now = 3.0
     assert queue.peek_request() is requests[1]
-    queue.excuse()
+    queue.end_offers()
     assert queue.pop_request() is requests[1]
     assert not queue
     queue.prepend_requests([requests[1]])
@@ -411,7 +411,7 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     assert (count.requests, count.barred, count.asking) == (2, 1, 1)
     # It could begin, had a policy given it anything.
     assert queue.peek_request() is away
-    queue.excuse()
+    queue.end_offers()
     queue.end_step()
     queue.begin_step(1.5)
     assert (count.requests, count.barred, count.asking) == (2, 0, 2)

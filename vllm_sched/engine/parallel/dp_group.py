@@ -1,9 +1,8 @@
 """The steps of the other data-parallel ranks on this node, in a memory-mapped file.
 
-Ranks of an expert model step together, as long as the slowest rank takes. To learn what a step
-costs, a rank needs the shapes of all ranks. Ranks on other nodes are not seen.
-
-Each rank has a ring of records. A record with a wrong checksum is ignored.
+Ranks of an expert model step together, as long as the slowest rank takes, so a rank needs the
+shapes of all ranks to learn what a step costs. Ranks on other nodes are not seen. Each rank has a
+ring of records; a record with a wrong checksum is ignored.
 
 Cost per step: two records written, about three read per rank, without locks or system calls.
 """
@@ -49,7 +48,7 @@ class DpGroup:
         self._others = [other for other in range(size) if other != rank]
         self._start = rank * RANK_BYTES
         self._map = _mapped(path, size * RANK_BYTES)
-        # Clear the records of an earlier process.
+        # Records of an earlier process.
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
         # Steps without an end: step, record, time of scheduling, shape.
@@ -62,7 +61,6 @@ class DpGroup:
         NEWEST.pack_into(self._map, self._start, self._newest)
 
     def end(self, step: int, end: float) -> None:
-        """Publish the end of a step, and of earlier steps without a result."""
         while self._open and self._open[0][0] <= step:
             _, number, scheduled_at, shape = self._open.popleft()
             self._write(number, scheduled_at, end, shape)
@@ -127,7 +125,6 @@ def group_of(config: VllmConfig) -> DpGroup | None:
 
 
 def _path(parallel: ParallelConfig) -> Path:
-    """Return the group's file, named by the address of its coordinator."""
     address = (
         os.geteuid(),
         parallel.data_parallel_size,

@@ -1,1 +1,1 @@
-"""One scheduling step: what the policies decide before, during and after it."""
+"""One scheduling step with policies."""

@@ -1,4 +1,4 @@
-"""Which waiting requests may enter a step: their lanes, gates, slots and LoRA adapters."""
+"""Which waiting requests may enter a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Gate
 
 COMPILES_GRAMMAR: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-# Constants, because the look-up of an enum's member takes as long as a gate.
+# The look-up of an enum's member takes as long as a gate.
 OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
 
 
 class Admission:
-    """The waiting queue, and what the policies answer about its requests."""
+    """The waiting queue, and its rules by the policies."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Admission:
         self._num_policies = num_policies
         self._note_gate = note_gate
         self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
-        self._num_running = 0  # requests at the front of `running` that the policies know of
-        self._idle = False  # no request runs or loads its KV: every gate is open
+        self._num_running = 0  # requests in `running` that the policies know
+        self._idle = False  # nothing runs or loads KV: every gate is open
         lora = scheduler.lora_config
         self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
         self.queue = LaneQueue(
@@ -53,7 +53,6 @@ class Admission:
         )
 
     def begin_step(self, now: float) -> None:
-        """Forget the lanes and gates of the step before."""
         scheduler = self._scheduler
         running = scheduler.running
         self._lanes = {}
@@ -62,8 +61,7 @@ class Admission:
         if self.lora_slots is not None:
             self.lora_slots.begin_step(running, now)
         self.queue.begin_step(now)
-        # A streaming session holds KV blocks while it waits for its client's next input, which
-        # may never come.
+        # Streaming sessions hold KV blocks while they wait for input, which may never come.
         asleep = scheduler.num_waiting_for_streaming_input
         self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
 
@@ -72,7 +70,7 @@ class Admission:
         self.queue.end_step()
 
     def may_enter(self) -> Request | None:
-        """Return the request that would be admitted now if the KV cache has room for it."""
+        """Return the next request to admit, the KV cache aside."""
         if not admits_requests(self._scheduler):
             return None
         choice: Request | None = self.queue.first_choice()
@@ -81,9 +79,9 @@ class Admission:
         return choice if self.queue.could_begin(choice) else None
 
     def ask_gates(self) -> None:
-        """Count the held requests of each lane, if the counts may be out of date."""
-        # The counts are recent if vLLM looked for a request to admit in the step before. With a
-        # single policy no request is held by another policy.
+        """Count the held requests of each lane, unless the counts are recent."""
+        # They are if vLLM looked for a request in the step before. With one policy with gates no
+        # request is held by another policy.
         if (
             len(self._hooks.gate) > 1
             and not self.queue.offered
@@ -92,17 +90,14 @@ class Admission:
             self.queue.ask_gates()
 
     def skips_adapter(self, request: Request) -> bool:
-        """Return whether a request with KV blocks has to wait for a LoRA slot, and note its wait.
-
-        Such a request does not pass the lanes.
-        """
+        """Return whether a request with KV blocks, which has no lane, lacks a LoRA slot."""
         if (slots := self.lora_slots) is None or not self.closed_adapter(request):
             return False
         slots.skipped(request)
         return True
 
     def note_admissions(self) -> None:
-        """Tell the policies about requests that vLLM has admitted in this step."""
+        """Tell the policies about admitted requests."""
         running = self._scheduler.running
         if len(running) == self._num_running:
             return
@@ -115,8 +110,7 @@ class Admission:
 
     def lanes_of(self, request: Request) -> LaneKey:
         """Return the lane of a waiting request, for each policy."""
-        # The queue asks for a front's lanes at each look for a request to admit. Lanes that were
-        # found without the prefix cache, which changes as blocks are taken, hold for the step.
+        # The queue asks often. Lanes that do not depend on the prefix cache hold for the step.
         known = self._lanes
         if known is not None and (lanes := known.get(request.request_id)) is not None:
             return lanes
@@ -136,7 +130,7 @@ class Admission:
         return lanes
 
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
-        """Return the strictest gate of all policies."""
+        """Return the policies' strictest gate."""
         running = self._scheduler.running
         if len(running) != self._num_running:
             self.note_admissions()
@@ -144,7 +138,7 @@ class Admission:
         if not self._idle or running:
             for number, gate in self._hooks.gate:
                 if (answer := gate(lanes[number], head, waited)) is CLOSED:
-                    # The later policies do not hold this request, so they are not asked.
+                    # Later policies do not hold the request.
                     strictest, closed_by = CLOSED, number
                     break
                 if answer is not OPEN:
@@ -152,7 +146,7 @@ class Admission:
             if strictest is not CLOSED and not all(
                 stays(lanes[number], head) for number, stays in self._hooks.stays
             ):
-                strictest = CLOSED  # until the request has moved to its new lane; not held
+                strictest = CLOSED  # not held: it will move to its new lane
         self.queue.held(lanes, closed_by)
         self._note_gate(lanes, closed_by)
         return strictest

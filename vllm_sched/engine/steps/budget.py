@@ -1,4 +1,4 @@
-"""The token budget of a step: how much it may compute, and how much of that prefills may take."""
+"""The token budget of a step, and the part that prefills may take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_sched.policies.types import Step
 
 
 class StepBudget:
-    """Turns the policies' budgets into the limits of a step."""
+    """Computes the limits of a step."""
 
     def __init__(
         self,
@@ -33,17 +33,15 @@ class StepBudget:
         self._blocks = blocks  # None unless chunks end at block boundaries
         self._prefills_lead = prefills_lead
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
-        # Some models attend to a whole image at once.
         self._whole_images = bool(scheduler.scheduler_config.disable_chunked_mm_input)
 
     def decode_tokens(self, prefills: list[Request], decoding: list[Request]) -> int:
-        """Return the tokens that decodes take at most: one each, and their drafts.
+        """Return the tokens that decodes take: one each, and what was drafted.
 
-        Often few tokens are drafted. To reserve all that could be drafted would starve prompts.
+        To reserve the largest possible drafts would starve prompts.
         """
         scheduler = self._scheduler
         prompts = prefills or scheduler.kv_holding_waiting or len(scheduler.waiting)
-        # Without prompts nothing divides the step.
         if not (scheduler.num_spec_tokens and prompts):
             return len(decoding)
         return sum(
@@ -52,11 +50,11 @@ class StepBudget:
         )
 
     def limit(self, step: Step) -> StepLimit:
-        """Set the step's budget to the least that a policy wants; return the limit for vLLM."""
+        """Set `step.budget` to the policies' least budget; return the limit for vLLM."""
         most = step.budget
         if not self._budgets:
             return StepLimit(most)
-        # Requests that hold KV blocks always get their tokens.
+        # Requests with KV blocks always get their tokens.
         needed = step.holding_kv * self._tokens_per_decode + step.decodes
         limit = StepLimit(min(budget(step) for budget in self._budgets))
         if self._whole_images and limit.tokens < most:
@@ -70,14 +68,13 @@ class StepBudget:
     def prefill_room(self, plan: StepPlan, limit: StepLimit) -> int | None:
         """Return the tokens that running prefills may take, None for no cap.
 
-        There is a cap if vLLM serves other requests after them: requests that wait with KV blocks,
-        decodes behind prefills, or a prompt that is about to read an image.
+        A cap leaves tokens to waiting requests with KV blocks, decodes behind prefills, or a
+        prompt at an image, which vLLM serves later.
         """
         step = plan.step
         asleep = int(self._scheduler.num_waiting_for_streaming_input)
-        # Requests without a slot cannot enter.
         holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
-        # A request with remote KV needs only the tokens of a decode.
+        # A request with remote KV is a decode.
         holding = holders * self._tokens_per_decode
         if not (holding or plan.decode_is_last or limit.kept_for_image):
             return None
@@ -85,37 +82,37 @@ class StepBudget:
         if self._prefills_lead:
             room = tokens
         else:
-            # Decodes in front have had their tokens, so vLLM itself keeps prefills to the rest.
+            # vLLM serves the decodes in front first.
             room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
-        # KV of some holders may not have arrived yet: prefills get at least half of the room.
+        # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
         return left if self._blocks is None else max(left, min(self._blocks.block, room))
 
     def _with_block(self, step: Step, needed: int, blocks: BlockChunks) -> int:
-        """Return the least budget in which the prompt that is served first gets a chunk."""
+        """Return the least budget in which the first prompt gets a chunk."""
         least = [
             blocks.least(request, request.num_computed_tokens)
             for request in (*step.prefills, *self._scheduler.kv_holding_waiting)
         ]
         if (head := self._admission.may_enter()) is not None:
             least.append(blocks.least(head, self._prefixes.tokens(head)))
-        elif step.waiting:  # requests behind a blocked request may enter
+        elif step.waiting:  # a request behind may enter
             least.append(blocks.block)
-        # With less than a block vLLM would let chunks end anywhere.
+        # With less than a block, vLLM lets chunks end anywhere.
         return max(needed + max(least, default=0), blocks.block)
 
     def _with_image(self, step: Step, wanted: int) -> StepLimit:
-        """Return a limit in which the next image fits, besides the tokens of other requests.
+        """Return a limit in which the next image fits.
 
-        vLLM ends a chunk before an image that does not fit, and reads the image in a later, larger
-        step. If all steps were too small, the image would be read in parts or, with drafts, never.
+        vLLM leaves an image that does not fit to a larger step. Without one it would read the
+        image in parts or, with drafts, never.
         """
         tokens = left = max(wanted - step.decodes, 1)
         prompts: list[Request] = [*step.prefills]
         if (head := self._admission.may_enter()) is not None:
             prompts.append(head)
         for request in prompts:
-            # Other prompts may take less than they could, so this prompt may be at an image.
+            # Earlier prompts may take less, so this prompt may already be at an image.
             near = max(left, self._tokens_per_decode)
             if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
                 if request is prompts[0]:
@@ -125,7 +122,6 @@ class StepBudget:
         return StepLimit(wanted)
 
     def _to_image_end(self, request: Request, near: int) -> int:
-        """Return the tokens to the end of the prompt's next image; 0 if no image is near."""
         done = request.num_computed_tokens
         if request.status is not RequestStatus.RUNNING and not done:
             done = self._prefixes.tokens(request)

@@ -15,7 +15,7 @@ RUNNING: Final = RequestStatus.RUNNING
 
 
 class StepChunks:
-    """The prefill chunks of a step. The object is made for the step and thrown away after it."""
+    """The prefill chunks of a step, made for that step only."""
 
     def __init__(
         self,
@@ -32,21 +32,21 @@ class StepChunks:
         self._hooks = hooks
         self._admission = admission
         self._blocks = blocks  # None unless chunks end at block boundaries
-        self._token_limit = token_limit  # vLLM's, which may exceed the step's budget
+        self._token_limit = token_limit  # of vLLM; may exceed the step's budget
         self._room = room  # tokens left for running prefills, None for no cap
         self._prefills_lead = prefills_lead
         self._given = 0  # tokens of the chunks so far
-        self._granted = 0  # tokens that the policies count for them, where chunks end at blocks
+        self._granted = 0  # tokens that policies count, with `blocks`
 
     def size(self, request: Request, computed: int, tokens: int) -> int:
         """Return how many of `tokens` a prefill gets in this step."""
-        # vLLM chose the encoder inputs for the whole chunk, so a prompt with images is not cut.
+        # vLLM chose encoder inputs for the whole chunk, so it is not cut.
         if tokens <= 0 or request.has_encoder_inputs:
             self._given += max(tokens, 0)
             return tokens
         runs = request.status == RUNNING
         granted = tokens
-        # A request with one token to compute is a decode, even if vLLM pads it for drafts.
+        # With one token to compute a request is a decode, though vLLM may pad it for drafts.
         if is_prompt := request.num_tokens - computed > 1:
             granted = self._least_chunk(request, computed, tokens)
         if self._blocks is not None and is_prompt:
@@ -55,16 +55,15 @@ class StepChunks:
             granted = min(granted, self._room)
             self._room -= granted
         if request.num_computed_tokens and not runs:
-            # A waiting request with KV blocks always gets a token. Other requests may wait for
-            # its blocks.
+            # Other requests may wait for the blocks of this waiting request.
             granted = max(granted, 1)
         if granted <= 0:
-            self._admission.queue.excuse()
+            self._admission.queue.end_offers()
         self._given += granted
         return granted
 
     def _least_chunk(self, request: Request, computed: int, tokens: int) -> int:
-        """Return the least chunk that a policy grants, and take the rest back from the others."""
+        """Return the least grant, and take the rest back from other policies."""
         granted, grants = tokens, []
         for chunk in self._hooks.chunk:
             granted = min(granted, chunk(request, computed, granted))
@@ -77,9 +76,9 @@ class StepChunks:
     def _block_chunk(
         self, request: Request, computed: int, tokens: int, granted: int, blocks: BlockChunks
     ) -> int:
-        """Return a chunk of about the granted size that ends at a block boundary."""
+        """Return a chunk that ends at a block boundary."""
         step, runs = self._step, request.status == RUNNING
-        # Other requests may wait for the blocks of a waiting request that holds some.
+        # Other requests may wait for the blocks of a waiting request.
         holds = not runs and request.num_computed_tokens > 0
         room = self._room if runs and self._room is not None else tokens
         if step.budget < self._token_limit:
@@ -87,7 +86,7 @@ class StepChunks:
         wanted = max(min(granted, room), int(holds))
         if wanted <= 0:
             return 0
-        if self._prefills_lead:  # a chunk that a policy cut leaves decodes their tokens
+        if self._prefills_lead:  # leave decodes their tokens
             room = min(room, step.budget - step.decodes - self._given)
         chunk, unused = blocks.chunk(
             request,
@@ -107,7 +106,7 @@ class StepChunks:
                 taken_back(request, tokens)
 
     def _has_other_work(self) -> bool:
-        """Return whether the step is not empty without the prefill that is asked about."""
+        """Return whether the step has work without the present prefill."""
         step = self._step
         if self._given or step.decodes:
             return True

@@ -1,4 +1,4 @@
-"""The hooks that the configured policies override. Hooks of the base class are not called."""
+"""The hooks that policies override. Hooks of the base class are not called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_sched.policies.types import Gate, Policy, RequestView, Step, StepResul
 
 
 def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
-    """Return this method of each policy that overrides it, with the policy's number."""
+    """Return a method of each policy that overrides it, with the policy's number."""
     base = getattr(Policy, name)
     return [
         (number, getattr(policy, name))
@@ -25,7 +25,7 @@ def methods(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
 
 @dataclass(slots=True)
 class PolicyHooks:
-    """The overridden hooks, in the order of the policies; a number is the policy's."""
+    """The overridden hooks; numbers are the policies'."""
 
     lane: list[tuple[int, Callable[[RequestView, Callable[[], int]], str]]]
     gate: list[tuple[int, Callable[[str, RequestView, float], Gate]]]

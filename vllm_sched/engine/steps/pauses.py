@@ -1,4 +1,4 @@
-"""Pauses of the running decodes, for policies that give whole steps to prefills."""
+"""Pauses of the decodes, for steps with prefills only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_sched.engine.steps.plan import StepPlan
 
 
 class DecodePauses:
-    """The current pause of the decodes, if there is one."""
+    """The current pause, if any."""
 
     def __init__(self, scheduler: Scheduler, hooks: PolicyHooks) -> None:
         self._scheduler = scheduler
@@ -21,7 +21,7 @@ class DecodePauses:
         return 0.0 if self._since is None else now - self._since
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Leave the decodes out of this step if a policy asks for it."""
+        """Pause the decodes if a policy asks for it."""
         step = plan.step
         if not (step.decoding and any(asks(step) for asks in self._hooks.pauses_decodes)):
             return
@@ -32,7 +32,7 @@ class DecodePauses:
         step.decodes = 0
         for request in self._scheduler.running:
             if not request.is_prefill_chunk:
-                # vLLM increments its step before it compares: this excludes a single step.
+                # vLLM increments its step before it compares: this skips one step.
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, step.index + 1
                 )

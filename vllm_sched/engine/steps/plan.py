@@ -1,4 +1,4 @@
-"""A step while it is planned. The object is made for the step and thrown away after it."""
+"""A step while it is planned."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm_sched.policies.types import Step
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is known of a step before vLLM schedules it."""
+    """A planned step, made for that step only."""
 
     step: Step  # what the policies see
-    num_running: int  # requests in `running` when the step begins
+    num_running: int  # when the step begins
     decode_is_last: bool  # in `running`, behind the prefills
     decodes_paused: bool = False
 
 
 class StepLimit(NamedTuple):
-    """How many tokens a step may compute."""
+    """The tokens that a step may compute."""
 
     tokens: int
-    kept_for_image: int = 0  # of these, tokens that no running prefill may take
+    kept_for_image: int = 0  # of these, not for running prefills

@@ -1,4 +1,4 @@
-"""What happens around a step of vLLM's scheduler where policies are configured."""
+"""What happens around a step with policies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class StepPlanner:
         self._policies = policies
         self._kv_cache = policy_setup.kv_cache_of(scheduler)
         self._prefills_lead = any(policy.prefills_lead for policy in policies)
-        # Without chunked prefill a prompt can be held, but not cut.
         self._may_cut = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self._blocks = None  # where chunks end at block boundaries
         if scheduler.need_mamba_block_aligned_split:
@@ -53,7 +52,7 @@ class StepPlanner:
                 scheduler.cache_config.block_size, scheduler._mamba_block_aligned_split
             )
         self._departed = 0  # requests that left the KV cache since the last step
-        self._last_was_empty = False  # the step before computed nothing, although requests wait
+        self._last_was_empty = False  # although requests wait
         self.hooks = PolicyHooks.of(policies)
         self.classes = ServiceClasses(policies)
         self.prefixes = CachedPrefixes(scheduler, self._kv_cache)
@@ -114,16 +113,16 @@ class StepPlanner:
         return StepPlan(step, len(scheduler.running), decode_is_last)
 
     def constrain(self, plan: StepPlan) -> StepLimit | None:
-        """Apply the policies' pauses and budgets; return the step's limit, None if unlimited."""
+        """Apply pauses and budgets; return the step's limit, None for vLLM's."""
         step = plan.step
-        # After an empty step the policies are ignored for a step, so that the engine cannot stall.
+        # After an empty step policies are ignored, so that the engine cannot stall.
         if self._last_was_empty or not (step.prefills or step.waiting or step.holding_kv):
             return None
         self._pauses.begin_step(plan)
         return self._budget.limit(step)
 
     def chunks(self, plan: StepPlan, limit: StepLimit) -> StepChunks | None:
-        """Return the object that sizes the step's chunks, None if prompts cannot be cut."""
+        """Return the step's chunks, None without chunked prefill."""
         if not self._may_cut:
             return None
         return StepChunks(

@@ -10,13 +10,13 @@ from vllm_sched.policies.kv_cache import KvCache
 
 
 class CachedPrefixes:
-    """Look-ups of cached prefixes, remembered until the KV cache may have changed."""
+    """Look-ups of cached prefixes, kept until the cache may have changed."""
 
     def __init__(self, scheduler: Scheduler, kv_cache: KvCache) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._known: dict[str, int] = {}  # cached tokens, by request
-        # The scheduler's state in which they were looked up: step, running, free blocks.
+        # The state in which they were looked up: step, running, free blocks.
         self._known_in = (-1, -1, -1)
         self.blocks_read = 0  # by the look-ups of this step
 
@@ -24,18 +24,17 @@ class CachedPrefixes:
         self.blocks_read = 0
 
     def tokens(self, request: Request) -> int:
-        """Return the tokens of a waiting request that are cached here or come by transfer."""
+        """Return the tokens of a waiting request that are cached or transferred."""
         scheduler = self._scheduler
-        # A client may set this field without a connector. Then no KV comes.
+        # A client may set this field without a connector.
         transfer = request.kv_transfer_params if scheduler.connector is not None else None
         if isinstance(transfer, dict) and transfer.get("do_remote_prefill"):
             return int(request.num_tokens)
         manager = scheduler.kv_cache_manager
         if not manager.prefix_cache_lookup_enabled(request):
             return 0
-        # The cache changes as blocks are taken, and between steps. A lane's front is looked up
-        # several times in a step. While no request may enter, an old result is good enough: to
-        # look up a long prefix in every step is expensive.
+        # The cache changes as blocks are taken, and between steps. While no request may enter, an
+        # old result will do.
         free = manager.block_pool.get_num_free_blocks()
         state = scheduler.current_step, len(scheduler.running), free
         if self._known_in != state and admits_requests(scheduler):

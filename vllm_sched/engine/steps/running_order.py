@@ -1,7 +1,4 @@
-"""The order of `running`: which request is served first, and which request is preempted first.
-
-vLLM serves `running` in list order, and preempts its last request when KV blocks are short.
-"""
+"""The order of `running`: vLLM serves the first request first, and preempts the last."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class RunningOrder:
         self._kv_cache = kv_cache
         self._arranges = any(policy.arranges for policy in policies)
         self._prefills_lead = any(policy.prefills_lead for policy in policies)
-        # With priority scheduling vLLM chooses the request to preempt by priority.
+        # With priority scheduling vLLM preempts by priority.
         self._by_class = (
             classes.policy is not None and scheduler.policy != SchedulingPolicy.PRIORITY
         )
@@ -42,10 +39,9 @@ class RunningOrder:
     def split(self) -> tuple[list[Request], list[Request]]:
         """Return the running prefills and the running decodes."""
         running, in_prefill = self._scheduler.running, self._scheduler._inflight_prefills
-        # vLLM keeps this set for its own needs. No request is in prefill while it is empty.
         if not (count := len(in_prefill)):
             return [], running.copy()
-        # The step before left decodes first, then prefills; new requests are appended.
+        # After the step before: decodes, prefills, new requests.
         tail = running[-count:]
         if all(r.is_prefill_chunk and r in in_prefill for r in tail):
             return tail, running[:-count]
@@ -55,7 +51,7 @@ class RunningOrder:
         )
 
     def arrange(self, prefills: list[Request], decoding: list[Request], kv_free: float) -> bool:
-        """Sort `running` if necessary; return whether a decode is last, behind prefills."""
+        """Sort `running`; return whether a decode is last, behind prefills."""
         by_class = self._by_class and self._may_preempt(kv_free, prefills)
         if not (by_class or (prefills and self._arranges)):
             return False
@@ -84,7 +80,7 @@ class RunningOrder:
         return tuple(rank(request) for rank in self._hooks.rank)
 
     def _may_preempt(self, kv_free: float, prefills: Sequence[Request]) -> bool:
-        """Return whether the largest possible step needs more KV blocks than are free."""
+        """Return whether a step may need more KV blocks than are free."""
         tokens = self._scheduler.max_num_scheduled_tokens if prefills else 0
         cache = self._kv_cache
         running = len(self._scheduler.running)
@@ -94,11 +90,10 @@ class RunningOrder:
     def _spares(self, last: Request, newest: Request) -> bool:
         """Return whether the newest decode should be preempted before the last prefill.
 
-        That prefill recomputes a request that was preempted while it decoded. As the last of
-        `running` it would be preempted again and again. vLLM's own order makes the newest decode
-        the victim.
+        A decode that was preempted is recomputed as a prefill, and as the last request would be
+        preempted again and again. In vLLM's own order the newest decode is preempted.
         """
         if not last.num_output_tokens or self._scheduler.policy == SchedulingPolicy.PRIORITY:
             return False
-        # A request is not preempted for a request of a worse class.
+        # Never preempt for a request of a worse class.
         return self._classes.of(last) <= self._classes.of(newest)

@@ -1,4 +1,4 @@
-"""The service classes of requests, as the policy that has classes defines them."""
+"""The service classes of requests."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from vllm_sched.policies.types import Policy, one_class
 
 
 class ServiceClasses:
-    """The policy's classes, remembered for requests that decode."""
+    """The classes by the policy that has them, cached for decodes."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policy = next((policy for policy in policies if policy.classes), None)
         self.of = one_class if self.policy is None else self.policy.service_class
         self._known: dict[Request, float] = {}
-        self._reclassed: int | None = None  # the policy's count when `_known` was last cleared
+        self._reclassed: int | None = None  # the policy's, at the last clear
 
     def of_decodes(self, decoding: Iterable[Request]) -> dict[Request, float]:
         """Return at least the classes of these decodes.
 
-        To ask for the classes of hundreds of requests in every step is expensive. The policy is
-        asked about new decodes only, unless it reports that classes changed.
+        To save time, the policy is asked about new decodes only, unless classes changed.
         """
         known = self._known
         reclassed = None if self.policy is None else self.policy.reclassed

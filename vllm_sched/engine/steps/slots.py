@@ -1,4 +1,4 @@
-"""How many requests hold a slot of the scheduler."""
+"""Slots of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 def slots_taken(scheduler: Scheduler) -> int:
-    """Return the number of requests that hold a slot."""
-    # A streaming session that waits for input is not in `running`, but keeps its slot.
+    """Return the number of requests with a slot."""
+    # Streaming sessions that wait for input keep their slots.
     return len(scheduler.running) + int(scheduler.num_waiting_for_streaming_input)
 
 

@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     request: Request
     since: float
     tokens: int
-    owed_since: float  # for its gate; earlier if a request behind has waited longer
+    gate_since: float  # for its gate; earlier if a request behind has waited longer
 
 
 class Place(NamedTuple):
@@ -72,13 +72,13 @@ class LaneHeaps:
         """Return the waits of fronts, and of requests set aside."""
         yield from self._waits_of_fronts(self._heaps)
         for entry, lane, _ in map(self._live.__getitem__, self._aside):
-            yield lane, self._now - entry.owed_since
+            yield lane, self._now - entry.gate_since
 
-    def _owed_behind(self, lane: LaneKey, order: Any) -> float:
+    def _gate_since_behind(self, lane: LaneKey, order: Any) -> float:
         heap = self._heaps[IN_LANE].get(lane)
         if not heap or heap[0].request not in self._live or not order < heap[0].order:
             return inf
-        return heap[0].owed_since
+        return heap[0].gate_since
 
     def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
         heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
@@ -103,9 +103,9 @@ class LaneHeaps:
     def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
         for group in groups:
             for lane, heap in self._heaps[group].items():
-                self._bury(heap)
+                self._drop_dead_front(heap)
                 if heap:
-                    yield lane, self._now - heap[0].owed_since
+                    yield lane, self._now - heap[0].gate_since
 
     def _count_held(self) -> None:
         barred: Counter[LaneKey] = Counter()
@@ -126,14 +126,14 @@ class LaneHeaps:
             return list(self._heaps)
         return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
 
-    def _bury(self, heap: list[Entry]) -> None:
+    def _drop_dead_front(self, heap: list[Entry]) -> None:
         while heap and (
             (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
         ):
             heapq.heappop(heap)
             self._dead -= 1
 
-    def _sweep(self) -> None:
+    def _drop_dead(self) -> None:
         self._heaps = {IN_LANE: {}}
         for entry, lane, group in self._live.values():
             if group != SET_ASIDE:

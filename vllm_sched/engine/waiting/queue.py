@@ -30,9 +30,9 @@ from vllm_sched.engine.waiting.heaps import (
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
-# A request that could not begin counts as unable to begin for this many steps.
+# For this many steps a request that could not begin counts as unable to.
 RETRY_STEPS = 8
-# Requests that could not begin and are offered again in a step.
+# Requests that could not begin, offered again in a step.
 MAX_RETRIES = 64
 # Requests that change their lane in a step. Thousands may share a prefix that becomes cached.
 MAX_MOVES = 32
@@ -41,16 +41,16 @@ MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
 
 
 class LaneRules(Protocol):
-    """What the queue asks about its requests."""
+    """The rules of a queue."""
 
     def lanes_of(self, request: Request) -> LaneKey:
         """Return the request's lane, for each policy."""
 
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
-        """Return the gate of a lane for its front."""
+        """Return the gate of a lane."""
 
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
-        """Return the urgency of a lane's front; the least is served first."""
+        """Return the urgency of a lane; the least is served first."""
 
     def closed_adapter(self, request: Request) -> int:
         """Return the request's LoRA adapter if it has no slot, else 0."""
@@ -61,7 +61,7 @@ class LaneRules(Protocol):
     def compiles_grammar(self, request: Request) -> bool: ...
 
     def blocks_read(self) -> int:
-        """Return the blocks of prefixes looked up in this step."""
+        """Return the blocks of prefixes read in this step."""
 
 
 class LaneQueue(LaneHeaps, RequestQueue):
@@ -93,14 +93,13 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._peeked = False
         self.refused: Request | None = None  # found no room in an earlier step
         # The request that a policy gave no tokens in this step.
-        self._excused: Place | None = None
-        self._offers = False  # vLLM looked for a request in this step
+        self._without_tokens: Place | None = None
+        self._was_scanned = False  # vLLM looked for a request in this step
         self.offered = False  # in the step before
 
     # Around a step
 
     def begin_step(self, now: float) -> None:
-        """Forget the gates, and retry requests that could not begin."""
         self._now = now
         self._steps += 1
         self._moves = 0
@@ -110,13 +109,13 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self.counted.note_waits(self._waits_of_fronts(self._open_groups()))
         self._count_held()
         self.counted.held_by.clear()
-        self.offered, self._offers = self._offers, False
+        self.offered, self._was_scanned = self._was_scanned, False
 
     def end_step(self) -> None:
         """Remember a request that was offered and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
-        self._excused = None
+        self._without_tokens = None
         self.entered = {r: (place.entry.since, place.lane) for r, place in self._popped.items()}
         self._popped = {}
         if self._turned_away:
@@ -127,7 +126,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             }
         self._forget_offer()
 
-    def excuse(self) -> None:
+    def end_offers(self) -> None:
         """Note that a policy gave the offered request no tokens, and end the scan.
 
         vLLM 0.33 pops the request and puts it back; it keeps its place.
@@ -135,10 +134,10 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._peeked = False
         if self._offer is not None:
             self._turned_away.pop(self._offer, None)  # it can begin
-            self._excused = self._live[self._offer]
+            self._without_tokens = self._live[self._offer]
 
     def could_begin(self, request: Request) -> bool:
-        """Return whether the request was not turned away recently."""
+        """Return whether the request was not turned away lately."""
         return request not in self._turned_away
 
     def ask_gates(self) -> None:
@@ -149,20 +148,17 @@ class LaneQueue(LaneHeaps, RequestQueue):
         """Return the next request without offering it."""
         return self._offer or (self._choose() if self._live else None)
 
-    # vLLM's interface
+    # Overrides
 
     def add_request(self, request: Request) -> None:
-        """Append, or insert by priority."""
         self._last += 1
         self._push(request, self._last)
 
     def prepend_request(self, request: Request) -> None:
-        """Put in front, or insert by priority."""
         self._first -= 1
         self._push(request, self._first)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Put each request in front of the one before, as vLLM does."""
         new: list[Request] = []
         put_back: list[Request] = []
         for request in requests:
@@ -183,11 +179,11 @@ class LaneQueue(LaneHeaps, RequestQueue):
         if request is None:
             raise IndexError("pop from a queue without an open lane")
         entry, lane, group = self._live[request]
-        heapq.heappop(self._heaps[group][lane])  # an offered request is a head
+        heapq.heappop(self._heaps[group][lane])  # the offer is the head
         self._drop(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
-        if self.refused is request and self._excused is None:
+        if self.refused is request and self._without_tokens is None:
             self.refused = None
         self._forget_offer()
         return request
@@ -208,7 +204,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 self.refused = None
         self._forget_offer()
         if self._dead > MAX_DEAD_ENTRIES and self._dead > len(self._live):
-            self._sweep()
+            self._drop_dead()
 
     def __bool__(self) -> bool:
         """Return whether a request may enter now."""
@@ -219,8 +215,8 @@ class LaneQueue(LaneHeaps, RequestQueue):
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
         self._forget_offer()
-        if self._excused is not None and request is self._excused.entry.request:
-            self._place(*self._excused)
+        if self._without_tokens is not None and request is self._without_tokens.entry.request:
+            self._place(*self._without_tokens)
             return
         if popped is not None and number < 0:
             self._set_aside(popped)
@@ -229,11 +225,10 @@ class LaneQueue(LaneHeaps, RequestQueue):
         since = self._clock()
         lane = self._rules.lanes_of(request)
         # A gate sees the front's wait. Behind a preempted front, longer waits must still count.
-        owed = min(since, self._owed_behind(lane, order)) if number < 0 else since
-        self._place(Entry(order, request, since, request.num_tokens, owed), lane)
+        gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
+        self._place(Entry(order, request, since, request.num_tokens, gate_since), lane)
 
     def _set_aside(self, popped: Place) -> None:
-        """Keep a request that could not begin out of its lane."""
         entry, lane, _ = popped
         request = entry.request
         if group := self._rules.closed_adapter(request):
@@ -268,8 +263,8 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._peeked = False
 
     def _offered(self) -> Request | None:
-        self._offers = True
-        if self._offer is None and self._live and self._excused is None:
+        self._was_scanned = True
+        if self._offer is None and self._live and self._without_tokens is None:
             self._offer = self._choose()
         return self._offer
 
@@ -279,13 +274,13 @@ class LaneQueue(LaneHeaps, RequestQueue):
         groups = self._open_groups()
         for group in groups:
             for lane in tuple(self._heaps[group]):
-                self._settle(lane, group)
+                self._move_strays(lane, group)
         best: tuple[Gate, tuple[float, ...], Any] | None = None
         chosen = None
         for group in groups:
             for lane, heap in self._heaps[group].items():
                 head = heap[0]
-                waited = self._now - head.owed_since
+                waited = self._now - head.gate_since
                 where = self._strays.get((group, lane), lane) if self._strays else lane
                 gate = self._rules.gate_of(where, head.request, waited)
                 if gate is Gate.CLOSED:
@@ -300,11 +295,11 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 self._sizes.pop(group, None)
         return chosen
 
-    def _settle(self, lane: LaneKey, group: int) -> None:
+    def _move_strays(self, lane: LaneKey, group: int) -> None:
         """Move fronts that belong to another lane, and note a stray that may not move."""
         heap = self._heaps[group][lane]
         while heap:
-            self._bury(heap)
+            self._drop_dead_front(heap)
             if not heap:
                 break
             entry = heap[0]
@@ -328,5 +323,5 @@ class LaneQueue(LaneHeaps, RequestQueue):
         # An open front can enter from here. A held or refused front blocks its lane.
         if self.refused is not None and self._rules.lanes_of(self.refused) == belongs:
             return True
-        waited = self._now - entry.owed_since
+        waited = self._now - entry.gate_since
         return self._rules.gate_of(belongs, entry.request, waited) is Gate.CLOSED
