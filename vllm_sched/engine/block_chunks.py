@@ -13,8 +13,6 @@ from vllm.v1.request import Request
 
 
 class BlockChunk(NamedTuple):
-    """A chunk, and the unused part of the grant."""
-
     tokens: int
     unused: int
 

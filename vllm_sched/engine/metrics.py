@@ -1,7 +1,7 @@
 """The scheduler's metrics on the worker's own /metrics: `vllm_sched_*`.
 
-The engine's process counts, and the server's serves /metrics. They share prometheus_client's folder
-PROMETHEUS_MULTIPROC_DIR, which must be set before both start, as `vllm_sched.engine.server` does.
+The engine's and the server's process share prometheus_client's folder PROMETHEUS_MULTIPROC_DIR,
+which must be set before both start, as `vllm_sched.engine.server` does.
 
 Cost: 1 or 2 us per step. Changes are written five times a second, and when the engine becomes idle.
 """
@@ -150,8 +150,6 @@ class EngineState:
 
 @dataclass(slots=True)
 class StepTally:
-    """Steps of a kind since the last write."""
-
     steps: int = 0
     buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS) + 1))
     seconds: float = 0.0
@@ -171,7 +169,7 @@ class StepTally:
 
 
 class BatchHistogram(Histogram):
-    """A histogram that takes many observations at once, to save time per step."""
+    """A histogram that takes many observations at once."""
 
     def add(self, buckets: Sequence[int], seconds: float) -> None:
         for bucket, count in zip(self._buckets, buckets, strict=True):
@@ -188,7 +186,6 @@ class BoundedLabels:
         self._known: set[Hashable] = set()
 
     def __call__(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the labels, or `other` for each of them."""
         if labels not in self._known:
             if len(self._known) >= self._most:
                 return (OTHER,) * len(labels)
@@ -224,8 +221,6 @@ class Metrics:
         text, names = FACTS[name]
         self._gauge(name, text, names).labels(*self._own, *labels).set(value)
 
-    # What was done
-
     def stepped(
         self,
         kind: str,
@@ -233,7 +228,6 @@ class Metrics:
         decode_tokens: int,
         seconds: float | None = None,
     ) -> None:
-        """Count a step, with its time unless it was empty."""
         tally = self._tallies[kind]
         tally.steps += 1
         self._prefill_tokens += prefill_tokens
@@ -253,10 +247,8 @@ class Metrics:
         self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
 
     def held(self, policy: str, seconds: float) -> None:
-        """Observe for how long a policy held an admitted request."""
+        """Observe how long a policy held an admitted request."""
         self._child("hold_seconds", self._hold_seconds, (policy,)).observe(max(seconds, 0.0))
-
-    # Now and then
 
     def due(self, now: float) -> bool:
         return now - self._written_at >= WRITE_EVERY_S
@@ -286,8 +278,6 @@ class Metrics:
             self._child(key[0], self._counters[key[0]], key[1]).inc(value)
         self._sums.clear()
 
-    # Inside
-
     def _add_up_steps(self) -> None:
         for kind, tally in self._tallies.items():
             if any(tally.buckets):
@@ -309,7 +299,6 @@ class Metrics:
         return child
 
     def _make_policy_metric(self, name: str, *, counts: bool) -> None:
-        """Make the metric of a policy at its first value."""
         known: dict[str, Any] = self._counters if counts else self._gauges
         if name in known:
             return

@@ -4,9 +4,9 @@
 names elsewhere, so they are vLLM's.
 
 1. On a CPU, vLLM binds the computing thread of every worker to the last processor of the NUMA node.
-2. NIXL's progress thread polls without a pause, and takes a processor. A low priority does not
-   help: the thread often holds UCX's spin lock, on which the computing thread then spins. Under
-   SCHED_IDLE streams stopped for 1 to 4 s. Here it sleeps in `poll`, and events wake it.
+2. NIXL's progress thread polls without a pause. A low priority does not help: the thread often
+   holds UCX's spin lock, on which the computing thread spins (under SCHED_IDLE for 1 to 4 s). Here
+   it sleeps in `poll`, and events wake it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ def limit_polling(bindings: Any, pause_us: int = POLL_PAUSE_US) -> Iterator[None
     plain = bindings.nixlAgentConfig
 
     class Sleeping(plain):  # type: ignore[misc,valid-type]
-        """Settings of an agent with a fixed pause."""
-
         @property
         def pthrDelay(self) -> int:  # noqa: N802 - NIXL's name
-            """Return the pause in us."""
             return int(plain.pthrDelay.__get__(self))
 
         @pthrDelay.setter

@@ -32,7 +32,7 @@ EXTENDED: Final = "_extended_by_vllm_sched"
 
 
 def load() -> None:
-    """Register, or warn: this vLLM may not use our scheduler."""
+    """Register, or warn."""
     try:
         register()
     except UnsupportedVllmError as error:
@@ -61,7 +61,7 @@ def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
 
 
 def own_class(config: VllmConfig) -> type[Scheduler] | None:
-    """Return the configured scheduler class if it is ours or derived from ours."""
+    """Return the configured scheduler class if it is ours."""
     kind: Any = config.scheduler_config.scheduler_cls
     if isinstance(kind, str):
         # vLLM resolves its own classes itself.

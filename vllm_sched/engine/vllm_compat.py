@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_sched.errors import UnsupportedVllmError
 
-# At least the first, below the second, as in pyproject's extras.
+# As in pyproject's extras.
 TESTED = ((0, 31), (0, 34))
 # Tested by `make versions`. Other releases in the range are probed when an engine starts.
 TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
 }
-# Methods of other classes, by module and class.
+# By module and class.
 CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {
         "prefix_cache_lookup_enabled": ("request",),
@@ -93,7 +93,7 @@ def installed_version() -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether a version such as 0.32.0+cpu is in the tested range."""
+    """Return whether a version is in the tested range."""
     try:
         release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     except ValueError:

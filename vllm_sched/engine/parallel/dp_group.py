@@ -1,10 +1,8 @@
 """The steps of the other data-parallel ranks on this node, in a memory-mapped file.
 
-Ranks of an expert model step together, as long as the slowest rank takes, so a rank needs the
-shapes of all ranks to learn what a step costs. Ranks on other nodes are not seen. Each rank has a
-ring of records; a record with a wrong checksum is ignored.
-
-Cost per step: two records written, about three read per rank, without locks or system calls.
+Ranks of an expert model step together, as long as the slowest rank takes. To learn what a step
+costs, a rank needs the shapes of all ranks. Each rank has a ring of records; a record with a wrong
+checksum is ignored. There are no locks and no system calls.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class DpGroup:
         self._others = [other for other in range(size) if other != rank]
         self._start = rank * RANK_BYTES
         self._map = _mapped(path, size * RANK_BYTES)
-        # Records of an earlier process.
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
         # Steps without an end: step, record, time of scheduling, shape.
@@ -89,7 +86,6 @@ class DpGroup:
         self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
     def _at(self, start: int, time: float) -> StepShape | None:
-        """Return the shape that a rank computes at a time."""
         (newest,) = NEWEST.unpack_from(self._map, start)
         shape = None
         for number in range(newest, max(newest - RING_RECORDS, 0), -1):

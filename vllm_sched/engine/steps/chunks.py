@@ -46,7 +46,7 @@ class StepChunks:
             return tokens
         runs = request.status == RUNNING
         granted = tokens
-        # With one token to compute a request is a decode, though vLLM may pad it for drafts.
+        # With one token to compute it is a decode, though vLLM may pad it for drafts.
         if is_prompt := request.num_tokens - computed > 1:
             granted = self._least_chunk(request, computed, tokens)
         if self._blocks is not None and is_prompt:

@@ -1,10 +1,8 @@
 """The LoRA adapters of running requests, and the adapters with which requests may enter.
 
-vLLM counts the adapters of scheduled requests. Here each running request keeps its adapter's slot,
-even in a step that leaves the request out.
-
-vLLM does not bound the wait for a slot. Here an adapter gets the next free slot after `MAX_WAIT_S`.
-Until then the adapter with the oldest slot, if it is that old, admits no more requests.
+A running request keeps its adapter's slot even in a step that leaves the request out. vLLM does not
+bound the wait for a slot. Here an adapter gets the next free slot after `MAX_WAIT_S`, and the
+adapter with the oldest slot, if it is that old, admits no more requests.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class LoraSlots:
         return adapter
 
     def skipped(self, request: Request) -> None:
-        """Note that a request had no slot."""
         adapter = adapter_of(request)
         self._skipped.setdefault(adapter, Skipped(self._now)).requests.add(request)
 

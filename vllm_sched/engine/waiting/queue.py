@@ -1,10 +1,10 @@
 """A waiting queue of lanes with gates, in place of vLLM's own.
 
-Policies put each request into a lane. Among lanes with open gates the most urgent front is next;
-vLLM's order breaks ties. A closed lane costs nothing, however many requests it holds.
+Policies put each request into a lane. The most urgent front of the open lanes is next; vLLM's order
+breaks ties. A closed lane costs nothing, however many requests it holds.
 
-vLLM pops a request that cannot begin, and puts it back. It then leaves its lane until a LoRA slot
-is free, its grammar is compiled, or its turn comes among `MAX_RETRIES` per step.
+A request that cannot begin, which vLLM pops and puts back, leaves its lane until a LoRA slot is
+free, its grammar is compiled, or its turn comes among `MAX_RETRIES` per step.
 
 `pop_request` must return the request that was peeked: blocks were allocated for it. `len` counts
 all requests; `bool` is False if no request may enter now.
@@ -36,7 +36,7 @@ RETRY_STEPS = 8
 MAX_RETRIES = 64
 # Requests that change their lane in a step. Thousands may share a prefix that becomes cached.
 MAX_MOVES = 32
-# Limits for requests that block their lane. A prefix that left the cache is cheap to look up.
+# Limits for requests that block their lane: a prefix that left the cache is cheap to look up.
 MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
 
 
@@ -112,7 +112,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self.offered, self._was_scanned = self._was_scanned, False
 
     def end_step(self) -> None:
-        """Remember a request that was offered and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
         self._without_tokens = None
@@ -127,10 +126,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._forget_offer()
 
     def end_offers(self) -> None:
-        """Note that a policy gave the offered request no tokens, and end the scan.
-
-        vLLM 0.33 pops the request and puts it back; it keeps its place.
-        """
+        """Note that a policy gave the offered request no tokens, and end the scan."""
         self._peeked = False
         if self._offer is not None:
             self._turned_away.pop(self._offer, None)  # it can begin
@@ -210,8 +206,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         """Return whether a request may enter now."""
         return self._offered() is not None
 
-    # Inside
-
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
         self._forget_offer()
@@ -224,7 +218,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         order = request if self._by_priority else number
         since = self._clock()
         lane = self._rules.lanes_of(request)
-        # A gate sees the front's wait. Behind a preempted front, longer waits must still count.
+        # Behind a preempted front, longer waits must still count.
         gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
         self._place(Entry(order, request, since, request.num_tokens, gate_since), lane)
 
@@ -246,7 +240,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         again: list[Place] = []
         for request in self._aside:
             place = self._live[request]
-            # Earlier retries behind a closed gate count too.
             if offered[place.lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
                 continue
             offered[place.lane] += 1
@@ -269,7 +262,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return self._offer
 
     def _choose(self) -> Request | None:
-        # A move can change the front of any lane, so compare fronts after all moves.
+        # A move can change any front, so compare fronts after all moves.
         self._strays.clear()
         groups = self._open_groups()
         for group in groups:
