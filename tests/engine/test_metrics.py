@@ -227,7 +227,7 @@ folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 if (child := os.fork()) == 0:
     told = metrics.Metrics("m", sys.argv[1])
     told.stepped("decode", 0, 5, 0.1)
-    state = metrics.Now()
+    state = metrics.EngineState()
     state.gauges["step_budget_tokens"][()] = 64.0
     told.write(state, 0.0)
     sys.exit(0)

