@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine.steps.hooks import PolicyHooks
-from vllm_sched.engine.steps.prefixes import CachedPrefixes
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
 from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.engine.waiting.lora_slots import LoraSlots
@@ -29,7 +29,7 @@ class Admission:
         self,
         scheduler: Scheduler,
         hooks: PolicyHooks,
-        prefixes: CachedPrefixes,
+        prefixes: PrefixCacheLookups,
         *,
         num_policies: int,
         clock: Callable[[], float],

@@ -9,7 +9,7 @@ from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.steps.admission import Admission
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.plan import StepLimit, StepPlan
-from vllm_sched.engine.steps.prefixes import CachedPrefixes
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
 from vllm_sched.policies.types import Step
 
 
@@ -21,7 +21,7 @@ class StepBudget:
         scheduler: Scheduler,
         hooks: PolicyHooks,
         admission: Admission,
-        prefixes: CachedPrefixes,
+        prefixes: PrefixCacheLookups,
         blocks: BlockChunks | None,
         *,
         prefills_lead: bool,

@@ -20,7 +20,7 @@ from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.pauses import DecodePauses
 from vllm_sched.engine.steps.plan import StepLimit, StepPlan
-from vllm_sched.engine.steps.prefixes import CachedPrefixes
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
 from vllm_sched.engine.steps.running_order import RunningOrder
 from vllm_sched.engine.steps.service_classes import ServiceClasses
 from vllm_sched.engine.steps.slots import slots_taken
@@ -55,7 +55,7 @@ class StepPlanner:
         self._last_was_empty = False  # although requests wait
         self.hooks = PolicyHooks.of(policies)
         self.classes = ServiceClasses(policies)
-        self.prefixes = CachedPrefixes(scheduler, self._kv_cache)
+        self.prefixes = PrefixCacheLookups(scheduler, self._kv_cache)
         self.admission = Admission(
             scheduler,
             self.hooks,

@@ -9,7 +9,7 @@ from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.policies.kv_cache import KvCache
 
 
-class CachedPrefixes:
+class PrefixCacheLookups:
     """Look-ups of cached prefixes, kept until the cache may have changed."""
 
     def __init__(self, scheduler: Scheduler, kv_cache: KvCache) -> None:
