@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 
 class DpGroup:
-    """The file of a group of ranks."""
+    """The file of the ranks on this node; ranks on other nodes are not seen."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self._path = path

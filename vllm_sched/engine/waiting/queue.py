@@ -209,6 +209,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
         self._forget_offer()
+        # vLLM 0.33 pops a request without tokens and puts it back.
         if self._without_tokens is not None and request is self._without_tokens.entry.request:
             self._place(*self._without_tokens)
             return
