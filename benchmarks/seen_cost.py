@@ -45,7 +45,7 @@ def whole_step_s() -> float:
 def settled(kind: type[Any], policies: Policies) -> tuple[Any, Any]:
     """Make a scheduler that has taken some steps, and what shows it, which writes when told to."""
     scheduler = loaded(kind, policies, 10)
-    seen = scheduler._seen
+    seen = scheduler._telemetry
     assert seen is not None, "its metrics are off"
     seen.metrics.due = lambda _: False
     for _ in range(SETTLING):
@@ -61,7 +61,7 @@ def step_seconds(kind: type[Any], policies: Policies, steps: int, seed: int) -> 
     for _ in range(steps // 2):
         took = {}
         for on in (True, False) if rng.random() < 0.5 else (False, True):
-            scheduler._seen = seen if on else None
+            scheduler._telemetry = seen if on else None
             took[on] = take_step(scheduler)[1]
         pairs.append(took)
     assert len(scheduler.running) == RUNNING

@@ -72,7 +72,7 @@ def engine_families() -> list[Family]:
         # Some they tell once they have learnt them.
         *(
             (name, "counter" if name in counted else "gauge", text, ("policy",))
-            for name, text in (dict.fromkeys(told, "") | metrics.POLICIES_OWN).items()
+            for name, text in (dict.fromkeys(told, "") | metrics.POLICY_METRICS).items()
         ),
     ]
     return [

@@ -96,7 +96,7 @@ def play(
     if own_times:
         for rank, engine in enumerate(engines):
             policy = engine.scheduler._policies[0]
-            engine.scheduler._tell_result = [partial(tell_own_time, policy, took, rank)]
+            engine.scheduler._planner.hooks.observe = [partial(tell_own_time, policy, took, rank)]
     arrivals = []
     for rank, load in enumerate(loads):
         arrivals += [(0.0, rank, NewRequest(f"stream-{rank}-{n}", 64, 10_000)) for n in range(8)]

@@ -86,8 +86,9 @@ def test_one_who_is_held_is_looked_up_now_and_then(clock: list[float]) -> None:
     scheduler = loaded({"departures": 3}, [2, 40, 40, 40, 9, 9, 9, 9], prefix_caching=True)
     admissions(scheduler, 4, clock)
     lookups: list[str] = []
-    ask = scheduler._cached_tokens
-    scheduler._cached_tokens = lambda r: lookups.append(r.request_id) or ask(r)
+    prefixes = scheduler._planner.prefixes
+    ask = prefixes.tokens
+    prefixes.tokens = lambda r: lookups.append(r.request_id) or ask(r)
     assert "4" not in set().union(*admissions(scheduler, 12, clock))
     assert len(lookups) <= 3
 

@@ -406,7 +406,7 @@ def test_blocks_are_counted_as_vllm_counts_them(groups: Sequence[KVCacheSpec], t
     scheduler = make_scheduler({"long_prompt": {}}, groups=groups, budget=256)
     # Mamba layers hold two states while they go from one block to the next.
     moves = groups is GROUPS["mamba"] and tokens > BLOCK_TOKENS
-    assert scheduler._kv_cache.blocks_of(tokens) == blocks_of(groups, tokens) + moves
+    assert scheduler._planner._kv_cache.blocks_of(tokens) == blocks_of(groups, tokens) + moves
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_sched.cost.step_time import Chunk
-from vllm_sched.engine.in_flight import MOST, InFlight, StepDone, StepStarted
+from vllm_sched.engine.in_flight import MAX_IN_FLIGHT, InFlight, StepDone, StepStarted
 
 
 def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0) -> StepStarted:
@@ -91,7 +91,7 @@ def test_a_clock_that_is_set_back_makes_no_step_shorter_than_any() -> None:
 
 def test_no_more_are_kept_than_can_be_under_way() -> None:
     steps = InFlight()
-    given = [scheduled(float(number), decodes=1) for number in range(MOST + 3)]
+    given = [scheduled(float(number), decodes=1) for number in range(MAX_IN_FLIGHT + 3)]
     for step in given:
         steps.begin(step)
     assert steps.end(given[2].output, lambda: 99.0) is None

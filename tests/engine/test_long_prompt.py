@@ -167,12 +167,12 @@ def test_a_prefix_is_looked_up_once_while_nothing_changes(
     drain(scheduler)
     asked = lookups_of(scheduler, monkeypatch)
     request = make_request([*document, *[3] * 400])
-    assert [scheduler._cached_tokens(request) for _ in range(3)] == [496] * 3
+    assert [scheduler._planner.prefixes.tokens(request) for _ in range(3)] == [496] * 3
     assert len(asked) == 1
-    assert scheduler._blocks_read == 496 // 16
+    assert scheduler._planner.prefixes.blocks_read == 496 // 16
     # Blocks are taken, and the cache may be gone: another state of things.
     scheduler.kv_cache_manager.block_pool.get_new_blocks(2_490)
-    assert scheduler._cached_tokens(request) < 496
+    assert scheduler._planner.prefixes.tokens(request) < 496
     assert len(asked) == 2
 
 
@@ -426,8 +426,8 @@ def test_a_request_with_remote_kv_is_never_long() -> None:
     remote.kv_transfer_params = {"do_remote_prefill": True}
     connected, alone = loaded(), loaded()
     connected.connector = SimpleNamespace()
-    assert connected._lanes_of(remote) == ("short",)
-    assert alone._lanes_of(remote) == ("long",)
+    assert connected._planner.admission.lanes_of(remote) == ("short",)
+    assert alone._planner.admission.lanes_of(remote) == ("long",)
 
 
 @pytest.mark.parametrize("claim", [{"do_remote_prefill": True}, "x", [1]])

@@ -16,7 +16,7 @@ bindings = pytest.importorskip("nixl._api").nixlBind
 
 def test_an_agent_made_inside_is_told_to_pause_whatever_its_maker_says() -> None:
     plain = bindings.nixlAgentConfig
-    with ours.sleeping_progress(bindings, 700):
+    with ours.limit_polling(bindings, 700):
         config = bindings.nixlAgentConfig()
         config.pthrDelay = 0
         config.useProgThread = True
@@ -29,21 +29,21 @@ def test_an_agent_made_inside_is_told_to_pause_whatever_its_maker_says() -> None
 
 def test_the_real_agent_takes_it() -> None:
     api = importlib.import_module("nixl._api")
-    with ours.sleeping_progress(bindings):
+    with ours.limit_polling(bindings):
         agent = api.nixl_agent("a", api.nixl_agent_config(backends=[]))
     assert agent.name == "a"
 
 
 def test_settings_are_as_before_even_after_an_error() -> None:
     plain = bindings.nixlAgentConfig
-    with pytest.raises(RuntimeError, match="no agent"), ours.sleeping_progress(bindings):
+    with pytest.raises(RuntimeError, match="no agent"), ours.limit_polling(bindings):
         raise RuntimeError("no agent")
     assert bindings.nixlAgentConfig is plain
 
 
 def test_a_thread_that_is_bound_elsewhere_gets_its_processors_back() -> None:
     before = os.sched_getaffinity(0)
-    with ours.keeping_processors():
+    with ours.keep_affinity():
         os.sched_setaffinity(0, {max(before)})
     assert os.sched_getaffinity(0) == before
 
@@ -58,7 +58,7 @@ def test_a_nixl_without_that_setting_is_left_as_it_is(
     monkeypatch.setattr(importlib, "import_module", lambda _: other)
     said: list[str] = []
     monkeypatch.setattr(ours.logger, "warning", said.append)
-    with ours.well_behaved():
+    with ours.with_cpu_settings():
         assert other.nixlBind.nixlAgentConfig is Unknown
     assert len(said) == 1
 

@@ -193,9 +193,9 @@ def test_which_engines_compile_for_logprobs_before_they_are_ready(
     runner: str,
     compiles: bool,
 ) -> None:
-    monkeypatch.delenv(plugin.WARM_UP, raising=False)
+    monkeypatch.delenv(plugin.WARM_UP_VARIABLE, raising=False)
     if wish is not None:
-        monkeypatch.setenv(plugin.WARM_UP, wish)
+        monkeypatch.setenv(plugin.WARM_UP_VARIABLE, wish)
     made = config(scheduler_cls=scheduler_cls)
     made.model_config.runner_type = runner
     asked: list[Any] = []
@@ -206,6 +206,6 @@ def test_which_engines_compile_for_logprobs_before_they_are_ready(
 
 @pytest.mark.usefixtures("_registered")
 def test_a_wrong_wish_is_refused_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.WARM_UP, "yes")
+    monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "yes")
     with pytest.raises(UsageError, match="VLLM_SCHED_WARM_UP='yes' must be 0 or 1; correct it"):
         arguments(None).create_engine_config()

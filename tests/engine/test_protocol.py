@@ -108,7 +108,7 @@ def test_waiting_requests_with_kv_of_their_own_are_counted_apart(probed: Made) -
     holder.num_computed_tokens = 19
     scheduler.kv_holding_waiting.add_request(holder)
     scheduler.requests["holder"] = holder
-    scheduler._begin_step()
+    scheduler._planner.begin_step(scheduler.clock(), scheduler.wall_clock())
     assert (probe.steps[-1].waiting, probe.steps[-1].holding_kv) == (1, 1)
 
 
@@ -265,7 +265,7 @@ def test_who_stands_in_front_is_asked_about_once_a_step_unless_by_what_is_cached
         asked.append(request.request_id)
         return "" if not looks or cached() >= 0 else "never"
 
-    scheduler._ask_lane = [(0, lane)]
+    scheduler._planner.hooks.lane = [(0, lane)]
     step(scheduler)
     assert asked == [*first, "1"]
     step(scheduler)
@@ -295,7 +295,8 @@ def test_a_policy_without_hooks_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
     for scheduler in (ours, theirs):
         for name, tokens in enumerate((300, 20, 500)):
             scheduler.add_request(make_request(tokens, name=str(name)))
-    assert ours._ask_chunk == ours._ask_budget == ours._tell_result == []
+    hooks = ours._planner.hooks
+    assert hooks.chunk == hooks.budget == hooks.observe == []
     for _ in range(30):
         assert step(ours) == step(theirs)
 

@@ -20,7 +20,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm_sched import metrics_folder
 from vllm_sched.cli.main import main
 from vllm_sched.engine import plugin, policy_setup, server
-from vllm_sched.engine.server import pass_on
+from vllm_sched.engine.server import forward_signal
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.tiny_model import tiny_model
@@ -58,7 +58,7 @@ def test_a_signal_reaches_the_engines_and_nobody_else(name: str) -> None:
         child = context.Process(target=body, args=(theirs,), name=title, daemon=True)
         child.start()
         children.append(child)
-    pass_on(USR1)
+    forward_signal(USR1)
     assert ends[name].poll(30)
     assert ends[name].recv() == USR1
     ends["ApiServer_0"].send("look")
@@ -130,7 +130,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     )
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
     monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
-    monkeypatch.setenv(plugin.WARM_UP, "1")
+    monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "1")
     command = SimpleNamespace(main=vllm_command)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
     # What it changes of the process goes with the test.

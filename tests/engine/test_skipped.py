@@ -144,4 +144,4 @@ def test_aborted_requests_leave_nothing_behind() -> None:
     assert not +queue.here
     assert not any(+sizes for sizes in queue._sizes.values())
     assert all(not count.requests for counts in queue.counts for count in counts.values())
-    assert not bench.scheduler._lora_slots._skipped
+    assert not bench.scheduler._planner.admission.lora_slots._skipped

@@ -282,13 +282,16 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def classes_are_known_as_they_are(self) -> None:
         """Let what is kept of the classes of those who decode be what the policy says now."""
-        if not (scheduler := getattr(self, "scheduler", None)) or scheduler._classing is None:
+        if not (scheduler := getattr(self, "scheduler", None)):
             return
-        known = scheduler._classes
+        classes = scheduler._planner.classes
+        if classes.policy is None:
+            return
+        known = classes._known
         assert known.keys() <= {*scheduler.requests.values()}
-        if scheduler._classing.reclassed == scheduler._classes_as_of:
+        if classes.policy.reclassed == classes._reclassed:
             decoding = [r for r in scheduler.running if not r.is_prefill_chunk and r in known]
-            assert [known[r] for r in decoding] == [scheduler._class_of(r) for r in decoding]
+            assert [known[r] for r in decoding] == [classes.of(r) for r in decoding]
 
     @invariant()
     def who_is_held_is_held_for_a_reason_declared(self) -> None:
@@ -462,8 +465,8 @@ class AnyPolicies(Machine):
         scheduler = self.scheduler
 
         def judging(victim: Any, *args: Any, **kwargs: Any) -> None:
-            worst = max(map(scheduler._class_of, scheduler.running), default=0.0)
-            assert self.resets or scheduler._class_of(victim) >= worst
+            worst = max(map(scheduler._planner.classes.of, scheduler.running), default=0.0)
+            assert self.resets or scheduler._planner.classes.of(victim) >= worst
             preempt(victim, *args, **kwargs)
 
         return judging
@@ -478,7 +481,8 @@ class AnyPolicies(Machine):
         names = [policy.name for policy in self.scheduler._policies]
         number = names.index("lanes")
         lanes = self.scheduler._policies[number]
-        ask, choose = queue._gate_of, queue._choose
+        rules = queue._rules
+        ask, choose = rules.gate_of, queue._choose
         gates: dict[Any, Gate] = {}
 
         def has_waited(request: Any) -> bool:
@@ -509,7 +513,7 @@ class AnyPolicies(Machine):
                 self.passing.add(chosen.request_id)
             return chosen
 
-        queue._gate_of, queue._choose = gate_of, choosing
+        rules.gate_of, queue._choose = gate_of, choosing
 
     def _check_turns(self, admitted: list[Any]) -> None:
         """Let urgent ones and the overdue take turns where both have waited for long."""

@@ -35,7 +35,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
             super().__init__(model, engine, registry)
 
     monkeypatch.setattr(metrics, "Metrics", Here)
-    monkeypatch.setattr(metrics, "reaches_the_server", lambda: True)
+    monkeypatch.setattr(metrics, "server_shows_metrics", lambda: True)
     monkeypatch.setattr(metrics, "WRITE_EVERY_S", 0.0)
     monkeypatch.delenv(VARIABLE, raising=False)
     return registry
@@ -59,7 +59,7 @@ def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (VARIABLE, metrics_folder.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     scheduler = make_scheduler(LONG)
-    assert scheduler._seen is None
+    assert scheduler._telemetry is None
     scheduler.add_request(make_request(100))
     drain(scheduler)
     scheduler.shutdown()
@@ -473,6 +473,6 @@ def test_an_engine_goes_on_when_looking_fails(
     scheduler._policies[0].gauges = lambda: {"not a name": 1.0}
     scheduler.add_request(make_request(100))
     drain(scheduler)
-    assert scheduler._seen is None
+    assert scheduler._telemetry is None
     assert "please report it" in caplog.text
     assert values(registry, "info")

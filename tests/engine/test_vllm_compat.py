@@ -65,7 +65,7 @@ def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.request.Request")
-    with pytest.raises(UnsupportedVllmError, match=r"lacks what we look into \(.*'Request'"):
+    with pytest.raises(UnsupportedVllmError, match=r"lacks a module or class \(.*'Request'"):
         vllm_compat.require_tested_vllm()
 
 
@@ -131,19 +131,22 @@ def test_to_serve_with_an_untested_vllm_is_one_line(arguments: list[str], tmp_pa
     assert "vLLM 0.29.0 is outside the tested range" in line
 
 
-# What is the scheduler, by its name in the module.
-SCHEDULERS = {"scheduler": "self", "telemetry": "self", "policy_setup": "scheduler"}
+ENGINE = Path(vllm_compat.__file__).parent
+STEPS = sorted(path.stem for path in (ENGINE / "steps").glob("*.py"))
+# The names of the scheduler in each module.
+SCHEDULERS = {
+    "scheduler": {"self"},
+    "telemetry": {"self"},
+    "policy_setup": {"scheduler"},
+} | {f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS}
 
 
 def of_a_scheduler(module: str) -> dict[str, bool]:
-    """Name what is used of it there, and tell whether it is written."""
-    source = Path(vllm_compat.__file__).with_name(f"{module}.py").read_text()
+    """Return the attributes of the scheduler that a module uses, and whether it writes them."""
     used: dict[str, bool] = {}
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Attribute(ast.Name(name), attribute, context) if name == SCHEDULERS[module]:
-                written = isinstance(context, ast.Store)
-                used[attribute] = used.get(attribute, False) or written
+    for node in ast.walk(ast.parse((ENGINE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in SCHEDULERS[module]:
+            used[node.attr] = used.get(node.attr, False) or isinstance(node.ctx, ast.Store)
     return used
 
 

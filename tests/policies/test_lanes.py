@@ -127,9 +127,10 @@ def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
     # Fewer blocks than may be needed in a step, and as many as are in all of them.
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert 2 * len(lanes) - 1 > free >= len(lanes)
-    ask = scheduler._class_of
-    scheduler._class_of = lambda request: asked.append(request) or ask(request)
-    scheduler._classes.clear()
+    classes = scheduler._planner.classes
+    ask = classes.of
+    classes.of = lambda request: asked.append(request) or ask(request)
+    classes._known.clear()
     bench.steps(10)
     assert len(asked) == len(lanes)
     # But they are in their order, and those who are gone are forgotten.
@@ -137,27 +138,27 @@ def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
     assert order == ["urgent"] * 5 + ["normal"] * 5 + ["batch"] * 5
     for request in list(scheduler.running):
         scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    assert not scheduler._classes
+    assert not classes._known
 
 
 def test_of_another_class_it_has_another_place_at_once() -> None:
     """A released answer is of the first class; preempted, it can lose that to the next one."""
     bench = Bench(laned(reserve_kv=0, reserve_slots=0, batch_max_wait_s=5.0), num_blocks=200)
-    lanes = bench["lanes"]
+    lanes, classes = bench["lanes"], bench.scheduler._planner.classes
     requests = [bench.add(name, 10, lane="batch", output=600) for name in ("one", "two")]
     bench.steps(2)
     before = lanes.reclassed
     assert [lanes.service_class(request) for request in requests] == [2, 2]
     lanes._released["batch"] = "one"
-    assert bench.scheduler._classes_of(requests) == dict(zip(requests, (0, 2), strict=True))
+    assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
     # Another is let in for its wait while that one is away, as after a preemption.
     lanes._leave("one")
     lanes._due["two"] = True
     lanes.admitted(requests[1])
     assert lanes.reclassed > before
-    assert bench.scheduler._classes_of(requests) == dict(zip(requests, (2, 0), strict=True))
+    assert classes.of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
     lanes.departed(requests[1], bench.now)
-    assert bench.scheduler._classes_of(requests[:1]) == {requests[0]: 2}
+    assert classes.of_decodes(requests[:1]) == {requests[0]: 2}
 
 
 def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:

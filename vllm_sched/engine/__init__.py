@@ -1,4 +1,4 @@
-"""The only floor that imports vLLM. Check that it is one we know before anything else."""
+"""The only package that imports vLLM. Its import checks vLLM's version first."""
 
 import sys
 
@@ -8,8 +8,7 @@ from vllm_sched.errors import UnsupportedVllmError
 try:
     require_tested_vllm()
 except UnsupportedVllmError as error:
-    # A program in here, `python -m vllm_sched.engine.server`, is only being looked for so far: what
-    # it would do about this itself comes too late. That is when the first argument is "-m".
+    # `python -m vllm_sched.engine.server` cannot handle the error: it imports this package first.
     if sys.argv[:1] != ["-m"]:
         raise
     program = next((word for word in sys.orig_argv if word.startswith(f"{__name__}.")), __name__)

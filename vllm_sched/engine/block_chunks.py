@@ -1,10 +1,7 @@
 """Chunks of prompts in hybrid models, which end at block boundaries.
 
-With `mamba_cache_mode=align` vLLM stores Mamba state at block boundaries. A chunk ends at a
-boundary or at the end of its prompt, and a policy may grant fewer tokens than that takes. Such a
-chunk is rounded up, and its request owes the difference: it gets no chunk until later grants cover
-the debt. So a prompt is computed as fast as the policies want on average, and the tokens that they
-keep for other requests are there in the steps in which it pays.
+With `mamba_cache_mode=align` chunks end where vLLM stores Mamba state. A chunk is rounded up if a
+policy grants less, and its request gets no chunk until later grants cover the debt.
 """
 
 from __future__ import annotations
@@ -16,18 +13,16 @@ from vllm.v1.request import Request
 
 
 class BlockChunk(NamedTuple):
-    """A chunk, and what of the grant its request does not need."""
-
     tokens: int
     unused: int
 
 
 class BlockChunks:
-    """Sizes of chunks that end where vLLM stores Mamba state, and what requests owe."""
+    """Sizes of chunks, and debts of requests."""
 
     def __init__(self, block: int, align: Callable[[Request, int, int], int]) -> None:
         self.block = block
-        # Upstream's: shortens a chunk to where it may end, to 0 where it is too short.
+        # vLLM's: shortens a chunk to a boundary, or to 0.
         self._align = align
         self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
 
@@ -45,10 +40,10 @@ class BlockChunks:
         room: int,
         may_skip: Callable[[], bool],
     ) -> BlockChunk:
-        """Return the chunk for which the policies grant so many tokens.
+        """Return the chunk for a grant.
 
-        `most` is what upstream offers. A chunk that is rounded up takes no more than `room`. A
-        request in debt gets one all the same unless the step `may_skip` it.
+        `most` is vLLM's limit, `room` that of a chunk that is rounded up. A request in debt gets
+        a chunk unless the step `may_skip` it.
         """
         uncached = computed - request.num_computed_tokens
         chunk = granted if granted == most else self._align(request, granted, uncached)
@@ -69,5 +64,5 @@ class BlockChunks:
         return BlockChunk(chunk, max(granted - chunk - pays, 0))
 
     def forget(self, request: Request) -> None:
-        """Drop the debt of a request that needs no more chunks."""
+        """Drop the request's debt."""
         self._debts.pop(request, None)

@@ -1,8 +1,4 @@
-"""Steps whose results are not back yet, and how long each took once its is.
-
-Everybody who learns from steps or shows them goes by these notes, so that what is predicted is held
-against the very time that was learnt.
-"""
+"""Steps without a result yet, and their times. Policies and telemetry share it."""
 
 from __future__ import annotations
 
@@ -17,38 +13,36 @@ from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.parallel.dp_group import DpGroup
 from vllm_sched.policies.types import StepResult
 
-# vLLM has two, and one per stage with pipeline parallelism.
-MOST: Final = 64
-LEAST_STEP_S: Final = 1e-6
-# Between two steps: for longer the engine was paused, or asleep.
-MOST_BETWEEN_S: Final = 1.0
+# vLLM has two steps in flight, or one per pipeline stage.
+MAX_IN_FLIGHT: Final = 64
+MIN_STEP_S: Final = 1e-6
+# After longer gaps between steps the engine was idle.
+MAX_GAP_S: Final = 1.0
 
 
 class StepStarted(NamedTuple):
-    """A step that the engine was given."""
+    """A step that was scheduled."""
 
     output: SchedulerOutput
     number: int
     scheduled_at: float
     budget: int
     chunks: Mapping[str, Chunk]  # of prompts, by request
-    context_tokens: int  # of those that decode, together
+    context_tokens: int  # of all decodes
     running: int
     waiting: int
 
     @property
     def decodes(self) -> int:
-        """How many decode."""
         return len(self.output.num_scheduled_tokens) - len(self.chunks)
 
     @property
     def shape(self) -> StepShape:
-        """Return what the step computes."""
         return StepShape.of(list(self.chunks.values()), self.decodes, self.context_tokens)
 
 
 class StepDone(NamedTuple):
-    """A step whose result is back."""
+    """A step with a result."""
 
     step: StepStarted
     start: float  # when the engine began it
@@ -57,22 +51,22 @@ class StepDone(NamedTuple):
 
 
 class InFlight:
-    """See the module's text."""
+    """The steps without a result yet."""
 
     def __init__(self, dp_group: DpGroup | None = None) -> None:
         self._dp_group = dp_group
-        self._steps: deque[StepStarted] = deque(maxlen=MOST)
+        self._steps: deque[StepStarted] = deque(maxlen=MAX_IN_FLIGHT)
         self._last_end = 0.0
 
     def begin(self, step: StepStarted) -> None:
-        """Note a step that was scheduled; an empty one takes no time and is not noted."""
+        """Note a step that is not empty."""
         self._steps.append(step)
         if self._dp_group is not None:
             self._dp_group.begin(step.number, step.scheduled_at, step.shape)
 
     def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> StepDone | None:
-        """Say what a step did and how long it took; None of one that was not noted."""
-        # Results come back in the order of their steps; one whose result never came is forgotten.
+        """Return what a noted step did and how long it took."""
+        # Results arrive in order: those of earlier steps are lost.
         steps = self._steps
         if not steps or (
             steps[0].output is not output and all(step.output is not output for step in steps)
@@ -81,21 +75,20 @@ class InFlight:
         while (step := steps.popleft()).output is not output:
             pass
         end, decodes = clock(), step.decodes
-        # The engine began it when it was scheduled, or when it was done with the one before.
-        # A clock that was set back would make it none, or less; a step takes longer than that.
+        # The engine begins a step when the step before ends.
         start = since = max(step.scheduled_at, min(self._last_end, end))
-        if decodes and 0 <= step.scheduled_at - self._last_end <= MOST_BETWEEN_S:
-            # Who decodes has waited since the last result, whatever the engine did until it began.
+        if decodes and 0 <= step.scheduled_at - self._last_end <= MAX_GAP_S:
+            # Decodes have waited since the last result.
             since = self._last_end
         self._last_end = end
         others: Sequence[StepShape] = ()
         if self._dp_group is not None:
             self._dp_group.end(step.number, end)
-            # Ranks begin and end a step at nearly the same time. In its middle all compute it.
+            # All ranks compute in the middle of the step.
             others = self._dp_group.others_at((start + end) / 2)
         chunks = list(step.chunks.values())
         decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
-        seconds = max(end - since, LEAST_STEP_S)
+        seconds = max(end - since, MIN_STEP_S)  # a clock may be set back
         result = StepResult(
             seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number, others
         )
@@ -103,8 +96,8 @@ class InFlight:
 
 
 def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:
-    """Say what each prompt had of a step that was scheduled."""
-    # Upstream has counted the step's tokens as computed already.
+    """Return the chunk of each prompt in a scheduled step."""
+    # vLLM already counts the step's tokens as computed.
     return {
         request.request_id: Chunk(new, request.num_computed_tokens - new)
         for request in prefills

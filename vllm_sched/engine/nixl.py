@@ -1,15 +1,12 @@
-"""vLLM's NIXL connectors, without two habits that cost a CPU worker its processor.
+"""vLLM's NIXL connectors for CPU workers: the affinity is kept, and the progress thread sleeps.
 
-Named in `--kv-transfer-config` by `kv_connector_module_path`, vLLM's own way to say whose class a
-connector is. The classes keep vLLM's names, by which vLLM knows elsewhere what it deals with.
+`kv_connector_module_path` in `--kv-transfer-config` names this module. vLLM compares the classes'
+names elsewhere, so they are vLLM's.
 
-1. On a CPU, vLLM binds the thread that makes the connector, which is the one that computes, to the
-   last processor of each NUMA node: all workers of a machine then compute on that one, wherever
-   they were bound. Here the thread keeps the processors it had.
-2. NIXL's progress thread polls without a pause: a whole processor, idle or not. A low priority is
-   no cure. Most of the time it holds UCX's spin lock, and the thread that computes then spins on
-   that until the kernel lets the other one go on: under SCHED_IDLE all streams of the worker stood
-   still for 1 to 4 s, rarely, at a hand-over. Here it sleeps in `poll`, and events wake it.
+1. On a CPU, vLLM binds the computing thread of every worker to the last processor of the NUMA node.
+2. NIXL's progress thread polls without a pause. A low priority does not help: the thread often
+   holds UCX's spin lock, on which the computing thread spins (under SCHED_IDLE for 1 to 4 s). Here
+   it sleeps in `poll`, and events wake it.
 """
 
 from __future__ import annotations
@@ -25,14 +22,13 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# The longest sleep: what a message takes that comes with no event. An idle agent then uses 3 % of a
-# processor.
-PAUSE_US = 1000
+# The longest delay of a message without an event. An idle agent uses 3 % of a processor.
+POLL_PAUSE_US = 1000
 
 
 @contextmanager
-def keeping_processors() -> Iterator[None]:
-    """Give this thread the processors back that it had."""
+def keep_affinity() -> Iterator[None]:
+    """Restore this thread's affinity at the end."""
     before = os.sched_getaffinity(0)
     try:
         yield
@@ -41,16 +37,13 @@ def keeping_processors() -> Iterator[None]:
 
 
 @contextmanager
-def sleeping_progress(bindings: Any, pause_us: int = PAUSE_US) -> Iterator[None]:
-    """Have agents made here sleep between two polls; NIXL's Python side knows no setting for it."""
+def limit_polling(bindings: Any, pause_us: int = POLL_PAUSE_US) -> Iterator[None]:
+    """Make new agents sleep between polls, which NIXL's Python API cannot set."""
     plain = bindings.nixlAgentConfig
 
     class Sleeping(plain):  # type: ignore[misc,valid-type]
-        """The settings of an agent, whose one wish for no pause is not heard."""
-
         @property
         def pthrDelay(self) -> int:  # noqa: N802 - NIXL's name
-            """The pause in microseconds."""
             return int(plain.pthrDelay.__get__(self))
 
         @pthrDelay.setter
@@ -65,29 +58,31 @@ def sleeping_progress(bindings: Any, pause_us: int = PAUSE_US) -> Iterator[None]
 
 
 @contextmanager
-def well_behaved() -> Iterator[None]:
-    """Both, as far as the NIXL that is installed can be told."""
+def with_cpu_settings() -> Iterator[None]:
+    """Apply both, as far as the installed NIXL supports it."""
     bindings = importlib.import_module("nixl._api").nixlBind
     if not hasattr(getattr(bindings, "nixlAgentConfig", None), "pthrDelay"):
-        logger.warning("This NIXL has no pause to set: its progress thread takes a processor")
-        with keeping_processors():
+        logger.warning(
+            "this NIXL has no `pthrDelay` setting: its progress thread takes a whole processor"
+        )
+        with keep_affinity():
             yield
         return
-    with keeping_processors(), sleeping_progress(bindings):
+    with keep_affinity(), limit_polling(bindings):
         yield
 
 
 class NixlConnector(nixl.NixlConnector):
-    """Pulls: the decode worker reads."""
+    """The pull connector: the decode worker reads."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with well_behaved():
+        with with_cpu_settings():
             super().__init__(vllm_config, role, kv_cache_config)
 
 
 class NixlPushConnector(nixl.NixlPushConnector):
-    """Pushes: the prefill worker writes."""
+    """The push connector: the prefill worker writes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with well_behaved():
+        with with_cpu_settings():
             super().__init__(vllm_config, role, kv_cache_config)

@@ -1,9 +1,7 @@
-"""What this package adds to vLLM's own start, whichever command starts it.
+"""Extensions of vLLM's start: checks before the model loads, and a compilation for logprobs.
 
-vLLM calls `load` in each of its processes (entry point `vllm.general_plugins`), and `server` calls
-`register`. Two functions of vLLM are extended: the one that makes an engine's configuration, to
-refuse what policies do not work with before the model loads; and the one that warms up the model,
-to compile what vLLM would otherwise compile during the first request with logprobs.
+vLLM calls `load` in each of its processes (entry point `vllm.general_plugins`); `server` calls
+`register`.
 """
 
 from __future__ import annotations
@@ -29,16 +27,18 @@ from vllm_sched.errors import UnsupportedVllmError, UsageError
 
 logger = logging.getLogger("vllm.vllm_sched")
 
-WARM_UP: Final = "VLLM_SCHED_WARM_UP"
+WARM_UP_VARIABLE: Final = "VLLM_SCHED_WARM_UP"
 EXTENDED: Final = "_extended_by_vllm_sched"
 
 
 def load() -> None:
-    """Register in a vLLM that may have another scheduler: a failure there is a warning."""
+    """Register, or warn."""
     try:
         register()
     except UnsupportedVllmError as error:
-        logger.warning("vllm-sched's checks before the model loads are off: %s", error)
+        logger.warning(
+            "vllm-sched does not check the configuration before the model loads: %s", error
+        )
 
 
 def register() -> None:
@@ -61,10 +61,10 @@ def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
 
 
 def own_class(config: VllmConfig) -> type[Scheduler] | None:
-    """Return the configured scheduler class if it is one of ours or derived from one."""
+    """Return the configured scheduler class if it is ours."""
     kind: Any = config.scheduler_config.scheduler_cls
     if isinstance(kind, str):
-        # vLLM's own are found by other means; a wrong name is vLLM's to refuse.
+        # vLLM resolves its own classes itself.
         if kind.startswith("vllm."):
             return None
         kind = resolve_obj_by_qualname(kind)
@@ -79,20 +79,22 @@ def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
         release = installed_version().split("+", maxsplit=1)[0]
         if kind is not None and release not in vllm_compat.TESTED_RELEASES:
             probes.require_known_behaviour()
-        compiles_logprobs(config)  # for what it refuses
+        compiles_logprobs(config)  # to refuse a wrong setting
         return config
 
     return create_engine_config
 
 
 def compiles_logprobs(config: VllmConfig) -> bool:
-    """Whether the engine is to compile for logprobs before it is ready."""
-    wish = os.environ.get(WARM_UP)
-    if wish not in (None, "0", "1"):
-        raise UsageError(f"{WARM_UP}={wish!r} must be 0 or 1; correct it or leave it out")
+    """Return whether the engine compiles for logprobs before it is ready."""
+    setting = os.environ.get(WARM_UP_VARIABLE)
+    if setting not in (None, "0", "1"):
+        raise UsageError(
+            f"{WARM_UP_VARIABLE}={setting!r} must be 0 or 1; correct it or leave it out"
+        )
     if config.model_config.runner_type != "generate":  # a pooling model has no logprobs
         return False
-    return wish == "1" or (wish is None and own_class(config) is not None)
+    return setting == "1" or (setting is None and own_class(config) is not None)
 
 
 def _compiling_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,17 +108,17 @@ def _compiling_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_logprobs(worker: Any) -> None:
-    """Compute the logprobs of one token in a worker process, as its sampler does.
+    """Compute the logprobs of one token in a worker process.
 
-    vLLM compiles a part of that at the first call: up to 20 s, in which no stream gets a token.
+    vLLM compiles this at the first call, for up to 20 s without tokens.
     """
     sampler = getattr(worker.model_runner, "sampler", None)
-    if not isinstance(sampler, Sampler):  # another model runner's, which compiles nothing for this
+    if not isinstance(sampler, Sampler):  # other samplers compile nothing for logprobs
         return
     try:
-        with torch.inference_mode():  # as in a step: what is compiled elsewhere is not found there
+        with torch.inference_mode():  # as in a step, to compile for the same mode
             logits = torch.zeros(1, worker.model_config.get_vocab_size(), device=worker.device)
             token = torch.zeros(1, dtype=torch.int64, device=worker.device)
             sampler.gather_logprobs(sampler.compute_logprobs(logits), 1, token)
-    except Exception:  # no reason not to serve
-        logger.warning("what logprobs need is not compiled yet", exc_info=True)
+    except Exception:  # the engine can serve without
+        logger.warning("could not compile for logprobs before serving", exc_info=True)

@@ -1,4 +1,4 @@
-"""What happens once, when an engine starts: its policies, as configured, and what is refused.
+"""The policies of an engine, and the configurations that they do not support.
 
 Configuration arrives as `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
 """
@@ -22,19 +22,19 @@ from vllm_sched.policies.types import EngineFacts, Policy
 from vllm_sched.version import __version__
 
 CONFIG_KEY: Final = "vllm_sched"
-# Policies that contradict `prefill_schedule_interval`, which lets only every n-th step compute
-# prompts while requests decode, and why.
+# Why policies contradict `prefill_schedule_interval`: while requests decode, only every n-th step
+# computes prompts.
 AGAINST_INTERVAL: Final[Mapping[str, str]] = {
     "prefill_first": "the policy pauses decodes in steps in which vLLM holds prompts, so that "
     "nothing is computed in them",
     "deferred_prefill": "both say when prompts enter, and their waits add up",
 }
-# A child of vLLM's logger: its handlers and level are the ones the operator set.
+# A child of vLLM's logger, to inherit the operator's handlers and level.
 logger = logging.getLogger("vllm.vllm_sched")
 
 
 def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
-    """Make the policies that a scheduler's configuration switches on, or its class."""
+    """Return the policies of the configuration, or of the scheduler's class."""
     wanted = {**defaults, **_given(scheduler.vllm_config)}
     if not wanted:
         return []
@@ -50,9 +50,8 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
 
 
 def kv_cache_of(scheduler: Scheduler) -> KvCache:
-    """Return the groups of layers that share the scheduler's blocks."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    # Some groups of sparse attention are in host memory.
+    # Sparse attention may have groups in host memory.
     groups = [
         _group(scheduler, manager)
         for manager, group in zip(managers, scheduler.kv_cache_config.kv_cache_groups, strict=True)
@@ -64,7 +63,7 @@ def kv_cache_of(scheduler: Scheduler) -> KvCache:
 def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     spec = manager.kv_cache_spec
     spare = getattr(spec, "num_speculative_blocks", 0)
-    # With the cache mode `all`, of vLLM 0.31, Mamba layers keep a state for each block.
+    # With the cache mode `all` (vLLM 0.31), Mamba layers keep a state for each block.
     if getattr(spec, "mamba_cache_mode", None) == "all":
         most = -(-scheduler.max_model_len // manager.block_size) + spare
     else:
@@ -73,10 +72,7 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
 
 
 def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
-    """Refuse what a configuration asks for, as far as it can be told before the model loads.
-
-    `kind` is the scheduler's class where it is one of ours.
-    """
+    """Refuse an unsupported configuration; `kind` is our scheduler's class, if used."""
     facts = EngineFacts(
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -101,15 +97,14 @@ def _given(config: VllmConfig) -> Mapping[str, object]:
 def refuse_unsupported(
     config: VllmConfig, kind: type[Scheduler], policies: Sequence[Policy]
 ) -> None:
-    """Refuse a configuration that policies, or this scheduler class, do not work with."""
     scheduling, name = config.scheduler_config, kind.__name__
     if config.model_config.is_diffusion:
         raise UsageError(
             "policies don't work with diffusion models, which need vLLM's own scheduler; "
             "start without --scheduler-cls"
         )
-    # vLLM's asynchronous scheduler puts placeholders where drafts belong, and where one pipeline
-    # stage tells the next which token it made.
+    # vLLM's asynchronous scheduler has placeholders for drafts, and for tokens between pipeline
+    # stages.
     drafts = "speculative decoding" if config.num_speculative_tokens else None
     stages = config.parallel_config.pipeline_parallel_size
     by = drafts or ("pipeline parallelism" if stages > 1 else None)
@@ -129,7 +124,6 @@ def refuse_unsupported(
 
 
 def warn_of_idle_device(scheduler: Scheduler) -> None:
-    """Warn where the class is the synchronous one and vLLM schedules asynchronously."""
     asynchronous = scheduler.scheduler_config.async_scheduling
     if asynchronous and not isinstance(scheduler, AsyncScheduler):
         name = type(scheduler).__name__
@@ -142,8 +136,7 @@ def warn_of_idle_device(scheduler: Scheduler) -> None:
 
 
 def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
-    """Log the policies and their resolved settings, in one line."""
-    told = "; ".join(
+    listed = "; ".join(
         f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
         for policy in policies
     )
@@ -152,5 +145,5 @@ def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
         __version__,
         installed_version(),
         type(scheduler).__name__,
-        told or "none",
+        listed or "none",
     )

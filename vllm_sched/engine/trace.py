@@ -1,16 +1,9 @@
-"""What the engine did, step by step, in a file that Perfetto opens: `VLLM_SCHED_TRACE=out.json`.
+"""A trace of the engine's steps for Perfetto: `VLLM_SCHED_TRACE=out.json`.
 
-Idea: a log of what happened (a request came, a step ran), kept in memory, the oldest dropped, and
-replayed into Chrome's trace format when somebody wants to see it: a track for the steps, counters
-of tokens and of requests, and a track per request that shows when it waited, each chunk of its
-prompt, each step that it decoded in, and how long it was out after a preemption. Written when the
-engine ends, and on SIGUSR1.
+Steps are kept in memory, and written in Chrome's trace format at the end and on SIGUSR1. The file
+has a track for steps, counters, and a track per request. Times are monotonic, in microseconds.
 
-Times are those of the machine's monotonic clock, in microseconds, so that a client on the same
-machine can put its own observations beside them.
-
-Cost: a step's own dictionary is kept, not copied, so noting a step costs a microsecond however many
-run; some 40 bytes for each request in each step kept. Off, it costs nothing.
+Cost: about 1 us per step, and 40 bytes per request and step.
 """
 
 from __future__ import annotations
@@ -30,73 +23,67 @@ from typing import NamedTuple
 logger = logging.getLogger("vllm.vllm_sched")
 
 VARIABLE = "VLLM_SCHED_TRACE"
-WRITE_NOW = signal.SIGUSR1
-# Requests times steps that are kept: 20 MB, and a second to write, of the five that vLLM gives an
-# engine to end in.
-MOST_ENTRIES = 500_000
+WRITE_SIGNAL = signal.SIGUSR1
+# Requests times steps: 20 MB. To write takes 1 of the 5 s in which vLLM lets an engine end.
+MAX_ENTRIES = 500_000
 
 ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
 MICRO = 1e6
 
 
 class QueuedRequest(NamedTuple):
-    """A request that began to wait."""
-
     at: float
     request_id: str
     prompt_tokens: int
 
 
 class StepNote(NamedTuple):
-    """A step: what it was given, when the engine began it and when it was done with it."""
+    """A step that ended."""
 
     number: int
     start: float
     end: float
     budget: int
     tokens: Mapping[str, int]  # by request
-    contexts: Mapping[str, int]  # of those in prefill: tokens computed before
+    contexts: Mapping[str, int]  # of prefills: tokens computed before
     running: int
     waiting: int
-    preempted: Collection[str] = ()  # when it was scheduled
-    gone: Collection[str] = ()  # ended or given up before it was scheduled
+    preempted: Collection[str] = ()  # at its scheduling
+    gone: Collection[str] = ()  # ended or aborted before its scheduling
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of prompts."""
         return sum(self.tokens[request_id] for request_id in self.contexts)
 
     @property
     def kind(self) -> str:
-        """What it computed: prefill, decode, both, or nothing."""
         return kind(len(self.contexts), len(self.tokens) - len(self.contexts))
 
 
 def kind(prefills: int, decodes: int) -> str:
-    """Name a step by what it computes."""
+    """Return the kind of a step."""
     if prefills:
         return "mixed" if decodes else "prefill"
     return "decode" if decodes else "empty"
 
 
 class EngineTrace:
-    """The log; bounded, the oldest is dropped."""
+    """A bounded log of arrivals and steps."""
 
-    def __init__(self, most_entries: int = MOST_ENTRIES) -> None:
+    def __init__(self, most_entries: int = MAX_ENTRIES) -> None:
         self._most = most_entries
         self._entries = 0
         self._log: deque[QueuedRequest | StepNote] = deque()
 
     def __len__(self) -> int:
-        """Count what is kept: an arrival is one, a step one more than it has requests."""
+        """Return the entries: 1 per arrival, 1 + requests per step."""
         return self._entries
 
     def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
-        """Note that a request began to wait."""
         self._keep(QueuedRequest(at, request_id, prompt_tokens), 1)
 
     def stepped(self, step: StepNote) -> None:
-        """Note a step that is done; in the order in which they were scheduled."""
+        """Note a step that ended, in the order of scheduling."""
         self._keep(step, 1 + len(step.tokens))
 
     def _keep(self, entry: QueuedRequest | StepNote, entries: int) -> None:
@@ -107,23 +94,18 @@ class EngineTrace:
             self._entries -= 1 if isinstance(dropped, QueuedRequest) else 1 + len(dropped.tokens)
 
     def copy(self) -> list[QueuedRequest | StepNote]:
-        """Take down what is known now."""
         return list(self._log)
 
 
 @dataclass(slots=True)
 class _Track:
-    """A request while the log is replayed."""
-
     number: int
-    out_since: float | None  # waiting, or preempted; None while it runs
+    out_since: float | None  # None while it runs
     phase: str = "waiting"
-    last: float = 0.0  # the end of what it was seen to do last
+    last: float = 0.0  # end of the last step
 
 
 class _Replay:
-    """Turns a log into events, each a line of JSON."""
-
     def __init__(self) -> None:
         self._tracks: dict[str, _Track] = {}
         self._numbers = itertools.count(1)
@@ -169,7 +151,7 @@ class _Replay:
         counts = f'"running":{step.running},"waiting":{step.waiting}'
         yield _counter("requests", step.start, counts)
         for request_id, tokens in step.tokens.items():
-            if request_id not in self._tracks:  # its arrival is older than what was kept
+            if request_id not in self._tracks:  # its arrival was dropped
                 yield self._begin(request_id, "came before", None)
             track = self._tracks[request_id]
             yield from _out_until(track, step.start)
@@ -187,7 +169,7 @@ def _out_until(track: _Track, now: float) -> Iterator[str]:
 
 
 def chrome(log: Iterable[QueuedRequest | StepNote], now: float, engine: str = "0") -> Iterator[str]:
-    """Write a log in Chrome's trace format, piece by piece."""
+    """Return a log in Chrome's trace format, in parts."""
     yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
     before = ""
     for event in _Replay().events(log, now, engine):
@@ -201,11 +183,11 @@ def _named(what: str, process: int, thread: int, name: str) -> str:
     return json.dumps(named, separators=(",", ":"))
 
 
-# By hand, as there are very many: a serializer takes five times as long.
+# Formatted by hand: a serializer takes five times as long.
 
 
 def _slice(process: int, thread: int, name: str, start: float, end: float, facts: str = "") -> str:
-    # Ends are rounded, not lengths: neighbours must meet, and not overlap.
+    # Ends are rounded, not durations, so that neighbours do not overlap.
     begin = round(start * MICRO)
     return (
         f'{{"ph":"X","name":"{name}","pid":{process},"tid":{thread},"ts":{begin},'
@@ -219,13 +201,11 @@ def _counter(name: str, at: float, values: str) -> str:
 
 
 def path_for(path: Path, engine: int, engines: int) -> Path:
-    """Return the file of one engine: of several that share a setting, each has its own."""
+    """Return the file of an engine: several engines have one each."""
     return path if engines == 1 else path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
 
 
 class TraceFile:
-    """A trace, and where it goes."""
-
     def __init__(self, path: Path, engine: str = "0") -> None:
         self.path = path
         self.trace = EngineTrace()
@@ -233,7 +213,7 @@ class TraceFile:
         self._writing = threading.Lock()
 
     def write(self, now: float) -> None:
-        """Write all that is kept; a reader sees the old file or the new one, nothing between."""
+        """Replace the file atomically."""
         log = self.trace.copy()
         with self._writing:
             begun = self.path.with_name(f"{self.path.name}.part")
@@ -241,20 +221,19 @@ class TraceFile:
                 with begun.open("w", encoding="utf-8") as file:
                     file.writelines(chrome(log, now, self._engine))
                 begun.replace(self.path)
-            except OSError as error:  # a full disk must not end the engine
+            except OSError as error:  # the engine survives a full disk
                 logger.error("the trace could not be written to %s: %s", self.path, error)
                 return
         logger.info("wrote a trace of %d entries to %s", len(log), self.path)
 
     def write_aside(self, now: float) -> threading.Thread:
-        """Write without keeping the engine waiting."""
         writer = threading.Thread(target=self.write, args=(now,), name="trace", daemon=True)
         writer.start()
         return writer
 
 
 def from_environment(engine: int, engines: int) -> TraceFile | None:
-    """Return the trace that the environment asks for; None if it asks for none."""
-    if not (asked := os.environ.get(VARIABLE)):
+    """Return the trace that VLLM_SCHED_TRACE asks for, None if it is unset."""
+    if not (name := os.environ.get(VARIABLE)):
         return None
-    return TraceFile(path_for(Path(asked).absolute(), engine, engines), str(engine))
+    return TraceFile(path_for(Path(name).absolute(), engine, engines), str(engine))

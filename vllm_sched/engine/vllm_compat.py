@@ -1,7 +1,6 @@
-"""Which vLLM this was tested on, and the places in its scheduler that we stand on.
+"""The tested range of vLLM, and the names in vLLM that we rely on.
 
-We subclass; we copy nothing. So a vLLM that renames one of these places must be refused by name,
-not met with a policy that silently does nothing.
+A missing name is refused, because an override of a renamed method would silently do nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any
 
 from vllm_sched.errors import UnsupportedVllmError
 
-# At least the first, below the second; pyproject's extras say the same.
+# As in pyproject's extras.
 TESTED = ((0, 31), (0, 34))
-# What `make versions` runs all tests of schedulers on. Another release inside the range is probed
-# when an engine starts (see `probes`).
+# Tested by `make versions`. Other releases in the range are probed when an engine starts.
 TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
 
-# Methods we override or call, with the parameters we rely on.
+# Methods that we override or call, with the parameters that we use.
 METHODS: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "update_from_output": ("scheduler_output",),
@@ -32,7 +30,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
 }
-# What prefixes and grammars are looked up with, by the module and class that has it.
+# By module and class.
 CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {
         "prefix_cache_lookup_enabled": ("request",),
@@ -43,11 +41,11 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
 }
-# What the cache must have once it is made.
+# Attributes of the KV cache manager.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
-# What each group of its layers must have.
+# Attributes of the manager of each KV cache group.
 GROUP_FIELDS = ("block_size", "kv_cache_spec")
-# What a request must have once it is made.
+# Attributes of a request.
 REQUEST_FIELDS = (
     "is_prefill_chunk",
     "next_decode_eligible_step",
@@ -56,9 +54,9 @@ REQUEST_FIELDS = (
     "lora_request",
     "structured_output_request",
 )
-# From so many prefill tokens on, read ahead by a drafter, chunks are cut for its sake.
-LOOKS_AHEAD = 2
-# What a scheduler must have once it is made.
+# vLLM may shorten chunks for a drafter that reads this many tokens ahead.
+MIN_LOOKAHEAD_TOKENS = 2
+# Attributes of a scheduler.
 ATTRIBUTES = (
     "waiting",
     "kv_holding_waiting",
@@ -89,14 +87,13 @@ ATTRIBUTES = (
 
 
 def installed_version() -> str:
-    """Return vLLM's own idea of its version, whichever distribution brought it."""
     import vllm
 
     return str(vllm.__version__)
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether a version such as 0.32.0+cpu is inside the tested range."""
+    """Return whether a version is in the tested range."""
     try:
         release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     except ValueError:
@@ -105,7 +102,7 @@ def is_tested(version: str) -> bool:
 
 
 def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Name the methods or parameters that this class lacks."""
+    """Return the methods and parameters that a class lacks."""
     missing = []
     for name, parameters in wanted.items():
         method: Any = getattr(owner, name, None)
@@ -118,14 +115,14 @@ def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[
 
 
 def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
-    """Name what the objects of this class do not have once they are made."""
-    # Read off the constructor: to make a scheduler takes a model, and minutes.
-    made = owner.__init__.__code__.co_names  # type: ignore[misc]
-    return [f"{owner.__name__}.{n}" for n in wanted if n not in made and not hasattr(owner, n)]
+    """Return the attributes that objects of a class lack."""
+    # Read from the constructor, because a scheduler takes minutes to make.
+    assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
+    return [f"{owner.__name__}.{n}" for n in wanted if n not in assigned and not hasattr(owner, n)]
 
 
 def missing_seams() -> list[str]:
-    """Name what the installed vLLM lacks of all that we stand on."""
+    """Return the names that the installed vLLM lacks."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -143,19 +140,18 @@ def missing_seams() -> list[str]:
 
 
 def looks_ahead(scheduler: Any, method: Any) -> bool:
-    """Whether upstream's last word on a chunk can be another number than it is given.
-
-    It is asked for everybody who runs, in each step, for the sake of drafters alone that read more
-    than one token ahead. In doubt it is asked.
-    """
+    """Return whether vLLM's `_reserve_prefill_lookahead` can change a chunk."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     known = method is Scheduler._reserve_prefill_lookahead
-    return not known or getattr(scheduler, "num_prefill_lookahead", LOOKS_AHEAD) >= LOOKS_AHEAD
+    return (
+        not known
+        or getattr(scheduler, "num_prefill_lookahead", MIN_LOOKAHEAD_TOKENS) >= MIN_LOOKAHEAD_TOKENS
+    )
 
 
 def require_tested_vllm() -> None:
-    """Refuse, in one line, a vLLM that we do not know."""
+    """Refuse a vLLM outside the tested range, or with a missing name."""
     try:
         version = installed_version()
     except ImportError as error:
@@ -173,8 +169,8 @@ def require_tested_vllm() -> None:
         warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
     try:
         missing = missing_seams()
-    except (ImportError, AttributeError) as error:  # not even where it would be looked for
-        missing = [f"what we look into ({error})"]
+    except (ImportError, AttributeError) as error:  # a module or class is missing
+        missing = [f"a module or class ({error})"]
     if missing:
         raise UnsupportedVllmError(
             f"vLLM {version} lacks {', '.join(missing)}, which the policies need; "

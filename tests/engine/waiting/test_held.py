@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_sched.engine.waiting.held import MOST, HeldTime
+from vllm_sched.engine.waiting.held import OLD_POINTS, HeldTime
 
 
 def test_a_lane_that_was_never_held() -> None:
@@ -40,7 +40,7 @@ def test_of_long_ago_it_is_rough_and_the_sum_is_right() -> None:
         spans.append((now, now + dice.random()))
         held.add(*spans[-1])
         now = spans[-1][1]
-    assert len(held._times) == len(held._sums) <= 2 * MOST
+    assert len(held._times) == len(held._sums) <= 2 * OLD_POINTS
     for ago in (10.0, 60.0, 600.0, 6000.0, 20_000.0):
         when = now - ago
         exact = sum(max(end - max(start, when), 0.0) for start, end in spans)

@@ -34,15 +34,24 @@ class Doorman:
         assert waited >= 0
         return self.gates[lane]
 
-    def queue(self, *, by_priority: bool = False) -> LaneQueue:
+    def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
+        return (self.urgency[lane],)
+
+    def closed_adapter(self, _: Request) -> int:
+        return 0
+
+    def open_adapters(self) -> None:
+        return None
+
+    def compiles_grammar(self, _: Request) -> bool:
+        return False
+
+    def blocks_read(self) -> int:
+        return self.read
+
+    def queue(self, *, by_priority: bool = False, num_policies: int = 1) -> LaneQueue:
         return LaneQueue(
-            by_priority=by_priority,
-            lanes_of=self.lanes_of,
-            gate_of=self.gate_of,
-            urgency_of=lambda lane, _head, _waited: (self.urgency[lane],),
-            blocks_read=lambda: self.read,
-            clock=lambda: self.now,
-            num_policies=1,
+            self, by_priority=by_priority, clock=lambda: self.now, num_policies=num_policies
         )
 
 
@@ -152,17 +161,15 @@ def test_one_popped_and_put_back_in_the_same_step_has_waited_all_along() -> None
 
 
 def test_one_put_in_front_does_not_begin_the_wait_of_those_behind_anew() -> None:
-    doorman = Doorman()
     waited: list[float] = []
-    queue = LaneQueue(
-        by_priority=False,
-        lanes_of=doorman.lanes_of,
-        gate_of=lambda _lane, _head, seconds: (waited.append(seconds), Gate.OPEN)[1],
-        urgency_of=lambda *_: (),
-        blocks_read=lambda: 0,
-        clock=lambda: doorman.now,
-        num_policies=1,
-    )
+
+    class Noting(Doorman):
+        def gate_of(self, lane: LaneKey, head: Request, waited_s: float) -> Gate:
+            waited.append(waited_s)
+            return super().gate_of(lane, head, waited_s)
+
+    doorman = Noting()
+    queue = doorman.queue()
     queue.add_request(make_request(50))
     doorman.now = 30.0
     preempted = make_request(60)
@@ -321,7 +328,7 @@ def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
     queue.add_request(make_request(5))
     queue.begin_step(0.0)
     queue.peek_request()
-    queue.excuse()
+    queue.end_offers()
     queue.end_step()
     assert queue.refused is None
 
@@ -339,7 +346,7 @@ def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority:
     queue.refused = requests[1]
     doorman.now = 3.0
     assert queue.peek_request() is requests[1]
-    queue.excuse()
+    queue.end_offers()
     assert queue.pop_request() is requests[1]
     assert not queue
     queue.prepend_requests([requests[1]])
@@ -355,16 +362,18 @@ def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority:
 
 
 def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> None:
-    doorman = Doorman()
-    queue = LaneQueue(
-        by_priority=False,
-        lanes_of=lambda request: (*doorman.lanes_of(request), ""),
-        gate_of=lambda lane, head, waited: doorman.gate_of(lane[:1], head, waited),
-        urgency_of=lambda *_: (),
-        blocks_read=lambda: 0,
-        clock=lambda: doorman.now,
-        num_policies=2,
-    )
+    class OfTwoPolicies(Doorman):
+        def lanes_of(self, request: Request) -> LaneKey:
+            return (*super().lanes_of(request), "")
+
+        def gate_of(self, lane: LaneKey, head: Request, waited: float) -> Gate:
+            return super().gate_of(lane[:1], head, waited)
+
+        def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
+            return super().urgency_of(lane[:1])
+
+    doorman = OfTwoPolicies()
+    queue = doorman.queue(num_policies=2)
     for tokens in (5, 20, 30):
         queue.add_request(make_request(tokens))
 
@@ -402,7 +411,7 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     assert (count.requests, count.barred, count.asking) == (2, 1, 1)
     # It could begin, had a policy given it anything.
     assert queue.peek_request() is away
-    queue.excuse()
+    queue.end_offers()
     queue.end_step()
     queue.begin_step(1.5)
     assert (count.requests, count.barred, count.asking) == (2, 0, 2)

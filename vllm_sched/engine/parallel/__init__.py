@@ -1,1 +1,1 @@
-"""What engines of one data-parallel group share."""
+"""State that a data-parallel group shares."""

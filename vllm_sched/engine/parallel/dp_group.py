@@ -1,15 +1,8 @@
-"""The steps of the other data-parallel ranks on this node, through a file that all of them map.
+"""The steps of the other data-parallel ranks on this node, in a memory-mapped file.
 
-Ranks of an expert model step together: each step lasts as long as the slowest rank's. From its own
-step alone a rank cannot learn what a step costs. So each rank writes the shapes of its steps to its
-own part of the file, and reads what the other ranks computed at the same time.
-
-A rank's part is a ring of records: number, time of scheduling, time of the end, shape, checksum.
-A reader ignores a record with a wrong checksum: its writer died, or is writing it. Times are
-monotonic, and processes of one node share that clock. Ranks on other nodes are not seen.
-
-Cost per step: two records are written, and about three are read per rank. There are no locks and no
-system calls.
+Ranks of an expert model step together, as long as the slowest rank takes. To learn what a step
+costs, a rank needs the shapes of all ranks. Each rank has a ring of records; a record with a wrong
+checksum is ignored. There are no locks and no system calls.
 """
 
 from __future__ import annotations
@@ -31,55 +24,50 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.metrics_folder import MEMORY
 
-# More than the steps that are in flight: 2, or one per pipeline stage.
+# More than the steps in flight: 2, or one per pipeline stage.
 RING_RECORDS: Final = 32
-# A record's number, the times of its scheduling and its end, and its shape.
+# Number, monotonic times of scheduling and end, shape.
 FIELDS: Final = struct.Struct("<Qddqdqqqq")
 CHECKSUM: Final = struct.Struct("<Q")
 RECORD_BYTES: Final = FIELDS.size + CHECKSUM.size
-# The number of a rank's newest record, before its ring.
+# The number of the newest record, before the ring.
 NEWEST: Final = struct.Struct("<Q")
 RANK_BYTES: Final = NEWEST.size + RING_RECORDS * RECORD_BYTES
-# A record without an end that is older than this is of a rank that died.
+# Older records without an end belong to a dead rank.
 MAX_STEP_S: Final = 10.0
-# A child of vLLM's logger: its handlers and level are the ones the operator set.
 logger = logging.getLogger("vllm.vllm_sched")
 
 
 class DpGroup:
-    """See the module's text."""
+    """The file of the ranks on this node; ranks on other nodes are not seen."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self._path = path
         self._others = [other for other in range(size) if other != rank]
         self._start = rank * RANK_BYTES
         self._map = _mapped(path, size * RANK_BYTES)
-        # What an earlier process of this rank left.
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
-        # Steps without an end: the step's number, the record's number, and the rest of the record.
+        # Steps without an end: step, record, time of scheduling, shape.
         self._open: deque[tuple[int, int, float, StepShape]] = deque(maxlen=RING_RECORDS)
 
     def begin(self, step: int, scheduled_at: float, shape: StepShape) -> None:
-        """Publish a step of this rank."""
         self._newest += 1
         self._open.append((step, self._newest, scheduled_at, shape))
         self._write(self._newest, scheduled_at, math.inf, shape)
         NEWEST.pack_into(self._map, self._start, self._newest)
 
     def end(self, step: int, end: float) -> None:
-        """Publish the end of a step of this rank, and of earlier steps without a result."""
         while self._open and self._open[0][0] <= step:
             _, number, scheduled_at, shape = self._open.popleft()
             self._write(number, scheduled_at, end, shape)
 
     def others_at(self, time: float) -> list[StepShape]:
-        """Return the shapes that the other ranks computed at a time."""
+        """Return the shapes that the other ranks compute at a time."""
         found = (self._at(rank * RANK_BYTES, time) for rank in self._others)
         return [shape for shape in found if shape is not None]
 
     def remove(self) -> None:
-        """Remove the file; it exists until the last rank that maps it ends."""
         self._path.unlink(missing_ok=True)
 
     def _write(self, number: int, scheduled_at: float, end: float, shape: StepShape) -> None:
@@ -98,7 +86,6 @@ class DpGroup:
         self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
     def _at(self, start: int, time: float) -> StepShape | None:
-        """Return what a rank computed: of its steps that had not ended, the first."""
         (newest,) = NEWEST.unpack_from(self._map, start)
         shape = None
         for number in range(newest, max(newest - RING_RECORDS, 0), -1):
@@ -116,9 +103,9 @@ class DpGroup:
 
 
 def group_of(config: VllmConfig) -> DpGroup | None:
-    """Open the file of a rank's group; None where ranks do not step together, or without a file."""
+    """Return the group of this rank; None for independent ranks, or without a file."""
     parallel = config.parallel_config
-    # Ranks of a dense model are independent: vLLM sets their size to 1.
+    # Ranks of a dense model have a data_parallel_size of 1.
     if parallel.data_parallel_size <= 1 or not config.model_config.is_moe:
         return None
     path = _path(parallel)
@@ -126,15 +113,14 @@ def group_of(config: VllmConfig) -> DpGroup | None:
         return DpGroup(path, parallel.data_parallel_rank, parallel.data_parallel_size)
     except OSError as error:
         logger.warning(
-            "cannot share step sizes between data-parallel ranks (%s): policies take the time of "
-            "the slowest rank for this rank's own",
+            "cannot share step sizes between data-parallel ranks (%s): policies attribute the "
+            "slowest rank's step time to this rank",
             error,
         )
         return None
 
 
 def _path(parallel: ParallelConfig) -> Path:
-    """Name the file by the address at which the ranks of a group find each other."""
     address = (
         os.geteuid(),
         parallel.data_parallel_size,
@@ -152,14 +138,14 @@ def _place(start: int, number: int) -> int:
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
-    """Map a file of this user that may exist already; a link is refused."""
+    """Map a file; refuse a link or another user's file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
         if found.st_size < size:
-            # Reserve the memory: to write to a page without any would end the process.
+            # A later write without memory would kill the process.
             os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
     finally:

@@ -1,1 +1,1 @@
-"""Requests that wait in the engine: the queue, its lanes, and the slots of LoRA adapters."""
+"""The waiting queue, its lanes, and the slots of LoRA adapters."""

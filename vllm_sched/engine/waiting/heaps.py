@@ -1,8 +1,4 @@
-"""Where each waiting request is: heaps by group and lane, with lazy removal.
-
-A request that leaves from the middle of a heap leaves its entry there. Such dead entries are
-removed when they come to the front, or all at once when they are the majority.
-"""
+"""The places of the waiting requests: heaps by group and lane, with lazy removal."""
 
 from __future__ import annotations
 
@@ -16,26 +12,25 @@ from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
 
-# Dead entries are removed once there are this many and they are the majority.
+# Entries of requests that left are removed at the front of a heap, or once they are the majority
+# and more than this.
 MAX_DEAD_ENTRIES = 64
-# A group holds requests whose adapter had no slot, and has that adapter's number. These two hold
-# the requests in their lanes, and requests that could not begin for another reason.
-IN_LANE, SET_ASIDE = 0, -1
+# Other groups are LoRA adapters without a slot.
+IN_LANE = 0
+SET_ASIDE = -1  # could not begin for another reason
 
 
 class Entry(NamedTuple):
-    """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
+    """A place in a lane; entries compare by `order`, which is unique."""
 
-    order: Any  # a number, or the request itself where upstream orders by priority
+    order: Any  # a number, or with priority scheduling the request
     request: Request
     since: float
     tokens: int
-    owed_since: float  # its gate goes by this: a request behind it may have waited longer
+    gate_since: float  # for its gate; earlier if a request behind has waited longer
 
 
 class Place(NamedTuple):
-    """Where a request waits."""
-
     entry: Entry
     lane: LaneKey
     group: int
@@ -47,16 +42,15 @@ class LaneHeaps:
     def __init__(
         self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
     ) -> None:
-        self._open_adapters = open_adapters  # None if requests may enter with any adapter
+        self._open_adapters = open_adapters  # None for all
         # By group, then by lane.
         self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
         self._live: dict[Request, Place] = {}
-        # Requests of the group SET_ASIDE; the one that was offered longest ago is first.
+        # The group SET_ASIDE, in the order of the last offers.
         self._aside: dict[Request, None] = {}
-        # How many requests each other group holds, by lane.
+        # Requests of each other group, by lane.
         self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        # Requests in their lanes that upstream popped and put back, for they could not begin: in
-        # which step.
+        # The step in which a request in its lane could not begin.
         self._turned_away: dict[Request, int] = {}
         self._dead = 0  # entries of requests that left
         self._now = 0.0  # when the step began
@@ -65,28 +59,26 @@ class LaneHeaps:
         self.held = self.counted.held
 
     def __len__(self) -> int:
-        """Count all waiting requests."""
         return len(self._live)
 
     def __contains__(self, request: object) -> bool:
-        """Return whether this request waits here."""
         return request in self._live
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in upstream's order, without regard to lanes and gates."""
+        """Iterate in vLLM's order, without regard to lanes and gates."""
         return (entry.request for entry in sorted(place.entry for place in self._live.values()))
 
     def waits(self) -> Iterator[tuple[LaneKey, float]]:
-        """Return the waits of lanes' fronts, and of requests that cannot begin."""
+        """Return the waits of fronts, and of requests set aside."""
         yield from self._waits_of_fronts(self._heaps)
         for entry, lane, _ in map(self._live.__getitem__, self._aside):
-            yield lane, self._now - entry.owed_since
+            yield lane, self._now - entry.gate_since
 
-    def _owed_behind(self, lane: LaneKey, order: Any) -> float:
+    def _gate_since_behind(self, lane: LaneKey, order: Any) -> float:
         heap = self._heaps[IN_LANE].get(lane)
         if not heap or heap[0].request not in self._live or not order < heap[0].order:
             return inf
-        return heap[0].owed_since
+        return heap[0].gate_since
 
     def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
         heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
@@ -111,9 +103,9 @@ class LaneHeaps:
     def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
         for group in groups:
             for lane, heap in self._heaps[group].items():
-                self._bury(heap)
+                self._drop_dead_front(heap)
                 if heap:
-                    yield lane, self._now - heap[0].owed_since
+                    yield lane, self._now - heap[0].gate_since
 
     def _count_held(self) -> None:
         barred: Counter[LaneKey] = Counter()
@@ -127,7 +119,6 @@ class LaneHeaps:
         self.counted.note_held(barred)
 
     def _open_groups(self) -> list[int]:
-        """Return the groups whose requests may begin."""
         if len(self._heaps) == 1:
             return [IN_LANE]
         adapters = self._open_adapters()
@@ -135,16 +126,14 @@ class LaneHeaps:
             return list(self._heaps)
         return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
 
-    def _bury(self, heap: list[Entry]) -> None:
-        """Remove dead entries from the front of a heap."""
+    def _drop_dead_front(self, heap: list[Entry]) -> None:
         while heap and (
             (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
         ):
             heapq.heappop(heap)
             self._dead -= 1
 
-    def _sweep(self) -> None:
-        """Remove all dead entries."""
+    def _drop_dead(self) -> None:
         self._heaps = {IN_LANE: {}}
         for entry, lane, group in self._live.values():
             if group != SET_ASIDE:

@@ -1,9 +1,4 @@
-"""How many requests wait in each lane, which of them are held, and for how long a lane was held.
-
-A request is held while its lane is, and each request came at another time. What is kept of a lane's
-holds is the sum over time, as a line with a point where a hold began and where it ended. Old points
-are thinned out, so that a lane takes no more room however long requests wait in it.
-"""
+"""Counts of waiting and held requests by lane, and the times of holds."""
 
 from __future__ import annotations
 
@@ -16,19 +11,19 @@ from vllm_sched.policies.types import LaneCount
 
 LaneKey = tuple[str, ...]  # a lane for each policy
 
-# So many of the oldest points are thinned out, once there are twice as many.
-MOST: Final = 256
+# With twice as many points, every other one of this many oldest is dropped.
+OLD_POINTS: Final = 256
 
 
 class HeldTime:
-    """Of one lane, by one policy."""
+    """How long a policy held a lane: the sum over time, at both ends of each hold."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._sums: list[float] = []
 
     def add(self, start: float, end: float) -> None:
-        """Hear that it was held from then till then; what is known already counts once."""
+        """Add a hold; an overlap counts once."""
         times, sums = self._times, self._sums
         start = max(start, times[-1]) if times else start
         if end <= start:
@@ -40,12 +35,12 @@ class HeldTime:
         before = sums[-1] if sums else 0.0
         times += start, end
         sums += before, before + end - start
-        if len(times) > 2 * MOST:
-            for kept in (times, sums):
-                del kept[1:MOST:2]
+        if len(times) > 2 * OLD_POINTS:
+            for points in (times, sums):
+                del points[1:OLD_POINTS:2]
 
     def since(self, when: float) -> float:
-        """Return the time that it was held from then on."""
+        """Return the seconds of holds after `when`."""
         times, sums = self._times, self._sums
         after = bisect_right(times, when)
         if after == len(times):
@@ -57,20 +52,20 @@ class HeldTime:
 
 
 class LaneCounts:
-    """The requests that wait, counted by lane."""
+    """The waiting requests, counted by lane."""
 
     def __init__(self, num_policies: int) -> None:
         # For each policy, by its own lanes.
         self.by_policy: list[defaultdict[str, LaneCount]] = [
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
-        # How many wait where all policies' lanes meet, which is what a gate is asked for.
+        # Requests by the lanes of all policies, as gates are asked.
         self.here: Counter[LaneKey] = Counter()
-        # The first policy whose gate was closed to a lane's front when it was asked last.
+        # The first policy whose gate was closed to a lane's front.
         self.held_by: dict[LaneKey, int] = {}
 
     def add(self, lane: LaneKey, requests: int, tokens: int) -> None:
-        """Count requests that came into a lane; negative numbers count those that left."""
+        """Add requests to a lane; negative numbers remove."""
         self.here[lane] += requests
         if not self.here[lane]:
             del self.here[lane]
@@ -80,14 +75,14 @@ class LaneCounts:
             count.tokens += tokens
 
     def held(self, lane: LaneKey, by: int | None) -> None:
-        """Note which policy's gate was closed to this lane's front, if one was."""
+        """Note which policy's gate was closed to the lane."""
         if by is None:
             self.held_by.pop(lane, None)
         else:
             self.held_by[lane] = by
 
     def note_waits(self, fronts: Iterable[tuple[LaneKey, float]]) -> None:
-        """Take the longest wait of each lane from its fronts' waits."""
+        """Set the longest wait of each lane."""
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0
@@ -98,7 +93,7 @@ class LaneCounts:
                     count.waited = waited
 
     def note_held(self, barred: Counter[LaneKey]) -> None:
-        """Count the held requests anew, and the rest that cannot begin: `barred`, by lane."""
+        """Count held requests, and other requests that cannot begin."""
         for counts in self.by_policy:
             for count in counts.values():
                 count.held = count.barred = 0

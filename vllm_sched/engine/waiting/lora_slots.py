@@ -1,12 +1,8 @@
-"""Which LoRA adapters the running requests use, and which adapters more requests may bring.
+"""The LoRA adapters of running requests, and the adapters with which requests may enter.
 
-Upstream counts the adapters of the requests that it schedules in a step. A policy may leave out a
-running request for a step, and in the step after its adapter is needed again. So each running
-request keeps its adapter's slot here, scheduled or not.
-
-Upstream has no bound on the wait for a slot: an adapter whose requests keep coming keeps its slot.
-Here an adapter that waited for `MAX_WAIT_S` gets the next free slot. Until there is one, the
-adapter that has had its slot longest, if that is for `MAX_WAIT_S`, admits no more requests.
+A running request keeps its adapter's slot even in a step that leaves the request out. vLLM does not
+bound the wait for a slot. Here an adapter gets the next free slot after `MAX_WAIT_S`, and the
+adapter with the oldest slot, if it is that old, admits no more requests.
 """
 
 from __future__ import annotations
@@ -19,34 +15,30 @@ from typing import Final
 from vllm.v1.request import Request
 
 MAX_WAIT_S: Final = 30.0
-# A free slot is kept for an adapter for this many steps: its requests may not begin, for instance
-# for want of KV blocks. Then the adapter's wait begins anew.
+# A free slot is kept for this long: the adapter's requests may lack KV blocks.
 MAX_KEPT_STEPS: Final = 64
 
 
 @dataclass(slots=True)
 class Skipped:
-    """The requests of one adapter that were skipped because it had no slot."""
-
-    since: float  # when the adapter was first without a slot
+    since: float
     requests: set[Request] = field(default_factory=set)
 
 
 class LoraSlots:
-    """The adapters of the running requests; see the module's text."""
+    """The adapters of the running requests."""
 
     def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
         self._running: Counter[int] = Counter()  # requests, by adapter
-        self._slot_since: dict[int, float] = {}  # when each of these adapters got its slot
+        self._slot_since: dict[int, float] = {}
         self._skipped: dict[int, Skipped] = {}
         self._now = 0.0
-        self._overdue: int | None = None  # the adapter that gets the next free slot
-        self._leaving: int | None = None  # the adapter that makes room for it
-        self._kept_steps = 0  # for how many steps a slot has been free for the overdue adapter
+        self._overdue: int | None = None  # gets the next free slot
+        self._leaving: int | None = None  # admits no more requests
+        self._kept_steps = 0  # with a free slot for the overdue adapter
 
     def begin_step(self, running: Iterable[Request], now: float) -> None:
-        """Note the adapters of the requests that run when the step begins."""
         self._now = now
         self._running = Counter(adapter for r in running if (adapter := adapter_of(r)))
         self._slot_since = {a: self._slot_since.get(a, now) for a in self._running}
@@ -63,7 +55,7 @@ class LoraSlots:
                 self._leaving = oldest
 
     def _longest_without(self) -> int | None:
-        """Return the adapter that has waited longest, once that is for MAX_WAIT_S."""
+        """Return the longest waiting adapter after MAX_WAIT_S."""
         if not self._skipped:
             return None
         adapter, skipped = min(self._skipped.items(), key=lambda item: item[1].since)
@@ -75,18 +67,16 @@ class LoraSlots:
         return adapter
 
     def skipped(self, request: Request) -> None:
-        """Note that a request could not begin because its adapter has no slot."""
         adapter = adapter_of(request)
         self._skipped.setdefault(adapter, Skipped(self._now)).requests.add(request)
 
     def admitted(self, request: Request) -> None:
-        """Note that a request was admitted in this step."""
         if adapter := adapter_of(request):
             self._running[adapter] += 1
             self.departed(request)
 
     def departed(self, request: Request) -> None:
-        """Note that a request does not wait for a slot any more."""
+        """Note that a request waits no more."""
         adapter = adapter_of(request)
         if (skipped := self._skipped.get(adapter)) is not None:
             skipped.requests.discard(request)
@@ -94,7 +84,7 @@ class LoraSlots:
                 del self._skipped[adapter]
 
     def open_adapters(self) -> Collection[int] | None:
-        """Return the adapters that requests may be admitted with; None if it may be any."""
+        """Return the adapters with which requests may enter; None for all."""
         free = self.max_loras - len(self._running)
         if self._overdue is None or free > 1:  # the overdue adapter needs a single slot
             return None if free > 0 else self._running
@@ -103,7 +93,7 @@ class LoraSlots:
         return self._running.keys() - {self._leaving}
 
     def closed_adapter(self, request: Request) -> int:
-        """Return the request's adapter if no request may be admitted with it now, else 0."""
+        """Return the request's adapter if it has no slot, else 0."""
         adapter = adapter_of(request)
         if not adapter or (may_run := self.open_adapters()) is None or adapter in may_run:
             return 0
@@ -111,5 +101,5 @@ class LoraSlots:
 
 
 def adapter_of(request: Request) -> int:
-    """Return the number of the request's adapter, 0 if it has none."""
+    """Return the request's adapter, 0 for none."""
     return 0 if request.lora_request is None else request.lora_request.lora_int_id

@@ -1,0 +1,1 @@
+"""One scheduling step with policies."""

@@ -1,0 +1,178 @@
+"""Which waiting requests may enter a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.engine.steps.slots import admits_requests
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lora_slots import LoraSlots
+from vllm_sched.engine.waiting.queue import LaneQueue
+from vllm_sched.policies.types import Gate
+
+COMPILES_GRAMMAR: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+# The look-up of an enum's member takes as long as a gate.
+OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
+
+
+class Admission:
+    """The waiting queue, and its rules by the policies."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        hooks: PolicyHooks,
+        prefixes: PrefixCacheLookups,
+        *,
+        num_policies: int,
+        clock: Callable[[], float],
+        note_gate: Callable[[LaneKey, int | None], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._prefixes = prefixes
+        self._num_policies = num_policies
+        self._note_gate = note_gate
+        self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
+        self._num_running = 0  # requests in `running` that the policies know
+        self._idle = False  # nothing runs or loads KV: every gate is open
+        lora = scheduler.lora_config
+        self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
+        self.queue = LaneQueue(
+            self,
+            by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
+            clock=clock,
+            num_policies=num_policies,
+        )
+
+    def begin_step(self, now: float) -> None:
+        scheduler = self._scheduler
+        running = scheduler.running
+        self._lanes = {}
+        self._prefixes.begin_step()
+        self._num_running = len(running)
+        if self.lora_slots is not None:
+            self.lora_slots.begin_step(running, now)
+        self.queue.begin_step(now)
+        # Streaming sessions hold KV blocks while they wait for input, which may never come.
+        asleep = scheduler.num_waiting_for_streaming_input
+        self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
+
+    def end_step(self) -> None:
+        self._lanes = None
+        self.queue.end_step()
+
+    def may_enter(self) -> Request | None:
+        """Return the next request to admit, the KV cache aside."""
+        if not admits_requests(self._scheduler):
+            return None
+        choice: Request | None = self.queue.first_choice()
+        if choice is None or self.closed_adapter(choice):
+            return None
+        return choice if self.queue.could_begin(choice) else None
+
+    def ask_gates(self) -> None:
+        """Count the held requests of each lane, unless the counts are recent."""
+        # They are if vLLM looked for a request in the step before. With one policy with gates no
+        # request is held by another policy.
+        if (
+            len(self._hooks.gate) > 1
+            and not self.queue.offered
+            and admits_requests(self._scheduler)
+        ):
+            self.queue.ask_gates()
+
+    def skips_adapter(self, request: Request) -> bool:
+        """Return whether a request with KV blocks, which has no lane, lacks a LoRA slot."""
+        if (slots := self.lora_slots) is None or not self.closed_adapter(request):
+            return False
+        slots.skipped(request)
+        return True
+
+    def note_admissions(self) -> None:
+        """Tell the policies about admitted requests."""
+        running = self._scheduler.running
+        if len(running) == self._num_running:
+            return
+        for request in running[self._num_running :]:
+            for admitted in self._hooks.admitted:
+                admitted(request)
+            if self.lora_slots is not None:
+                self.lora_slots.admitted(request)
+        self._num_running = len(running)
+
+    def lanes_of(self, request: Request) -> LaneKey:
+        """Return the lane of a waiting request, for each policy."""
+        # The queue asks often. Lanes that do not depend on the prefix cache hold for the step.
+        known = self._lanes
+        if known is not None and (lanes := known.get(request.request_id)) is not None:
+            return lanes
+        looked_up = False
+
+        def cached() -> int:
+            nonlocal looked_up
+            looked_up = True
+            return self._prefixes.tokens(request)
+
+        names = [""] * self._num_policies
+        for number, lane in self._hooks.lane:
+            names[number] = lane(request, cached)
+        lanes = tuple(names)
+        if known is not None and not looked_up:
+            known[request.request_id] = lanes
+        return lanes
+
+    def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+        """Return the policies' strictest gate."""
+        running = self._scheduler.running
+        if len(running) != self._num_running:
+            self.note_admissions()
+        strictest, closed_by = OPEN, None
+        if not self._idle or running:
+            for number, gate in self._hooks.gate:
+                if (answer := gate(lanes[number], head, waited)) is CLOSED:
+                    # Later policies do not hold the request.
+                    strictest, closed_by = CLOSED, number
+                    break
+                if answer is not OPEN:
+                    strictest = answer
+            if strictest is not CLOSED and not all(
+                stays(lanes[number], head) for number, stays in self._hooks.stays
+            ):
+                strictest = CLOSED  # not held: it will move to its new lane
+        self.queue.held(lanes, closed_by)
+        self._note_gate(lanes, closed_by)
+        return strictest
+
+    def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+        return tuple(
+            urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
+        )
+
+    def closed_adapter(self, request: Request) -> int:
+        if (slots := self.lora_slots) is None:
+            return 0
+        self.note_admissions()
+        return slots.closed_adapter(request)
+
+    def open_adapters(self) -> Collection[int] | None:
+        if (slots := self.lora_slots) is None:
+            return None
+        self.note_admissions()
+        return slots.open_adapters()
+
+    def compiles_grammar(self, request: Request) -> bool:
+        if request.status is not COMPILES_GRAMMAR:
+            return False
+        grammar = request.structured_output_request
+        return grammar is not None and not grammar.is_grammar_ready
+
+    def blocks_read(self) -> int:
+        return self._prefixes.blocks_read

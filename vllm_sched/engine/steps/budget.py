@@ -1,0 +1,133 @@
+"""The token budget of a step, and the part that prefills may take."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_sched.engine.block_chunks import BlockChunks
+from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.engine.steps.plan import StepLimit, StepPlan
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.policies.types import Step
+
+
+class StepBudget:
+    """Computes the limits of a step."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        hooks: PolicyHooks,
+        admission: Admission,
+        prefixes: PrefixCacheLookups,
+        blocks: BlockChunks | None,
+        *,
+        prefills_lead: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._budgets = hooks.budget
+        self._admission = admission
+        self._prefixes = prefixes
+        self._blocks = blocks  # None unless chunks end at block boundaries
+        self._prefills_lead = prefills_lead
+        self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
+        self._whole_images = bool(scheduler.scheduler_config.disable_chunked_mm_input)
+
+    def decode_tokens(self, prefills: list[Request], decoding: list[Request]) -> int:
+        """Return the tokens that decodes take: one each, and what was drafted.
+
+        To reserve the largest possible drafts would starve prompts.
+        """
+        scheduler = self._scheduler
+        prompts = prefills or scheduler.kv_holding_waiting or len(scheduler.waiting)
+        if not (scheduler.num_spec_tokens and prompts):
+            return len(decoding)
+        return sum(
+            max(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens, 1)
+            for r in decoding
+        )
+
+    def limit(self, step: Step) -> StepLimit:
+        """Set `step.budget` to the policies' least budget; return the limit for vLLM."""
+        most = step.budget
+        if not self._budgets:
+            return StepLimit(most)
+        # Requests with KV blocks always get their tokens.
+        needed = step.holding_kv * self._tokens_per_decode + step.decodes
+        limit = StepLimit(min(budget(step) for budget in self._budgets))
+        if self._whole_images and limit.tokens < most:
+            limit = self._with_image(step, limit.tokens)
+        step.budget = tokens = min(max(limit.tokens, needed, 1), most)
+        if self._blocks is not None and step.budget < most:
+            enough = self._with_block(step, needed, self._blocks)
+            tokens = min(max(step.budget, enough), most)
+        return StepLimit(tokens, limit.kept_for_image)
+
+    def prefill_room(self, plan: StepPlan, limit: StepLimit) -> int | None:
+        """Return the tokens that running prefills may take, None for no cap.
+
+        A cap leaves tokens to waiting requests with KV blocks, decodes behind prefills, or a
+        prompt at an image, which vLLM serves later.
+        """
+        step = plan.step
+        asleep = int(self._scheduler.num_waiting_for_streaming_input)
+        holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
+        # A request with remote KV is a decode.
+        holding = holders * self._tokens_per_decode
+        if not (holding or plan.decode_is_last or limit.kept_for_image):
+            return None
+        tokens = limit.tokens - limit.kept_for_image
+        if self._prefills_lead:
+            room = tokens
+        else:
+            # vLLM serves the decodes in front first.
+            room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
+        # Some KV may not have arrived: prefills get at least half.
+        left = room - min(holding, room // 2)
+        return left if self._blocks is None else max(left, min(self._blocks.block, room))
+
+    def _with_block(self, step: Step, needed: int, blocks: BlockChunks) -> int:
+        """Return the least budget in which the first prompt gets a chunk."""
+        least = [
+            blocks.least(request, request.num_computed_tokens)
+            for request in (*step.prefills, *self._scheduler.kv_holding_waiting)
+        ]
+        if (head := self._admission.may_enter()) is not None:
+            least.append(blocks.least(head, self._prefixes.tokens(head)))
+        elif step.waiting:  # a request behind may enter
+            least.append(blocks.block)
+        # With less than a block, vLLM lets chunks end anywhere.
+        return max(needed + max(least, default=0), blocks.block)
+
+    def _with_image(self, step: Step, wanted: int) -> StepLimit:
+        """Return a limit in which the next image fits.
+
+        vLLM leaves an image that does not fit to a larger step. Without one it would read the
+        image in parts or, with drafts, never.
+        """
+        tokens = left = max(wanted - step.decodes, 1)
+        prompts: list[Request] = [*step.prefills]
+        if (head := self._admission.may_enter()) is not None:
+            prompts.append(head)
+        for request in prompts:
+            # Earlier prompts may take less, so this prompt may already be at an image.
+            near = max(left, self._tokens_per_decode)
+            if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
+                if request is prompts[0]:
+                    return StepLimit(max(wanted, step.decodes + least))
+                return StepLimit(max(wanted, step.decodes + tokens) + least, least)
+            left -= request.num_tokens - request.num_computed_tokens
+        return StepLimit(wanted)
+
+    def _to_image_end(self, request: Request, near: int) -> int:
+        done = request.num_computed_tokens
+        if request.status is not RequestStatus.RUNNING and not done:
+            done = self._prefixes.tokens(request)
+        for feature in request.mm_features:
+            place = feature.mm_position
+            if place.offset >= done:
+                ahead = place.offset - done
+                return int(ahead + place.length) if ahead < near else 0
+        return 0

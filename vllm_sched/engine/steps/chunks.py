@@ -1,0 +1,117 @@
+"""The sizes of the prefill chunks in one step."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_sched.engine.block_chunks import BlockChunks
+from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.policies.types import Step
+
+RUNNING: Final = RequestStatus.RUNNING
+
+
+class StepChunks:
+    """The prefill chunks of a step, made for that step only."""
+
+    def __init__(
+        self,
+        step: Step,
+        hooks: PolicyHooks,
+        admission: Admission,
+        blocks: BlockChunks | None,
+        *,
+        token_limit: int,
+        room: int | None,
+        prefills_lead: bool,
+    ) -> None:
+        self._step = step
+        self._hooks = hooks
+        self._admission = admission
+        self._blocks = blocks  # None unless chunks end at block boundaries
+        self._token_limit = token_limit  # of vLLM; may exceed the step's budget
+        self._room = room  # tokens left for running prefills, None for no cap
+        self._prefills_lead = prefills_lead
+        self._given = 0  # tokens of the chunks so far
+        self._granted = 0  # tokens that policies count, with `blocks`
+
+    def size(self, request: Request, computed: int, tokens: int) -> int:
+        """Return how many of `tokens` a prefill gets in this step."""
+        # vLLM chose encoder inputs for the whole chunk, so it is not cut.
+        if tokens <= 0 or request.has_encoder_inputs:
+            self._given += max(tokens, 0)
+            return tokens
+        runs = request.status == RUNNING
+        granted = tokens
+        # With one token to compute it is a decode, though vLLM may pad it for drafts.
+        if is_prompt := request.num_tokens - computed > 1:
+            granted = self._least_chunk(request, computed, tokens)
+        if self._blocks is not None and is_prompt:
+            granted = self._block_chunk(request, computed, tokens, granted, self._blocks)
+        if self._room is not None and runs:
+            granted = min(granted, self._room)
+            self._room -= granted
+        if request.num_computed_tokens and not runs:
+            # Other requests may wait for the blocks of this waiting request.
+            granted = max(granted, 1)
+        if granted <= 0:
+            self._admission.queue.end_offers()
+        self._given += granted
+        return granted
+
+    def _least_chunk(self, request: Request, computed: int, tokens: int) -> int:
+        """Return the least grant, and take the rest back from other policies."""
+        granted, grants = tokens, []
+        for chunk in self._hooks.chunk:
+            granted = min(granted, chunk(request, computed, granted))
+            grants.append(granted)
+        for taken_back, grant in zip(self._hooks.taken_back, grants, strict=True):
+            if grant > granted:
+                taken_back(request, grant - granted)
+        return granted
+
+    def _block_chunk(
+        self, request: Request, computed: int, tokens: int, granted: int, blocks: BlockChunks
+    ) -> int:
+        """Return a chunk that ends at a block boundary."""
+        step, runs = self._step, request.status == RUNNING
+        # Other requests may wait for the blocks of a waiting request.
+        holds = not runs and request.num_computed_tokens > 0
+        room = self._room if runs and self._room is not None else tokens
+        if step.budget < self._token_limit:
+            granted = min(granted, step.budget - step.decodes - self._granted)
+        wanted = max(min(granted, room), int(holds))
+        if wanted <= 0:
+            return 0
+        if self._prefills_lead:  # leave decodes their tokens
+            room = min(room, step.budget - step.decodes - self._given)
+        chunk, unused = blocks.chunk(
+            request,
+            computed,
+            wanted,
+            most=tokens,
+            room=tokens if holds else room,
+            may_skip=lambda: not holds and self._has_other_work(),
+        )
+        self._granted += wanted - unused
+        self._take_back(request, unused)
+        return chunk
+
+    def _take_back(self, request: Request, tokens: int) -> None:
+        if tokens:
+            for taken_back in self._hooks.taken_back:
+                taken_back(request, tokens)
+
+    def _has_other_work(self) -> bool:
+        """Return whether the step has work without the present prefill."""
+        step = self._step
+        if self._given or step.decodes:
+            return True
+        if step.refused is not None or (head := self._admission.may_enter()) is None:
+            return False
+        granted = self._least_chunk(head, 0, min(head.num_tokens, step.budget))
+        self._take_back(head, granted)
+        return granted > 0

@@ -1,0 +1,60 @@
+"""The hooks that policies override. Hooks of the base class are not called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm_sched.policies.types import Gate, Policy, RequestView, Step, StepResult
+
+
+def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
+    """Return a method of each policy that overrides it, with the policy's number."""
+    base = getattr(Policy, name)
+    return [
+        (number, getattr(policy, name))
+        for number, policy in enumerate(policies)
+        if getattr(type(policy), name) is not base
+    ]
+
+
+def methods(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
+    return [method for _, method in overrides(policies, name)]
+
+
+@dataclass(slots=True)
+class PolicyHooks:
+    """The overridden hooks; numbers are the policies'."""
+
+    lane: list[tuple[int, Callable[[RequestView, Callable[[], int]], str]]]
+    gate: list[tuple[int, Callable[[str, RequestView, float], Gate]]]
+    stays: list[tuple[int, Callable[[str, RequestView], bool]]]
+    urgency: list[tuple[int, Callable[[str, RequestView, float], float]]]
+    budget: list[Callable[[Step], int]]
+    pauses_decodes: list[Callable[[Step], bool]]
+    chunk: list[Callable[[RequestView, int, int], int]]
+    taken_back: list[Callable[[RequestView, int], None]]  # one for each of `chunk`
+    rank: list[Callable[[RequestView], float]]
+    arrived: list[Callable[[RequestView, Mapping[str, object]], None]]
+    admitted: list[Callable[[RequestView], None]]
+    departed: list[Callable[[RequestView, float], None]]
+    observe: list[Callable[[StepResult], None]]
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy]) -> Self:
+        return cls(
+            lane=overrides(policies, "lane"),
+            gate=overrides(policies, "gate"),
+            stays=overrides(policies, "stays"),
+            urgency=overrides(policies, "urgency"),
+            budget=methods(policies, "budget"),
+            pauses_decodes=methods(policies, "pauses_decodes"),
+            chunk=methods(policies, "chunk"),
+            taken_back=[policies[n].taken_back for n, _ in overrides(policies, "chunk")],
+            rank=methods(policies, "rank"),
+            arrived=methods(policies, "arrived"),
+            admitted=methods(policies, "admitted"),
+            departed=methods(policies, "departed"),
+            observe=methods(policies, "observe"),
+        )

@@ -1,0 +1,179 @@
+"""What happens around a step with policies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_sched.engine import policy_setup
+from vllm_sched.engine.block_chunks import BlockChunks
+from vllm_sched.engine.in_flight import StepStarted, chunks_of
+from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.budget import StepBudget
+from vllm_sched.engine.steps.chunks import StepChunks
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.engine.steps.pauses import DecodePauses
+from vllm_sched.engine.steps.plan import StepLimit, StepPlan
+from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.engine.steps.running_order import RunningOrder
+from vllm_sched.engine.steps.service_classes import ServiceClasses
+from vllm_sched.engine.steps.slots import slots_taken
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.policies.types import Policy, Step
+
+computed_tokens = attrgetter("num_computed_tokens")
+
+
+class StepPlanner:
+    """Shows each step to the policies, and combines their answers."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        policies: Sequence[Policy],
+        *,
+        clock: Callable[[], float],
+        note_gate: Callable[[LaneKey, int | None], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._policies = policies
+        self._kv_cache = policy_setup.kv_cache_of(scheduler)
+        self._prefills_lead = any(policy.prefills_lead for policy in policies)
+        self._may_cut = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._blocks = None  # where chunks end at block boundaries
+        if scheduler.need_mamba_block_aligned_split:
+            self._blocks = BlockChunks(
+                scheduler.cache_config.block_size, scheduler._mamba_block_aligned_split
+            )
+        self._departed = 0  # requests that left the KV cache since the last step
+        self._last_was_empty = False  # although requests wait
+        self.hooks = PolicyHooks.of(policies)
+        self.classes = ServiceClasses(policies)
+        self.prefixes = PrefixCacheLookups(scheduler, self._kv_cache)
+        self.admission = Admission(
+            scheduler,
+            self.hooks,
+            self.prefixes,
+            num_policies=len(policies),
+            clock=clock,
+            note_gate=note_gate,
+        )
+        self._order = RunningOrder(scheduler, policies, self.hooks, self.classes, self._kv_cache)
+        self._pauses = DecodePauses(scheduler, self.hooks)
+        self._budget = StepBudget(
+            scheduler,
+            self.hooks,
+            self.admission,
+            self.prefixes,
+            self._blocks,
+            prefills_lead=self._prefills_lead,
+        )
+
+    def begin_step(self, now: float, wall_now: float) -> StepPlan:
+        """Sort `running`, and show the step to the policies."""
+        scheduler = self._scheduler
+        prefills, decoding = self._order.split()
+        kv_free = 1.0 - scheduler.kv_cache_manager.usage
+        decode_is_last = self._order.arrange(prefills, decoding, kv_free)
+        self.admission.begin_step(now)
+        refused = self.admission.queue.refused
+        if refused is not None and self._has_room(refused, kv_free):
+            refused = None
+        step = Step(
+            index=scheduler.current_step + 1,
+            now=now,
+            budget=scheduler.max_num_scheduled_tokens,
+            decodes=self._budget.decode_tokens(prefills, decoding),
+            prefills=prefills,
+            free_slots=scheduler.max_num_active_reqs - slots_taken(scheduler),
+            refused=None if refused is None else refused.request_id,
+            running=len(scheduler.running),
+            decoding=decoding,
+            context_tokens=sum(map(computed_tokens, decoding)),
+            waiting=len(scheduler.waiting),
+            holding_kv=len(scheduler.kv_holding_waiting),
+            kv_free=kv_free,
+            departed=self._departed,
+            clock_offset=now - wall_now,
+            paused_s=self._pauses.seconds(now),
+            paused_steps=self._pauses.steps,
+            may_enter=self.admission.may_enter,
+            ask_gates=self.admission.ask_gates,
+            class_of=self.classes.of,
+        )
+        self._departed = 0
+        for policy, counts in zip(self._policies, self.admission.queue.counts, strict=True):
+            policy.begin_step(step, counts)
+        return StepPlan(step, len(scheduler.running), decode_is_last)
+
+    def constrain(self, plan: StepPlan) -> StepLimit | None:
+        """Apply pauses and budgets; return the step's limit, None for vLLM's."""
+        step = plan.step
+        # After an empty step policies are ignored, so that the engine cannot stall.
+        if self._last_was_empty or not (step.prefills or step.waiting or step.holding_kv):
+            return None
+        self._pauses.begin_step(plan)
+        return self._budget.limit(step)
+
+    def chunks(self, plan: StepPlan, limit: StepLimit) -> StepChunks | None:
+        """Return the step's chunks, None without chunked prefill."""
+        if not self._may_cut:
+            return None
+        return StepChunks(
+            plan.step,
+            self.hooks,
+            self.admission,
+            self._blocks,
+            token_limit=limit.tokens,
+            room=self._budget.prefill_room(plan, limit),
+            prefills_lead=self._prefills_lead,
+        )
+
+    def end_step(self, output: SchedulerOutput, plan: StepPlan) -> StepStarted | None:
+        """Return what vLLM scheduled; None for an empty step."""
+        scheduler, step = self._scheduler, plan.step
+        self.admission.note_admissions()
+        self._pauses.end_step(plan)
+        empty = not output.total_num_scheduled_tokens
+        had_work = step.prefills or step.waiting or step.holding_kv or plan.decodes_paused
+        self._last_was_empty = (
+            empty and bool(had_work) and scheduler.pause_state == PauseState.UNPAUSED
+        )
+        if empty:
+            return None
+        tokens = output.num_scheduled_tokens
+        admitted = scheduler.running[plan.num_running :]
+        chunks = chunks_of(itertools.chain(step.prefills, admitted), tokens)
+        decodes = len(tokens) - len(chunks)
+        return StepStarted(
+            output,
+            step.index,
+            step.now,
+            step.budget,
+            chunks,
+            context_tokens=step.context_tokens * decodes // max(len(step.decoding), 1),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+        )
+
+    def departed(self, request: Request, now: float) -> None:
+        """Forget a request that ended, and tell the policies."""
+        self._departed += request.num_computed_tokens > 0
+        self.classes.forget(request)
+        if self.admission.lora_slots is not None:
+            self.admission.lora_slots.departed(request)
+        if self._blocks is not None:
+            self._blocks.forget(request)
+        for departed in self.hooks.departed:
+            departed(request, now)
+
+    def _has_room(self, request: Request, kv_free: float) -> bool:
+        blocks = int(kv_free * self._kv_cache.blocks)
+        blocks -= self._scheduler.kv_cache_manager.watermark_blocks + 1
+        return bool(self._kv_cache.blocks_of(request.num_tokens + 1) <= blocks)

@@ -1,0 +1,99 @@
+"""The order of `running`: vLLM serves the first request first, and preempts the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_sched.engine.steps.hooks import PolicyHooks
+from vllm_sched.engine.steps.service_classes import ServiceClasses
+from vllm_sched.policies.kv_cache import KvCache
+from vllm_sched.policies.types import Policy
+
+
+class RunningOrder:
+    """Puts decodes before prefills, and the request to preempt last."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        policies: Sequence[Policy],
+        hooks: PolicyHooks,
+        classes: ServiceClasses,
+        kv_cache: KvCache,
+    ) -> None:
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._classes = classes
+        self._kv_cache = kv_cache
+        self._arranges = any(policy.arranges for policy in policies)
+        self._prefills_lead = any(policy.prefills_lead for policy in policies)
+        # With priority scheduling vLLM preempts by priority.
+        self._by_class = (
+            classes.policy is not None and scheduler.policy != SchedulingPolicy.PRIORITY
+        )
+
+    def split(self) -> tuple[list[Request], list[Request]]:
+        """Return the running prefills and the running decodes."""
+        running, in_prefill = self._scheduler.running, self._scheduler._inflight_prefills
+        if not (count := len(in_prefill)):
+            return [], running.copy()
+        # After the step before: decodes, prefills, new requests.
+        tail = running[-count:]
+        if all(r.is_prefill_chunk and r in in_prefill for r in tail):
+            return tail, running[:-count]
+        return (
+            [request for request in running if request.is_prefill_chunk],
+            [request for request in running if not request.is_prefill_chunk],
+        )
+
+    def arrange(self, prefills: list[Request], decoding: list[Request], kv_free: float) -> bool:
+        """Sort `running`; return whether a decode is last, behind prefills."""
+        by_class = self._by_class and self._may_preempt(kv_free, prefills)
+        if not (by_class or (prefills and self._arranges)):
+            return False
+        running = self._scheduler.running
+        prefills.sort(key=self._rank)
+        classes: dict[Request, float] = {}
+        if by_class:
+            classes = self._classes.of_decodes(decoding)
+            decoding.sort(key=classes.__getitem__)
+        running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
+        if self._prefills_lead or not (prefills and decoding):
+            return False
+        newest, class_of = decoding[-1], self._classes.of
+        decode_is_last = False
+        if by_class and classes[newest] > class_of(prefills[0]):
+            # Requests of the worst class are preempted first, decodes included.
+            running.sort(key=(classes | {r: class_of(r) for r in prefills}).__getitem__)
+            decode_is_last = True
+        if self._spares(prefills[-1], newest):
+            running.remove(newest)
+            running.append(newest)
+            decode_is_last = True
+        return decode_is_last
+
+    def _rank(self, request: Request) -> tuple[float, ...]:
+        return tuple(rank(request) for rank in self._hooks.rank)
+
+    def _may_preempt(self, kv_free: float, prefills: Sequence[Request]) -> bool:
+        """Return whether a step may need more KV blocks than are free."""
+        tokens = self._scheduler.max_num_scheduled_tokens if prefills else 0
+        cache = self._kv_cache
+        running = len(self._scheduler.running)
+        blocks = 2 * running * len(cache.groups) + cache.blocks_at_most(tokens)
+        return bool(kv_free * cache.blocks < blocks)
+
+    def _spares(self, last: Request, newest: Request) -> bool:
+        """Return whether the newest decode should be preempted before the last prefill.
+
+        A decode that was preempted is recomputed as a prefill, and as the last request would be
+        preempted again and again. In vLLM's own order the newest decode is preempted.
+        """
+        if not last.num_output_tokens or self._scheduler.policy == SchedulingPolicy.PRIORITY:
+            return False
+        # Never preempt for a request of a worse class.
+        return self._classes.of(last) <= self._classes.of(newest)

@@ -1,0 +1,37 @@
+"""The service classes of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.request import Request
+
+from vllm_sched.policies.types import Policy, one_class
+
+
+class ServiceClasses:
+    """The classes by the policy that has them, cached for decodes."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policy = next((policy for policy in policies if policy.classes), None)
+        self.of = one_class if self.policy is None else self.policy.service_class
+        self._known: dict[Request, float] = {}
+        self._reclassed: int | None = None  # the policy's, at the last clear
+
+    def of_decodes(self, decoding: Iterable[Request]) -> dict[Request, float]:
+        """Return at least the classes of these decodes.
+
+        To save time, the policy is asked about new decodes only, unless classes changed.
+        """
+        known = self._known
+        reclassed = None if self.policy is None else self.policy.reclassed
+        if reclassed is None or reclassed != self._reclassed:
+            known.clear()
+            self._reclassed = reclassed
+        for request in decoding:
+            if request not in known:
+                known[request] = self.of(request)
+        return known
+
+    def forget(self, request: Request) -> None:
+        self._known.pop(request, None)
