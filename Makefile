@@ -14,7 +14,7 @@ DATA_PATH := tests/proxy tests/faults tests/fuzz/test_http.py tests/fuzz/test_bo
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test check explore versions mutants lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
+.PHONY: help setup demo compare up test check explore versions mutants update lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -54,6 +54,9 @@ versions: setup ## the engine's tests and vLLM's scheduler tests on vLLM 0.31, 0
 mutants: setup ## small faults in the source, and which of them the tests catch (COUNT=440; an hour)
 	@mkdir -p out/mutants
 	@$(BIN)/python -m benchmarks.mutants --count $(COUNT) --save out/mutants/found.json
+
+update: ## install the newest version of every dependency, and write the versions into constraints.txt
+	@UPDATE=1 scripts/setup.sh
 
 lint: setup ## ruff, mypy and the links of the documentation
 	@$(BIN)/ruff check .

@@ -8,9 +8,10 @@ cd "$(dirname "$0")/.."
 venv=.venv
 stamp=$venv/.setup-stamp
 here=$(pwd -P)
-made_from=(pyproject.toml scripts/setup.sh scripts/cpu-excludes.txt)
-want=$({ printf '%s\n' "$here"; cat "${made_from[@]}"; } | sha256sum | cut -d' ' -f1)
-is_built() { [ -x $venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; }
+made_from=(pyproject.toml constraints.txt scripts/setup.sh scripts/cpu-excludes.txt)
+hash_of_sources() { { printf '%s\n' "$here"; cat "${made_from[@]}"; } | sha256sum | cut -d' ' -f1; }
+want=$(hash_of_sources)
+is_built() { [ -z "${UPDATE:-}" ] && [ -x $venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; }
 is_built && exit 0
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -120,12 +121,20 @@ case ${no_index,,} in
     # uv knows the PyTorch CPU index by name, and would take torch from nowhere else.
     *) [ $torch = here ] || from+=(--torch-backend cpu) ;;
 esac
+# The exact version of every dependency, so that each setup installs the same; UPDATE=1 takes the newest
+# versions and writes them there.
+constraints=(--constraints constraints.txt)
+[ -z "${UPDATE:-}" ] || constraints=(--upgrade)
 # Compiled now, once: where Python may not write beside its sources, each engine's three processes would
 # compile vLLM and torch anew.
 $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
-    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint ||
+    "${constraints[@]}" --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint ||
     failed "the installation failed; what is above says which package, and" \
         "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
 rm -f $begun
+if [ -n "${UPDATE:-}" ]; then
+    $venv/bin/uv pip freeze --quiet --python $venv/bin/python --exclude-editable | sed 's/+cpu$//' >constraints.txt
+    want=$(hash_of_sources)
+fi
 printf '%s\n' "$want" >"$stamp"
 say "done"
