@@ -128,7 +128,7 @@ constraints=(--constraints constraints.txt)
 # Compiled now, once: where Python may not write beside its sources, each engine's three processes would
 # compile vLLM and torch anew.
 $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
-    "${constraints[@]}" --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint ||
+    --excludes scripts/cpu-excludes.txt "${constraints[@]}" --editable '.[cpu,plots]' --group test --group lint ||
     failed "the installation failed; what is above says which package, and" \
         "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
 rm -f $begun

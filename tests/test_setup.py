@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = ("pyproject.toml", "scripts/setup.sh", "scripts/cpu-excludes.txt")
+FILES = ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/cpu-excludes.txt")
 # What takes longer than this hangs.
 BOUND_S = 60.0
 TOOLS = (
@@ -30,6 +30,7 @@ TOOLS = (
     "mkdir",
     "cp",
     "ln",
+    "sed",
     "grep",
     "flock",
     "find",
@@ -390,3 +391,15 @@ def test_without_a_cache_that_can_be_written_uv_does_without(machine: Machine) -
     (machine.clone / ".cache").touch()
     assert machine.setup(TELL="UV_NO_CACHE").returncode == 0
     assert machine.told[1:] == ["UV_NO_CACHE=1"]
+
+
+def test_versions_are_pinned_unless_they_are_renewed(machine: Machine) -> None:
+    machine.python("3.11")
+    machine.setup()
+    assert "--constraints constraints.txt" in machine.told[-1]
+    done = machine.setup(UPDATE="1")
+    assert done.returncode == 0, done.stderr
+    upgrade = [line for line in machine.told if " pip install " in line][-1]
+    assert "--upgrade" in upgrade
+    assert "--constraints" not in upgrade
+    assert " pip freeze " in machine.told[-1]
