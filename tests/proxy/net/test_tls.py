@@ -172,7 +172,7 @@ def test_how_a_worker_is_met() -> None:
         (
             "url: 'https://h:1', tls: {verify: no}",
             "",
-            r"tls\.verify: is not known here; leave it out; valid: ca_file",
+            r"tls\.verify: is not a known key; leave it out; valid: ca_file",
         ),
     ],
 )
