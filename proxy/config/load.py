@@ -64,7 +64,7 @@ SHARED_FIELDS = frozenset([
     "models", "key_file", "keys", "tls",
 ])  # fmt: skip
 
-BlockType = TypeVar("Some", bound=Block)
+BlockType = TypeVar("BlockType", bound=Block)
 
 
 def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:

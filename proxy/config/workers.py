@@ -112,8 +112,8 @@ class WorkerConfig(Block):
     name: WorkerName = Field(description=f"Unique name: {NAME_RULE}")
     role: WorkerRole = Field(
         "general",
-        description="Requests that the worker is for. short, long: by routing.short_limit. general: "
-        "any length. prefill, decode: one leg of a hand-over; a decode worker also serves requests "
+        description="Requests that the worker is for. short, long: by routing.short_limit. "
+        "general: any length. prefill, decode: one leg of a hand-over; a decode worker also serves requests "
         "without a hand-over",
     )
     url: Url | None = Field(
