@@ -113,8 +113,8 @@ class WorkerConfig(Block):
     role: WorkerRole = Field(
         "general",
         description="Requests that the worker is for. short, long: by routing.short_limit. "
-        "general: any length. prefill, decode: one leg of a hand-over; a decode worker also serves requests "
-        "without a hand-over",
+        "general: any length. prefill, decode: one leg of a hand-over; a decode worker also serves "
+        "requests without a hand-over",
     )
     url: Url | None = Field(
         None,
