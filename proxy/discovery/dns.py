@@ -17,7 +17,7 @@ from proxy.discovery.endpoints import (
     by_address,
     name_of,
 )
-from proxy.net.resolver import NAMES, NOBODY
+from proxy.net.resolver import NAME_NOT_FOUND, RESOLVER
 
 # A resolver may leave some out of one answer, and a worker that is busy may fail one check: it gets
 # nothing new from the first answer without it, and is gone after so many.
@@ -45,9 +45,9 @@ class DnsSource:
     async def _look_up(self) -> set[str]:
         """Return the addresses; those of both families would be every worker twice."""
         try:
-            found = await NAMES.look_up(self._pool.dns or "")
+            found = await RESOLVER.look_up(self._pool.dns or "")
         except socket.gaierror as error:
-            if error.errno in NOBODY:
+            if error.errno in NAME_NOT_FOUND:
                 return set()
             raise
         return {host for host in found if ":" not in host} or set(found)

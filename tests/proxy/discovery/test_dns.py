@@ -52,7 +52,7 @@ async def hear(
             raise answer
         return tuple(answer)
 
-    monkeypatch.setattr(dns, "NAMES", Resolver(ask))  # without what another test still looks up
+    monkeypatch.setattr(dns, "RESOLVER", Resolver(ask))  # without what another test still looks up
     ear = Ear()
     source = DnsSource(0.001, PoolConfig(name="short", dns="short.llm", port=port))
     task = asyncio.create_task(source.run(ear))
