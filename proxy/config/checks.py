@@ -101,7 +101,7 @@ def check_tls(draft: PartialConfig) -> Iterator[Problem]:
             why = f"the url is {worker.url!r}; change it to https://, or leave this out"
             yield Problem(f"{path}.tls", why)
         if worker.launch is not None and (encrypted or worker.tls is not None):
-            why = "`vllm-sched up` starts workers without TLS; remove launch, or TLS"
+            why = "`vllm-sched up` starts workers with http:// URLs only; remove launch, or TLS"
             yield Problem(f"{path}.launch", why)
     pools = draft.pools.items()
     blocks |= {f"discovery.pools[{index}].tls": pool.tls for index, pool in pools}

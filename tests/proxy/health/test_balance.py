@@ -199,9 +199,9 @@ def test_a_queue_of_long_ago_is_none() -> None:
         (
             "p",
             "prefill",
-            "no prefill worker takes requests: prompts are prefilled where they are decoded",
+            "no prefill worker takes requests: decode workers prefill all prompts",
         ),
-        ("d", "decode", "no decode worker takes requests: nothing can be handed over"),
+        ("d", "decode", "no decode worker takes requests: hand-overs are not possible"),
         ("pd", "both", "no prefill and no decode worker takes requests"),
     ],
 )
