@@ -82,7 +82,6 @@ def build_wheel(
 
 
 def _compiled() -> Path | None:
-    """Return the folder of compiled modules; None for a plain wheel."""
     if os.environ.get(SWITCH) == "0":
         _say(f"the wheel has plain modules: {SWITCH} is 0")
         return None

@@ -103,7 +103,6 @@ def require_compiler() -> None:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a step with plain modules; raise `CompileError` with its last lines if it fails."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {SWITCH: "0", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -121,7 +120,6 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
-    """Compile the modules; write only to the folder."""
     from mypyc.build import mypycify
     from setuptools import setup
 

@@ -109,7 +109,6 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
 
 
 def _loaded(text: str) -> object:
-    """Return the data in a YAML text of bounded size; raise `YAMLError`."""
     if len(text) > MAX_FILE_CHARS:
         raise yaml.YAMLError(
             f"it has {len(text):,} characters; at most {MAX_FILE_CHARS:,} are allowed"
@@ -123,7 +122,6 @@ def _loaded(text: str) -> object:
 
 
 def _size(data: object, known: dict[int, float]) -> float:
-    """Return the number of values in a tree with shared branches; infinite for a cycle."""
     if not isinstance(data, (dict, list, tuple)):
         return 1
     if (size := known.get(id(data))) is None:
@@ -134,7 +132,6 @@ def _size(data: object, known: dict[int, float]) -> float:
 
 
 def _draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
-    """Return the valid parts of the data, for checks."""
     discovery = data.get("discovery")
     workers, legible_workers = _legible_list(WorkerConfig, data.get("workers"))
     pools = discovery.get("pools") if isinstance(discovery, dict) else None
@@ -192,7 +189,6 @@ def _legible(
 
 
 def _place_of(error: ErrorDetails) -> Place:
-    """Return the place of an error; for an unknown key, the place of the most similar key."""
     location = error["loc"]
     if error["type"] != "extra_forbidden":
         return location
@@ -201,7 +197,6 @@ def _place_of(error: ErrorDetails) -> Place:
 
 
 def _is_shared(error: ErrorDetails) -> bool:
-    """Return whether an error is in a shared field, or in a misspelt key that may mean one."""
     parts = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden" and difflib.get_close_matches(
         parts[-1], SHARED_FIELDS, n=1
@@ -284,7 +279,6 @@ def _bad_yaml(error: yaml.YAMLError) -> Problem:
 
 
 def _problem(error: ErrorDetails) -> Problem:
-    """Return an error of pydantic in terms of the fleet file."""
     location = error["loc"]
     kind, value = error["type"], error["input"]
     parent, field = _place(location)
@@ -301,12 +295,10 @@ def _problem(error: ErrorDetails) -> Problem:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """Return a location as text, as in `workers[1].url`."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location).lstrip(".")
 
 
 def _place(location: Sequence[int | str]) -> tuple[type[BaseModel] | None, str | None]:
-    """Return the innermost block of a location, and the name of its field there."""
     block: type[BaseModel] | None = FleetConfig
     for depth, part in enumerate(location):
         if isinstance(part, int):
@@ -353,7 +345,6 @@ def _value(value: object) -> str:
 
 
 def _written(value: object) -> str:
-    """Return a value as the file may have it."""
     return repr(value) if isinstance(value, str) else yaml_text(value)
 
 

@@ -287,7 +287,6 @@ class TransferConfig(Block):
 
 
 def _transfer(value: object) -> object:
-    """Return `nixl` as `connector: nixl`."""
     return {"connector": value} if isinstance(value, str) else value
 
 

@@ -42,7 +42,6 @@ def _worker_url(url: str) -> str:
 
 
 def _names_host(text: str) -> bool:
-    """Return whether the text can be an address or a host name."""
     try:
         text.encode("idna")  # refuses an empty label and a label of more than 63 characters
     except UnicodeError:
@@ -181,7 +180,6 @@ class WorkerConfig(Block):
         return slots * (engines or 1) if slots else None
 
     def _number_of(self, *names: str) -> int | None:
-        """Return the last value of a flag in `launch.args`, if it is a plain number."""
         flags = " ".join(self.launch.args if self.launch else ()).replace("=", " ").split()
         values = [
             value

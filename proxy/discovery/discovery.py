@@ -51,9 +51,7 @@ class Discovery:
         self._source_of = source_of or source
         self._config = config
         self._mine: dict[str, Worker] = {}  # added here; an operator may have removed some
-        self._drained: set[Worker] = (
-            set()
-        )  # here; an operator's drains stay
+        self._drained: set[Worker] = set()  # here; an operator's drains stay
         self._refused: set[str] = set()  # already logged
         self._sources: dict[DiscoveredPool, AddressSource] = {}
         self._tasks: dict[DiscoveredPool, asyncio.Task[None]] = {}
@@ -129,7 +127,6 @@ class Discovery:
     def _known(
         self, discovery: DiscoveryConfig, pool: PoolConfig
     ) -> tuple[DiscoveredPool, AddressSource]:
-        """Return the existing pool with the same source, or a new pool."""
         for known, made in self._sources.items():
             if self._same(known.config, pool, discovery):
                 return known, made
@@ -146,7 +143,6 @@ class Discovery:
         )
 
     def _update_tasks(self) -> None:
-        """Run one task per pool; restart tasks that ended."""
         for pool in self._tasks.keys() - self._sources.keys():
             self._tasks.pop(pool).cancel()
         for pool, made in self._sources.items():
@@ -157,7 +153,6 @@ class Discovery:
                 self._tasks[pool] = asyncio.create_task(made.run(pool), name="discovery")
 
     def _drop_silent(self) -> None:
-        """Drop kept workers that do not answer probes."""
         for pool in self.pools:
             silent = set()
             for name in pool.kept:

@@ -98,7 +98,6 @@ class KubernetesSource:
             await asyncio.sleep(self._backoff.pause())
 
     async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
-        """List all slices, then watch until the next list is due."""
         slices, version = await self._list(session)
         listener.update(read_slices(slices.values(), self._pool))
         until = self._clock() + self._settings.resync_s * random.uniform(0.9, 1.0)
@@ -161,7 +160,6 @@ class KubernetesSource:
         return version
 
     def _apply(self, event: Mapping[str, Any], slices: Slices) -> str:
-        """Apply an event to the slices; return their new version."""
         kind, item = event["type"], event["object"]
         if kind == "ERROR":
             if item.get("code") == HTTPStatus.GONE:
@@ -206,7 +204,6 @@ def in_cluster() -> str:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a body, without aiohttp's limit on their length."""
     rest = bytearray()
     async for chunk in content.iter_any():
         rest += chunk

@@ -177,7 +177,6 @@ def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
 
 
 def _prefills(worker: Worker) -> float:
-    """Return the busy share of a worker's prefill work."""
     ahead_s = _ahead_s(worker)
     return ahead_s / (ahead_s + worker.pace.fixed_s)
 
@@ -188,7 +187,6 @@ def _ahead_s(worker: Worker) -> float:
 
 
 def _queue(worker: Worker, now: float) -> float:
-    """Return the queued requests per running request in a worker's engine."""
     gauges = worker.gauges
     if gauges is None or now - gauges.at > HEEDED_S:
         return 0.0

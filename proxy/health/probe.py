@@ -116,7 +116,6 @@ class WorkerProbe:
         self._succeeded(models, gauges)
 
     def _writes(self) -> bool:
-        """Return whether the worker has sent tokens since the last call."""
         before, self._written = self._written, self._worker.written
         return self._written != before
 
@@ -126,7 +125,6 @@ class WorkerProbe:
             self._questions.close()
 
     def _to_ask(self) -> ProbeClient:
-        """Return the client for the worker's current spec."""
         spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
         if self._questions is None or spec is not self._spec:
             self.close()
@@ -173,7 +171,6 @@ class WorkerProbe:
             self._said = None
 
     def _take(self, models: Models) -> None:
-        """Pass the worker's models to the fleet."""
         worker = self._worker
         if models == self._models:
             return

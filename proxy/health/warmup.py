@@ -141,7 +141,6 @@ class Warmup:
         return again is None or again.at <= now or again.lives != _lives(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
-        """Connect a pair; at first with several tries, later with one."""
         started, lives = self.clock(), _lives(prefill, decode)
         before = self._again.get((prefill, decode))
         if before is not None and before.lives != lives:
@@ -259,7 +258,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 async def _fetched(worker: Worker) -> float | None:
-    """Return the tokens that a decode worker has fetched so far; None if not reported."""
     spec = worker.spec
     with closing(ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)) as questions:
         try:

@@ -116,7 +116,6 @@ class Resolver:
             self._known[host] = known._replace(until=0.0)
 
     def _begin(self, host: str, now: float) -> PendingLookup:
-        """Return the pending look-up of a name; start one if there is none."""
         found = self._under_way.get(host)
         if found is not None:
             return found
@@ -146,7 +145,6 @@ class Resolver:
             answer.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
 
     def _work(self) -> None:
-        """Run queued look-ups until there are none; the target of a thread."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -251,7 +249,6 @@ async def _reach(address: str, port: int) -> socket.socket:
 
 
 def _close(attempt: asyncio.Task[socket.socket]) -> None:
-    """Close a connection that succeeded after another one."""
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().close()
 
@@ -265,7 +262,6 @@ def _is_address(host: str) -> bool:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Return whether an error means that the name does not exist."""
     return isinstance(error, UnicodeError) or (
         isinstance(error, socket.gaierror) and error.errno in NAME_NOT_FOUND
     )

@@ -94,7 +94,6 @@ def _load_own(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _invalid_file(cert: Path, key: Path) -> tuple[str, Path, str]:
-    """Return the field, path and content of the invalid file."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)
     except ssl.SSLError:

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, made from the times that were recorded anyway.
 
 A request has a span, with spans for its wait in the queue, for each leg, and for the time before
-and after the first token. vLLM's spans are below the legs. A thread of the SDK exports the spans; if
+and after the first token. vLLM's spans are below the legs. A thread exports the spans; if
 its queue of 2,048 is full, spans are dropped.
 """
 

@@ -68,7 +68,6 @@ def decode_body(
 
 
 def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:
-    """Return the field for the request id, if the connector finds blocks by the id."""
     if ask.route not in IDS or (number := connector.request_id(pair)) is None:
         return NOTHING
     name, start = IDS[ask.route]

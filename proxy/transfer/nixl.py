@@ -94,7 +94,6 @@ class Nixl(Connector):
 
 
 def _are_whole(params: dict[str, Any], *, pushed: bool) -> bool:
-    """Return whether the parameters have everything that a decode worker needs."""
     if not params.get("do_remote_prefill") or not params.keys() >= NEEDED:
         return False
     if params.get(SIZE, None if pushed else USUAL_SIZE) is None:
