@@ -38,7 +38,7 @@ class ConfigError(ProxyError, ValueError):
 
 
 def a_few(names: Collection[str], most: int = MAX_NAMES) -> str:
-    """Return the first `most` names for a message, and the number of the others."""
+    """Return the first names, and the number of the others."""
     shown = ", ".join(short(name) for name in islice(names, most))
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 

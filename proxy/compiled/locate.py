@@ -28,7 +28,7 @@ class CompileError(ProxyError):
 
 
 def hot() -> list[Path]:
-    """Return the modules to compile: the modules that each request goes through."""
+    """Return the modules to compile."""
     plain = {PACKAGE / module for module in PLAIN}
     found = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
     return sorted(path for path in found if path.stem != "__init__" and path not in plain)
@@ -52,7 +52,7 @@ def name() -> str:
 
 
 def found() -> Path | None:
-    """Return the folder with the compiled modules of these sources; None for plain modules."""
+    """Return the folder of compiled modules, or None."""
     try:
         if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
             return None
@@ -74,7 +74,7 @@ def in_use() -> bool:
 
 
 def kind() -> str:
-    """Return which modules run in this process, and why if they are plain."""
+    """Return whether modules are compiled or plain, and why."""
     if in_use():
         return "compiled"
     if os.environ.get(SWITCH) == "0":

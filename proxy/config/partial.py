@@ -26,7 +26,7 @@ class ProblemPaths:
         self._above = frozenset(p[:n] for p in self._at for n in range(1, len(p) + 1))
 
     def about(self, place: Place) -> bool:
-        """Return whether a place, anything in it, or a block around it has an error."""
+        """Return whether a place, its contents or its surroundings have an error."""
         return place in self._above or any(place[:n] in self._at for n in range(1, len(place)))
 
     def about_any(self, blocks: Place, fields: Collection[str]) -> bool:
@@ -42,10 +42,9 @@ class ProblemPaths:
 
 @dataclass(frozen=True, slots=True)
 class PartialConfig:
-    """The valid parts of a fleet file; a field with an error has its default.
+    """The valid parts of a fleet file, with defaults in place of invalid fields.
 
-    `legible_workers` has every worker that can be read, by its index in the file. `workers` leaves
-    out workers with an error in a field that checks of other blocks depend on.
+    `workers` leaves out workers with an error in a field that checks of other blocks use.
     """
 
     workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
@@ -54,10 +53,10 @@ class PartialConfig:
     routing: RoutingConfig | None = None
     transfer: TransferConfig | None = None
     worker_tls: WorkerTlsConfig | None = None
-    has_transfer: bool = False  # true also if the transfer block has an error
+    has_transfer: bool = False  # even with errors
     pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # by index in discovery.pools
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
-    has_tenants: bool = False  # true also if all tenants have errors
+    has_tenants: bool = False  # even with errors
     model: str | None = None  # of workers without a model of their own
     doubts: ProblemPaths = field(default_factory=ProblemPaths)
 
@@ -80,7 +79,7 @@ class PartialConfig:
         )
 
     def sure(self, place: Place, *fields: str) -> bool:
-        """Return whether these fields of a block have no error: given and valid, or default."""
+        """Return whether these fields of a block have no error."""
         return not any(self.doubts.about((*place, name)) for name in fields)
 
     def sure_of_all(self, *fields: str) -> bool:

@@ -46,7 +46,7 @@ Place = tuple[str, type[BaseModel]]
 
 def reference() -> str:
     """Return the page."""
-    return HEAD + "".join(section(path, block) for path, block in places())
+    return HEAD + "".join(_section(path, block) for path, block in places())
 
 
 @cache
@@ -58,27 +58,25 @@ def places() -> list[Place]:
         path, block = waiting.pop(0)
         found.append((path, block))
         inner = [
-            (f"{path}.{key(name, field)}{'[]' if is_list(field) else ''}".lstrip("."), child)
+            (f"{path}.{key(name, field)}{'[]' if _is_list(field) else ''}".lstrip("."), child)
             for name, field in block.model_fields.items()
-            for child in blocks_in(field.annotation)
+            for child in _blocks_in(field.annotation)
         ]
         waiting = inner + waiting  # depth first: a block is followed by its inner blocks
-    nearest = {block: path for path, block in sorted(found, key=depth, reverse=True)}
+    nearest = {block: path for path, block in sorted(found, key=_depth, reverse=True)}
     return [(path, block) for path, block in found if nearest[block] == path]
 
 
-def depth(place: Place) -> int:
-    """Return how deep a block is nested."""
+def _depth(place: Place) -> int:
     return place[0].count(".")
 
 
-def section(path: str, block: type[BaseModel]) -> str:
-    """Return the section of a block."""
+def _section(path: str, block: type[BaseModel]) -> str:
     schema = block.model_json_schema()
     title = f"`{path}`" if path else "The file itself"
     rows = "".join(
-        f"| `{key(name, field)}` | {cell(kind(name, field, schema))} | {cell(default(field))} "
-        f"| {cell(field.description or summary(field))} |\n"
+        f"| `{key(name, field)}` | {_cell(_kind(name, field, schema))} | {_cell(_default(field))} "
+        f"| {_cell(field.description or _summary(field))} |\n"
         for name, field in block.model_fields.items()
     )
     text = " ".join((block.__doc__ or "").split())
@@ -93,20 +91,18 @@ def key(name: str, field: FieldInfo) -> str:
     return field.alias or name
 
 
-def cell(text: str) -> str:
-    """Escape a text for a cell of a Markdown table."""
+def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def summary(field: FieldInfo) -> str:
+def _summary(field: FieldInfo) -> str:
     """Return the first line of a block's docstring, for a field without a description."""
-    block = next(blocks_in(field.annotation), None)
+    block = next(_blocks_in(field.annotation), None)
     lines = ((block.__doc__ if block else "") or "").strip().splitlines()
     return lines[0].rstrip(".") if lines else ""
 
 
-def default(field: FieldInfo) -> str:
-    """Return the text of a field's default."""
+def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -114,36 +110,34 @@ def default(field: FieldInfo) -> str:
         return "none"
     if isinstance(value, Block):
         return "see there"
-    return f"`{yaml_text(list(value) if isinstance(value, tuple) else plain(value))}`"
+    return f"`{yaml_text(list(value) if isinstance(value, tuple) else _plain(value))}`"
 
 
-def plain(value: object) -> object:
-    """Return a value that YAML can represent."""
+def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def kind(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    """Return the text of a field's type, with a link for a block."""
-    block = next(blocks_in(field.annotation), None)
+def _kind(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
+    block = next(_blocks_in(field.annotation), None)
     if block is not None:
         path = next(path for path, other in places() if other is block)
-        return f"{'list of ' if is_list(field) else ''}[{path}](#{anchor(path)})"
-    return shape(schema["properties"][key(name, field)], schema.get("$defs", {}))
+        return f"{'list of ' if _is_list(field) else ''}[{path}](#{anchor(path)})"
+    return _shape(schema["properties"][key(name, field)], schema.get("$defs", {}))
 
 
-def shape(schema: dict[str, Any], defs: dict[str, Any]) -> str:
+def _shape(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     """Return the text of a JSON schema's type and bounds."""
     if "$ref" in schema:
-        return shape(defs[schema["$ref"].rpartition("/")[2]], defs)
+        return _shape(defs[schema["$ref"].rpartition("/")[2]], defs)
     if "anyOf" in schema:
-        shapes = [shape(s, defs) for s in schema["anyOf"] if s.get("type") != "null"]
+        shapes = [_shape(s, defs) for s in schema["anyOf"] if s.get("type") != "null"]
         return " or ".join(dict.fromkeys(shapes))
     if "enum" in schema:
         return ", ".join(f"`{yaml_text(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
-        return f"list of {shape(schema.get('items', {}), defs)}"
+        return f"list of {_shape(schema.get('items', {}), defs)}"
     if schema.get("type") == "object":
         return "keys and values"
     words = WORDS.get(schema.get("type", ""), "anything")
@@ -151,17 +145,16 @@ def shape(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     return ", ".join([words, *limits])
 
 
-def is_list(field: FieldInfo) -> bool:
-    """Return whether a field is a list of blocks."""
+def _is_list(field: FieldInfo) -> bool:
     return "tuple" in str(field.annotation)
 
 
-def blocks_in(annotation: object) -> Iterator[type[BaseModel]]:
+def _blocks_in(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the blocks in an annotation such as `Block | None` or `tuple[Block, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in typing.get_args(annotation):
-        yield from blocks_in(argument)
+        yield from _blocks_in(argument)
 
 
 def anchor(path: str) -> str:

@@ -7,8 +7,8 @@ Probes of the workers are more reliable than the source of the endpoints:
   API server may have restarted without its data.
 - No worker of a pool is ready: readiness is ignored. The control plane may have lost its nodes.
 
-How it fails: the last pod of a pool disappears without leaving, and another server with a /health
-endpoint gets its address. That server stays in the pool until another worker is found.
+How it fails: the last pod disappears without leaving, and a server that answers /health gets its
+address. That server stays in the pool until a worker is found.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def keys_of(config: FleetConfig) -> dict[str, str | None]:
 
 
 def key_of(pool: PoolConfig) -> str | None:
-    """Return the API key of a pool's workers; raise `ProxyError` for an invalid key file."""
+    """Return the API key of a pool's workers; raise `ProxyError` for a bad file."""
     if pool.api_key_file is None:
         return pool.api_key
     try:

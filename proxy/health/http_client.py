@@ -119,7 +119,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; close the connection if it was not requested, or is too large."""
+        """Parse data that was requested."""
         if self._answer is None:
             self.close()
             return
@@ -160,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Close the connection if this response was not requested."""
+        """Refuse a response that was not requested."""
         if self._answer is None:
             self.close()
 
@@ -170,7 +170,7 @@ class HttpConnection(asyncio.Protocol):
             self._is_framed = True
 
     def on_headers_complete(self) -> None:
-        """Note that the final response, not a 1xx, has begun."""
+        """Note the begin of a response other than 1xx."""
         status = self._parser.get_status_code()
         self._has_head = status >= HTTPStatus.OK
         self._is_framed = self._is_framed or status in BODILESS

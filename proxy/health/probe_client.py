@@ -1,4 +1,4 @@
-"""The requests that probe a worker, and limits on what is read from its responses."""
+"""The requests that probe a worker."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ProbeClient:
 
 
 def read_models(body: bytes) -> Models:
-    """Return the models in a /v1/models body; raise `ProbeError` for an invalid body."""
+    """Return the models in a /v1/models body; raise `ProbeError`."""
     models: Models = {}
     try:
         cards: Any = orjson.loads(body)["data"]

@@ -1,8 +1,7 @@
 """Name resolution and connections, in which a slow name does not delay other names.
 
-An event loop has few threads for look-ups; uvloop has two. A few stopped workers, with look-ups of
-ten seconds each, would delay all others. So each look-up has a thread of its own, and each name at
-most one look-up.
+An event loop has few threads for look-ups; uvloop has two. A few names with slow look-ups would
+delay all others, so each look-up has a thread of its own.
 
 - Results are cached for `CACHE_TTL_S`. A failed connection expires the cached result.
 - If a new look-up is slow or fails, the cached result is used, unless the name no longer exists.

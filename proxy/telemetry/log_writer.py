@@ -96,7 +96,7 @@ class LogWriter:
                     self._wake.set()
 
     def _write(self, lines: Iterable[bytes]) -> int:
-        """Write lines; return the number of lost lines, if the disk is full or a pipe is closed."""
+        """Write lines; return the number of lost lines."""
         lost = 0
         for piece in pieces(lines):
             left = memoryview(piece)
@@ -117,7 +117,7 @@ class LogWriter:
 
 
 def pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines joined to pieces of at most `MAX_PIECE_BYTES`; longer lines stay whole."""
+    """Yield lines joined to pieces; longer lines stay whole."""
     held: list[bytes] = []
     size = 0
     for line in lines:

@@ -60,7 +60,7 @@ class Logs:
         self.reconfigure(config, keys)
 
     def take_over(self, mark: str = "") -> None:
-        """Replace the root logger's handlers; `mark` names the process in its lines."""
+        """Replace the root logger's handlers; `mark` names the process."""
         root = logging.getLogger()
         if self._handler is None:
             self._before = root.handlers[:]
@@ -190,7 +190,7 @@ class LogHandler(logging.Handler):
 def account(
     seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
 ) -> dict[str, Any]:
-    """Return the fields of a finished request; times in milliseconds, null if not reached."""
+    """Return the fields of a finished request."""
     ask, decision = seen.ask, seen.decision
     first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
     handover = None if decision is None else decision.handover
@@ -230,7 +230,7 @@ def _sizes(ask: RequestInfo) -> dict[str, Any]:
 
 
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
-    """Return the fields of a request with an unread body, such as one refused by a limit."""
+    """Return the fields of a request without a parsed body."""
     known = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
         "class": BATCH if seen.in_the_gaps else None,
@@ -248,7 +248,7 @@ def outcome(status: int) -> str:
 
 
 def between(start: float | None, end: float | None) -> float | None:
-    """Return the milliseconds between two times, None if either is missing."""
+    """Return the milliseconds between two times, or None."""
     return None if start is None or end is None else milliseconds(end - start)
 
 
@@ -258,12 +258,12 @@ def milliseconds(seconds: float) -> float:
 
 
 def text(value: str) -> str:
-    """Return a client's text, shortened and without invalid characters."""
+    """Return a valid, shortened text."""
     return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def one_line(value: str) -> str:
-    """Return a text with unprintable characters escaped, so that it stays on one line."""
+    """Return a text with unprintable characters escaped."""
     if value.isprintable():
         return value
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
@@ -287,5 +287,5 @@ def secrets_in(data: object, name: str = "") -> Iterator[str]:
 
 
 def long_enough(secrets: Iterable[str]) -> Iterator[str]:
-    """Yield the secrets that are long enough to be removed from texts."""
+    """Yield the secrets that can be removed."""
     return (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS)

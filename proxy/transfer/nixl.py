@@ -61,15 +61,15 @@ class Nixl(Connector):
         return PREFILL
 
     def request_id(self, pair: Pair) -> bytes | None:
-        """Return the hand-over's id in push mode, where it decides which worker gets the blocks."""
+        """Return the hand-over's id in push mode."""
         return pair.id.encode() if self.config.mode == "push" else None
 
     def release(self, taken: PrefillResult) -> bytes | None:
-        """Return the request that releases the blocks; None in push mode."""
+        """Return the release request; None in push mode."""
         return None if self.config.mode == "push" else super().release(taken)
 
     def doubt(self, pair: Pair, taken: PrefillResult) -> str:
-        """Return a warning if the address of the blocks is a loopback address of another host."""
+        """Return a warning if the blocks are at another host's loopback address."""
         host = orjson.loads(taken.params or b"{}").get("remote_host")
         first, second = pair.prefill, pair.decode
         if (

@@ -23,7 +23,7 @@ NOTHING: Fields = {}
 NO_MODEL = "vllm-sched:release"
 CACHED, READ = "cached_tokens", "cache_read_input_tokens"
 UNCOUNTED = (READ, "cache_creation_input_tokens")
-MAX_COUNT = 2.0**53  # floats represent every integer exactly up to here
+MAX_COUNT = 2.0**53  # larger floats are not exact
 LEASE_USED = 0.8  # share of the lease; a later read could get blocks of another request
 
 
@@ -35,7 +35,7 @@ class Side(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The two workers of a hand-over, and the unique id of the hand-over."""
+    """The workers and the unique id of a hand-over."""
 
     prefill: Side
     decode: Side
@@ -43,19 +43,19 @@ class Pair(NamedTuple):
 
 
 class PrefillResult(NamedTuple):
-    """The data that a prefill worker's response has for the decode leg; for one use only."""
+    """Data for one decode leg, from the prefill worker's response."""
 
-    params: bytes | None = None  # JSON text; None if there are no blocks to fetch
+    params: bytes | None = None  # JSON; None: no blocks to fetch
     cached_tokens: int | None = None  # for usage, if the decode worker can't know it
 
 
 class Connector:
-    """A KV connector: how a KV cache moves from a prefill to a decode worker."""
+    """A KV connector."""
 
     name: ClassVar[str]
     needs_params: ClassVar[bool] = True  # if true, no parameters means no blocks
     connects: ClassVar[bool] = True  # if true, a first transfer needs a handshake
-    # If true, vLLM recognises a prefill leg by its parameters, and relaxes its validation.
+    # If true, vLLM recognises a prefill leg by its parameters and relaxes validation.
     is_marked: ClassVar[bool] = False
     names_decode: ClassVar[bool] = False  # if true, the prefill leg names the decode worker
     usual_lease_s: ClassVar[float] = inf  # the prefill worker's default lease
@@ -66,7 +66,7 @@ class Connector:
 
     @property
     def within_s(self) -> float:
-        """Seconds within which a decode worker must have read the blocks of a prefill."""
+        """Seconds within which a decode worker must have read the blocks."""
         return LEASE_USED * self.lease_s
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
@@ -74,7 +74,7 @@ class Connector:
         return NOTHING
 
     def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
-        """Return the data for the decode leg from the prefill worker's response."""
+        """Return the data for the decode leg."""
         return PrefillResult(None, cached_tokens_in(response))
 
     def taken(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
@@ -126,7 +126,7 @@ def usage_of(response: Mapping[str, Any]) -> Usage | None:
 
 
 def cached_tokens_in(response: Mapping[str, Any]) -> int | None:
-    """Return the number of cached prompt tokens in a response; None if it is not reported."""
+    """Return the number of cached prompt tokens, or None."""
     usage = _object(response.get("usage"))
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details is not None:
@@ -147,7 +147,7 @@ def _number(value: object) -> int | None:
 
 
 def params_of(response: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response's transfer parameters, or an empty dict."""
+    """Return a response's transfer parameters."""
     params = response.get(PARAMS)
     return params if type(params) is dict else {}
 
