@@ -298,7 +298,7 @@ async def test_one_that_fetches_nothing_is_no_link(
             await eventually(lambda: here.are_warm(("p0", "d1")), within=30.0)
             assert links.is_shut(first, dead, now())
             assert not here.are_warm(("p0", "d0"))
-            assert "transfers from p0 to d0: the decode worker computed the prompt itself" in caplog.text
+            assert "p0 to d0: the decode worker computed the prompt itself" in caplog.text
             assert here.counts.warmups == {"recomputed": 3, "done": 1}
             assert not links.is_shut(first, well, now())
             # A minute later, and mended.
