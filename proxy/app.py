@@ -1,4 +1,4 @@
-"""The router as its users start it: one process, or several and who keeps them."""
+"""Entry points of the router: one process, or a supervisor of several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_FILES = 8192
+MIN_OPEN_FILES = 8192
 
 
 async def serve(
@@ -45,7 +45,7 @@ async def serve(
     read: Callable[[Path], FleetConfig] = load,
     on_ready: Callable[[App], None] | None = None,
 ) -> int:
-    """Run a router until a signal ends it; return the exit status."""
+    """Run a router process until a signal stops it; return the exit status."""
     allow_connections()
     app = App(config, source, read=read)
     app.logs.take_over()
@@ -65,8 +65,8 @@ async def supervise(
     read: Callable[[Path], FleetConfig] = load,
     on_ready: Callable[[Supervisor], None] | None = None,
 ) -> int:
-    """Run a router of several processes until a signal ends it; return the exit status."""
-    allow_connections()  # they inherit it
+    """Run several router processes until a signal stops them; return the exit status."""
+    allow_connections()  # child processes inherit the limit
     supervisor = Supervisor(config, source, read=read)
     return await serve_until_told(supervisor, partial(on_ready or _nothing, supervisor))
 
@@ -76,13 +76,13 @@ def _nothing(_: Supervisor) -> None:
 
 
 def allow_connections() -> None:
-    """Raise the limit on open files: a stream takes two, and shells offer 1,024."""
+    """Raise the limit on open files to its maximum: a stream needs two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES:
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
         logger.warning(
-            "this process may open %d files, which is room for about %d requests at a time; "
+            "this process may open %d files, enough for about %d concurrent requests; "
             "raise the hard limit (ulimit -Hn)",
             hard,
             hard // 2,
@@ -90,21 +90,23 @@ def allow_connections() -> None:
 
 
 def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig] = load) -> int:
-    """Run a router in a loop of its own, and say where it is; `read` is for reloads."""
+    """Run a router and print its URLs when it is ready; `read` loads the file at a reload."""
     logs = Logs(config)
     logs.take_over()
 
-    def tell(router: App | Supervisor) -> None:
-        said = f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
-        said += f"; its modules are {locate.kind()}"
+    def announce(router: App | Supervisor) -> None:
+        message = (
+            f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
+        )
+        message += f"; its modules are {locate.kind()}"
         if config.router.logs.format == "json":
-            logger.warning(said)
+            logger.warning(message)
         else:
-            print(said, file=sys.stderr, flush=True)  # noqa: T201
+            print(message, file=sys.stderr, flush=True)  # noqa: T201
 
     try:
         if how_many(config) == 1:
-            return uvloop.run(serve(config, source=source, read=read, on_ready=tell))
-        return asyncio.run(supervise(config, source=source, read=read, on_ready=tell))
+            return uvloop.run(serve(config, source=source, read=read, on_ready=announce))
+        return asyncio.run(supervise(config, source=source, read=read, on_ready=announce))
     finally:
         logs.close()

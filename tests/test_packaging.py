@@ -130,7 +130,7 @@ def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Pa
     assert {"proxy/status_page/status.html", "proxy/py.typed"} <= wanted(clone)
     assert files(wheel) == wanted(clone)
     said = (clone / "said").read_text()
-    assert "plain modules, as they could not be compiled: no C compiler (/nowhere/cc)" in said
+    assert "plain modules, because compiling failed: no C compiler (/nowhere/cc)" in said
     python = installed(wheel, tmp_path / "venv")
     assert run(python, KIND).startswith("plain (not compiled yet: ")
 
@@ -211,7 +211,7 @@ def test_a_wheel_is_plain_if_compiling_fails(
     monkeypatch.setattr(compiling, "build", fail)
     monkeypatch.setattr(build_meta, "build_wheel", lambda *_: "v-1-py3-none-any.whl")
     assert backend.build_wheel("out") == "v-1-py3-none-any.whl"
-    assert f"plain modules, as they could not be compiled: {error}" in capsys.readouterr().err
+    assert f"plain modules, because compiling failed: {error}" in capsys.readouterr().err
 
 
 def test_a_wheel_takes_modules_that_are_compiled_already_if_they_are_of_its_sources(

@@ -1,5 +1,4 @@
-"""The router's own modules as machine code: made by `vllm-sched compile`, found when it starts.
+"""Modules of the router that `vllm-sched compile` compiles with mypyc, found at the next start.
 
-mypyc translates the modules that every request goes through (`core` and `wire`) by their types.
-What was made of other sources than those at hand is never used: its name is a hash of them.
+The folder's name is a hash of the sources, so modules compiled from other sources are never used.
 """

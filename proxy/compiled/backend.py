@@ -1,6 +1,6 @@
-"""How pip and other installers build this project: setuptools, and compiled modules in the wheel.
+"""The build backend: setuptools, plus compiled modules in the wheel.
 
-A wheel has compiled modules where there is a C compiler with Python's headers, unless
+A wheel has compiled modules if there is a C compiler with Python's headers, unless
 VLLM_SCHED_COMPILED is 0. If compiling fails, the wheel is plain. An editable installation is plain.
 """
 
@@ -42,13 +42,13 @@ __all__ = [
 
 Settings = dict[str, str | list[str] | None] | None
 MYPYC = "mypy~=2.4.1"  # the version that the tests of compiled modules run with
-MODE = 0o644 << 16  # of a file in a wheel
+FILE_MODE = 0o644 << 16  # of each file in the wheel
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Return what a wheel is built with: where it can be compiled, mypyc and the dependencies.
+    """Return the build requirements of a wheel: mypyc and all dependencies if it can be compiled.
 
-    The builder loads all modules that it has compiled, and they import those.
+    The build imports all compiled modules, and they import the dependencies.
     """
     needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
     if os.environ.get(SWITCH) == "0" or locate.found() is not None:
@@ -56,7 +56,7 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     try:
         build.require_compiler()
     except CompileError:
-        return needed  # `build_wheel` says why
+        return needed  # `build_wheel` prints the reason
     project = tomllib.loads(PACKAGE.with_name("pyproject.toml").read_text())["project"]
     return [*needed, MYPYC, *project["dependencies"]]
 
@@ -68,7 +68,7 @@ def build_wheel(
 ) -> str:
     """Build a wheel and return its file name."""
     compiled = _compiled()
-    # setuptools would pack the modules of earlier builds that it left there.
+    # setuptools would pack modules that an earlier build left there.
     shutil.rmtree(Path("build", "lib"), ignore_errors=True)
     name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
     if compiled is None:
@@ -82,29 +82,25 @@ def build_wheel(
 
 
 def _compiled() -> Path | None:
-    """Return the folder of compiled modules; None where this wheel is to be plain.
-
-    Modules that were compiled before from the same sources, for this Python and platform, are used.
-    """
     if os.environ.get(SWITCH) == "0":
         _say(f"the wheel has plain modules: {SWITCH} is 0")
         return None
     folder = locate.found()
     if folder is None:
-        _say(f"compiling the router's modules, for some minutes; {SWITCH}=0 leaves that out")
+        _say(f"compiling the router's modules takes some minutes; {SWITCH}=0 skips it")
         try:
             folder = build.build()
         except (CompileError, OSError) as error:
-            _say(f"the wheel has plain modules, as they could not be compiled: {error}")
+            _say(f"the wheel has plain modules, because compiling failed: {error}")
             return None
     _say(f"the wheel has compiled modules: {folder.name}")
     return folder
 
 
 def add(wheel: Path, compiled: Path, made: Path, tag: str) -> None:
-    """Write a wheel with compiled modules, for one platform, from a plain wheel."""
+    """Write a copy of a plain wheel, with compiled modules and a platform tag."""
     with ZipFile(wheel) as plain, ZipFile(made, "w", ZIP_DEFLATED) as new:
-        files = {each.filename: plain.read(each) for each in plain.infolist()}
+        files = {info.filename: plain.read(info) for info in plain.infolist()}
         for path in sorted(compiled.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 inner = path.relative_to(compiled).as_posix()
@@ -121,12 +117,12 @@ def add(wheel: Path, compiled: Path, made: Path, tag: str) -> None:
         files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
         for name, text in files.items():
             entry = ZipInfo(name)
-            entry.external_attr = MODE
+            entry.external_attr = FILE_MODE
             new.writestr(entry, text, ZIP_DEFLATED)
 
 
 def platform_tag() -> str:
-    """Return a wheel's tag for this Python on this platform."""
+    """Return the wheel tag of this Python and platform."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     abi = python + ("t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "")
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

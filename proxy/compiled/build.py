@@ -1,8 +1,8 @@
-"""How the modules are compiled: mypyc and a C compiler, in a process of their own.
+"""Compiles the router's modules with mypyc and a C compiler, in a separate process.
 
     python -m proxy.compiled.build FOLDER
 
-writes into FOLDER, and says there what it does; use `vllm-sched compile`.
+compiles into FOLDER. Users run `vllm-sched compile`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from proxy.compiled.locate import (
     name,
 )
 
-LAST_LINES = 5
-# In a process of its own: a module that can't be loaded may end it without an exception.
+ERROR_LINES = 5  # of a failed step's output
+# Runs in a separate process, because a broken module may end the process without an exception.
 LOAD_ALL = """
 import sys
 from importlib import import_module
@@ -44,66 +44,65 @@ for name in sys.argv[2:]:
 
 
 def build() -> Path:
-    """Compile, see that all of it can be loaded, and put it where the router looks."""
+    """Compile the modules, check that all of them load, and return their folder."""
     folder = BUILT / name()
     if folder.is_dir():
         return folder
     require()
     try:
         BUILT.mkdir(exist_ok=True)
-        BUILT.chmod(0o755)  # whoever runs the router reads it, whatever the umask is
-        # Made aside and renamed: whoever starts meanwhile sees all of it or nothing.
+        BUILT.chmod(0o755)  # any user may run the router, so ignore the umask
+        # Renamed when complete: a router that starts during the build sees all of it or nothing.
         aside = Path(tempfile.mkdtemp(prefix="making-", dir=BUILT))
     except OSError as error:
-        raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
+        raise CompileError(f"{error}; run it as the user that installed vllm-sched") from None
     try:
         _run([sys.executable, "-m", __spec__.name, str(aside)], aside)
         _run([sys.executable, "-c", LOAD_ALL, str(aside), *hot_names()], aside)
         shutil.rmtree(aside / "temp")
         if BUILT / name() != folder:
-            raise CompileError("sources changed meanwhile; compile again")
+            raise CompileError("sources changed during the build; compile again")
         aside.chmod(0o755)
         aside.rename(folder)
     except OSError as error:
-        if not folder.is_dir():  # else another process was first, with the same sources
+        if not folder.is_dir():  # otherwise another process built the same sources first
             raise CompileError(str(error)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    for other in BUILT.glob(f"{PLATFORM}-*"):  # nobody will ask for them again
+    for other in BUILT.glob(f"{PLATFORM}-*"):  # of older sources
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
     return folder
 
 
 def remove() -> None:
-    """Take all of it away."""
+    """Remove all compiled modules."""
     try:
         if BUILT.is_dir():
             shutil.rmtree(BUILT)
     except OSError as error:
-        raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
+        raise CompileError(f"{error}; run it as the user that installed vllm-sched") from None
 
 
 def require() -> None:
-    """Raise `CompileError` if something that compiling takes is missing."""
+    """Raise `CompileError` if mypyc, setuptools, a C compiler or Python's headers are missing."""
     if missing := [name for name in ("mypyc", "setuptools") if find_spec(name) is None]:
         raise CompileError(f"no {' and no '.join(missing)}; pip install 'mypy>=2' setuptools")
     require_compiler()
 
 
 def require_compiler() -> None:
-    """Raise `CompileError` if there is no C compiler or no header of Python."""
+    """Raise `CompileError` if there is no C compiler, or no headers of Python."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     program = compiler.split()[0]
     if shutil.which(program) is None:
-        raise CompileError(f"no C compiler ({program}); install gcc or clang, or name one in CC")
+        raise CompileError(f"no C compiler ({program}); install gcc or clang, or set CC")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
         raise CompileError(f"no {headers}; install Python's headers (python3-dev, python3-devel)")
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a step, in the plain modules; of what it says only an end in failure is told."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {SWITCH: "0", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -116,23 +115,22 @@ def _run(command: list[str], folder: Path) -> None:
         umask=0o022,
     )
     if done.returncode:
-        lines = done.stdout.splitlines()[-LAST_LINES:]
-        raise CompileError("\n".join([f"it ended with {done.returncode}:", *lines]))
+        lines = done.stdout.splitlines()[-ERROR_LINES:]
+        raise CompileError("\n".join([f"exit status {done.returncode}:", *lines]))
 
 
 def _compile(folder: Path) -> None:
-    """Do it, with the folder as the only place that is written to."""
     from mypyc.build import mypycify
     from setuptools import setup
 
     temp = folder / "temp"
-    # Alone: of an installed package all that lies beside it would be taken for sources of ours.
+    # Copied, because mypy would take everything next to an installed package for sources.
     alone = temp / "sources"
     shutil.copytree(PACKAGE, alone / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--config-file=", f"--cache-dir={temp / 'types'}", "--follow-imports=silent"]
-    # The result is the same whatever is installed here, and relies on no stubs but Python's own.
+    # The result must not depend on installed packages or their stubs.
     options += ["--no-site-packages", "--ignore-missing-imports"]
-    os.chdir(alone)  # what a module is called comes from where it lies
+    os.chdir(alone)  # mypy derives module names from relative paths
     sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
     modules: Any = mypycify(
         [*options, *sources],
@@ -160,9 +158,9 @@ def _compile(folder: Path) -> None:
 
 
 def _correct_slices(folder: Path) -> None:
-    """Call C Python's own slice of `bytes` in the C sources in place of mypyc's.
+    """Replace mypyc's slicing of `bytes` by CPython's in the C sources.
 
-    mypyc's raises `SystemError` for a slice that ends before it starts, which is empty in Python.
+    mypyc's raises `SystemError` for a slice that ends before it starts; in Python it is empty.
     """
     for path in folder.glob("__native_*.c"):
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""Where compiled modules lie, and whether there are any of these very sources."""
+"""Finds the compiled modules of the current sources."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 
 from proxy.errors import ProxyError
 
-SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0": leave them aside
+SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0" selects plain modules
 PACKAGE: Final = Path(__file__).parents[1]
-# In a clone, and where a wheel that has this folder is installed.
+# Next to the package, in a clone and in an installed wheel.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
-EDITION: Final = b"2"  # of the way they are made
+BUILD_VERSION: Final = b"2"  # increase it when the build itself changes
 FOLDERS: Final = ("core", "http", "wire")
-# uvloop's objects do not have the types that `server` and `bind` name. `specs` go to other
-# processes and to the simulator, which may run plain modules.
+# uvloop's objects lack the types that `server` and `bind` declare. `specs` objects are sent to
+# processes that may run plain modules.
 PLAIN: Final = ("core/model/specs.py", "wire/bind.py", "wire/server.py")
 PLATFORM: Final = EXTENSION_SUFFIXES[0].strip(".")  # Python's version, processor, C library
 
@@ -28,23 +28,23 @@ class CompileError(ProxyError):
 
 
 def hot() -> list[Path]:
-    """Return the modules to compile: those on the path of each request."""
-    plain = {PACKAGE / each for each in PLAIN}
+    """Return the modules to compile."""
+    plain = {PACKAGE / module for module in PLAIN}
     found = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
     return sorted(path for path in found if path.stem != "__init__" and path not in plain)
 
 
 def hot_names() -> list[str]:
-    """Name them as they are imported."""
+    """Return the import names of the modules to compile."""
     return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in hot()]
 
 
 def name() -> str:
-    """Return the name of the folder with what is made of these sources.
+    """Return the folder name for these sources.
 
-    It depends on all of them: a module is compiled by the types of the modules that it imports.
+    It depends on all sources, because a module is compiled with the types of its imports.
     """
-    found = sha256(EDITION + PLATFORM.encode())
+    found = sha256(BUILD_VERSION + PLATFORM.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         found.update(path.read_bytes() + b"\0")
@@ -52,20 +52,20 @@ def name() -> str:
 
 
 def found() -> Path | None:
-    """Return the folder with the compiled modules of these sources, if it is there and wanted."""
+    """Return the folder of compiled modules, or None."""
     try:
         if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
             return None
         folder = BUILT / name()
         return folder if folder.is_dir() else None
-    except OSError:  # a source or the folder can't be read: plain modules need neither
+    except OSError:  # an unreadable source or folder: use plain modules
         return None
 
 
 def use(folder: Path, path: list[str]) -> None:
-    """Have imports look there first; `path` is that of the whole package."""
+    """Make imports search the folder first; `path` is the package's `__path__`."""
     path.insert(0, str(folder / PACKAGE.name))
-    sys.path.append(str(folder))  # of what they all share
+    sys.path.append(str(folder))  # for the library that compiled modules share
 
 
 def in_use() -> bool:
@@ -74,7 +74,7 @@ def in_use() -> bool:
 
 
 def kind() -> str:
-    """Return which modules run in this process; if plain ones do, why."""
+    """Return whether modules are compiled or plain, and why."""
     if in_use():
         return "compiled"
     if os.environ.get(SWITCH) == "0":

@@ -1,14 +1,10 @@
-"""The fleet file: what it may say, how it is read, and all that can be wrong with it."""
+"""The fleet file: its blocks, how it is read, and the checks of its values."""
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
 from proxy.config.load import load, parse
 from proxy.config.models import (
-    DiscoveryConfig,
     FleetConfig,
-    KubernetesConfig,
-    LaunchConfig,
-    PoolConfig,
     ProbeConfig,
     QueueConfig,
     RetryConfig,
@@ -16,12 +12,18 @@ from proxy.config.models import (
     RoutingConfig,
     TimeoutConfig,
     TransferConfig,
-    WorkerConfig,
 )
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.redact import shown
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
+from proxy.config.workers import (
+    DiscoveryConfig,
+    KubernetesConfig,
+    LaunchConfig,
+    PoolConfig,
+    WorkerConfig,
+)
 
 __all__ = [
     "AdminConfig",

@@ -1,4 +1,4 @@
-"""The block `router.admin`: where the admin API listens, and who may speak to it."""
+"""The block `router.admin`: address and key of the admin API."""
 
 from __future__ import annotations
 
@@ -14,24 +14,34 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class AdminConfig(Block):
-    """Where the admin API listens."""
+    """Address and key of the admin API."""
 
-    host: Name = Field("127.0.0.1", description="whoever reaches it, and has its key, rules")
-    port: Port = Field(8001, description="0 is any free one")
-    key_file: FilePath | None = Field(
-        None, description="a file with the key that it wants; read at the start and at each reload"
+    host: Name = Field(
+        "127.0.0.1",
+        description="Address to listen on. A client that reaches it and has the key controls the "
+        "fleet",
     )
-    key_env: Variable | None = Field(None, description="the variable that has that key")
-    tls: TlsConfig | None = Field(None, description="the certificate that it shows")
+    port: Port = Field(8001, description="Port to listen on; 0 selects a free port")
+    key_file: FilePath | None = Field(
+        None,
+        description="File with the key that clients must send; read at the start and at each "
+        "reload",
+    )
+    key_env: Variable | None = Field(
+        None, description="Name of an environment variable with that key, instead of key_file"
+    )
+    tls: TlsConfig | None = Field(
+        None, description="Certificate of the admin port; plain HTTP if not given"
+    )
 
     @property
     def has_key(self) -> bool:
-        """Whether a key is asked for."""
+        """Whether clients must send a key."""
         return self.key_file is not None or self.key_env is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there; other names may lead anywhere."""
+    """Return whether the host is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

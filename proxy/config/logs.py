@@ -1,4 +1,4 @@
-"""The block `router.logs`: what is written of requests and of the router itself."""
+"""The block `router.logs`: format, level and contents of the router's log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 class LogsConfig(Block):
-    """What the router writes to its standard error."""
+    """The router's log on standard error."""
 
-    format: Literal["text", "json"] = Field("text", description="json: one object a line")
-    level: Level = Field("info", description="of the router's own lines, the least that is written")
-    requests: bool = Field(False, description="one line for each request, at its end")
+    format: Literal["text", "json"] = Field(
+        "text", description="Format of a line; json writes one object per line"
+    )
+    level: Level = Field("info", description="Lowest level of the router's own lines")
+    requests: bool = Field(False, description="Write one line per request, at its end")
     prompts: bool = Field(
         False,
-        description="let those lines have the request's whole body: whoever reads the log then "
-        "reads what users write",
+        description="Include the whole request body in these lines. Readers of the log then see "
+        "users' prompts",
     )

@@ -1,6 +1,6 @@
-"""What can be read of a fleet file in which something is wrong.
+"""The valid parts of a fleet file that has errors.
 
-So that all of it is told at once: what is wrong in one place hides as little as can be of the rest.
+Checks run on these parts, so that one error hides as few other errors as possible.
 """
 
 from __future__ import annotations
@@ -8,35 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proxy.config.models import (
-    FleetConfig,
-    PoolConfig,
-    RouterConfig,
-    RoutingConfig,
-    TransferConfig,
-    WorkerConfig,
-)
+from proxy.config.models import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
+from proxy.config.workers import PoolConfig, WorkerConfig
 from proxy.errors import Problem
 
-Place = tuple[int | str, ...]  # as ("workers", 0, "url")
+Place = tuple[int | str, ...]  # a path in the file, as in ("workers", 0, "url")
 POOLS: Place = ("discovery", "pools")
 
 
 class ProblemPaths:
-    """The places in a file where something is wrong."""
+    """The places in a file that have errors."""
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
         self._at = frozenset(places)
         self._above = frozenset(p[:n] for p in self._at for n in range(1, len(p) + 1))
 
     def about(self, place: Place) -> bool:
-        """Whether anything is wrong with a place, in it, or with what it is in."""
+        """Return whether a place, its contents or its surroundings have an error."""
         return place in self._above or any(place[:n] in self._at for n in range(1, len(place)))
 
     def about_any(self, blocks: Place, fields: Collection[str]) -> bool:
-        """Whether these fields of any block in a list are in doubt, or the list itself."""
+        """Return whether one of these fields has an error in any block of a list."""
         size = len(blocks)
         for place in self._at:
             if place[:size] == blocks[: len(place)]:
@@ -48,10 +42,9 @@ class ProblemPaths:
 
 @dataclass(frozen=True, slots=True)
 class PartialConfig:
-    """The parts of a fleet file that can be read, without what is wrong in them.
+    """The valid parts of a fleet file, with defaults in place of invalid fields.
 
-    Workers by their place in it: all those that are legible, and among them those in which nothing
-    is wrong by which another block is judged.
+    `workers` leaves out workers with an error in a field that checks of other blocks use.
     """
 
     workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
@@ -60,16 +53,16 @@ class PartialConfig:
     routing: RoutingConfig | None = None
     transfer: TransferConfig | None = None
     worker_tls: WorkerTlsConfig | None = None
-    moves: bool = False  # whether the file says anything of a transfer
-    pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
+    has_transfer: bool = False  # even with errors
+    pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # by index in discovery.pools
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
-    has_tenants: bool = False  # whether the file names any
-    model: str | None = None  # of workers that name none
+    has_tenants: bool = False  # even with errors
+    model: str | None = None  # of workers without a model of their own
     doubts: ProblemPaths = field(default_factory=ProblemPaths)
 
     @classmethod
     def of(cls, config: FleetConfig) -> PartialConfig:
-        """Take all of a file that is right."""
+        """Return all parts of a valid file."""
         workers = dict(enumerate(config.workers))
         return cls(
             workers=workers,
@@ -78,7 +71,7 @@ class PartialConfig:
             routing=config.routing,
             transfer=config.transfer,
             worker_tls=config.worker_tls,
-            moves=config.transfer is not None,
+            has_transfer=config.transfer is not None,
             pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
             tenants=dict(enumerate(config.tenants)),
             has_tenants=bool(config.tenants),
@@ -86,23 +79,23 @@ class PartialConfig:
         )
 
     def sure(self, place: Place, *fields: str) -> bool:
-        """Whether fields of a block are what the file says, or what holds where it says nothing."""
-        return not any(self.doubts.about((*place, each)) for each in fields)
+        """Return whether these fields of a block have no error."""
+        return not any(self.doubts.about((*place, name)) for name in fields)
 
     def sure_of_all(self, *fields: str) -> bool:
-        """Whether that is so for every worker and pool, legible or not."""
+        """Return whether these fields have no error in every worker and pool."""
         about_any = self.doubts.about_any
         return not about_any(("workers",), fields) and not about_any(POOLS, fields)
 
     def model_of(self, worker: WorkerConfig | PoolConfig) -> str | None:
-        """Name what it serves."""
+        """Return the model that a worker or pool serves."""
         return worker.model or self.model
 
     @property
-    def everyone(self) -> list[WorkerConfig]:
-        """Those that it names, and one for each pool of those that are discovered."""
-        found = (pool.worker(pool.name, None) for pool in self.pools.values())
-        return [*self.legible_workers.values(), *found]
+    def all_workers(self) -> list[WorkerConfig]:
+        """The workers of the file, and one worker for each pool."""
+        discovered = (pool.worker(pool.name, None) for pool in self.pools.values())
+        return [*self.legible_workers.values(), *discovered]
 
 
 Check = Callable[[PartialConfig], Iterable[Problem]]

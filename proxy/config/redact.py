@@ -1,4 +1,4 @@
-"""A fleet file as it may be shown to people: defaults filled in, secrets hidden."""
+"""The configuration for display: with all defaults, without secrets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from proxy.config.models import FleetConfig
 
 HIDDEN = "***"
-# Flags whose value is nobody's business. Variables have names of all kinds: of those, all but a few
-# families are hidden.
+# Flags with secret values. Environment variables have no naming convention, so all of them are
+# hidden except the families in PLAIN.
 SECRET = re.compile(
     r"secret|pass|auth|(key|token|credentials?)$|^keys?_(hashes|env)$", re.IGNORECASE
 )
@@ -17,22 +17,22 @@ PLAIN = re.compile(r"(CUDA|NVIDIA|NCCL|VLLM|OMP|MKL|TORCH|UCX|TOKENIZERS|HF_HUB)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or flag of that name holds a secret."""
+    """Return whether a field, flag or variable of this name holds a secret."""
     return SECRET.search(name) is not None
 
 
 def is_plain(variable: str) -> bool:
-    """Whether a variable may be shown."""
+    """Return whether an environment variable may be shown."""
     return PLAIN.match(variable) is not None and not is_secret(variable)
 
 
 def shown(config: FleetConfig) -> dict[str, Any]:
-    """Return the whole configuration as plain data."""
+    """Return the whole configuration as plain data, with secrets replaced by `***`."""
     data = config.model_dump(mode="json", by_alias=True)
     pools = data["discovery"]["pools"] if data["discovery"] else []
-    for each in (*data["workers"], *pools):
-        if each["api_key"] is not None:
-            each["api_key"] = HIDDEN
+    for block in (*data["workers"], *pools):
+        if block["api_key"] is not None:
+            block["api_key"] = HIDDEN
     for tenant in data["tenants"]:
         tenant["key_hashes"] = [HIDDEN for _ in tenant["key_hashes"]]
     for worker in data["workers"]:

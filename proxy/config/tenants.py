@@ -1,4 +1,4 @@
-"""The list `tenants`, and how they share what there is: `router.fairness`, `router.admission`."""
+"""The blocks `tenants`, `router.fairness` and `router.admission`."""
 
 from __future__ import annotations
 
@@ -8,89 +8,128 @@ from pydantic import Field
 
 from proxy.config.types import LIST, Block, Count, FilePath, Name, Seconds
 
-# It stands in metrics' labels and in logs.
+# Tenant names appear in metric labels and in logs.
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Class = Literal["interactive", "standard", "batch"]
+TenantClass = Literal["interactive", "standard", "batch"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LimitsConfig(Block):
-    """What a tenant may ask for; no limit where none is given."""
+    """Limits on a tenant's requests; a limit that is not given does not apply."""
 
-    requests_per_minute: Count | None = Field(None, description="a minute's worth may come at once")
+    requests_per_minute: Count | None = Field(
+        None, description="Requests per minute; a burst may use a whole minute's requests at once"
+    )
     tokens_per_minute: Count | None = Field(
         None,
-        description="of prompts and answers; estimated when a request comes, settled at its end",
+        description="Prompt and output tokens per minute. They are estimated when a request "
+        "arrives, and corrected by its usage at the end",
     )
-    concurrency: Count | None = Field(None, description="requests in flight and waiting")
-    max_prompt_tokens: Count | None = Field(None, description="of the largest prompt of a request")
+    concurrency: Count | None = Field(
+        None, description="Maximum number of requests in flight and in the queue"
+    )
+    max_prompt_tokens: Count | None = Field(
+        None, description="Maximum number of tokens in the largest prompt of a request"
+    )
 
 
 class TenantConfig(Block):
-    """Somebody who may use the fleet, known by keys."""
+    """A user or application that is identified by its API keys."""
 
-    name: TenantName = Field(description="letters, digits, '.', '_' and '-', 64 at most")
-    class_: Class = Field(
+    name: TenantName = Field(
+        description="Unique name: letters, digits, '.', '_' and '-', 64 characters at most"
+    )
+    class_: TenantClass = Field(
         "standard",
         alias="class",
-        description="interactive goes first; batch goes in the gaps that the others leave",
+        description="Tenant class. interactive is served first, then standard. batch is served "
+        "when no request of another class waits",
     )
     weight: Annotated[float, Field(ge=0.001, le=1000)] = Field(
-        1.0, description="its share, against those of its class"
+        1.0, description="The tenant's share, relative to the other tenants of its class"
     )
     key_hashes: Annotated[tuple[KeyHash, ...], LIST] = Field(
-        (), repr=False, description="sha256:... as `vllm-sched key` prints them"
+        (), repr=False, description="Hashes of API keys, sha256:... as `vllm-sched key` prints them"
     )
     keys_file: FilePath | None = Field(
-        None, description="keys or their hashes, one a line; read at the start and at each reload"
+        None,
+        description="File with API keys or their hashes, one per line; read at the start and at "
+        "each reload",
     )
     keys_env: Variable | None = Field(
-        None, description="the variable that has keys or their hashes, with spaces between"
+        None,
+        description="Name of an environment variable with API keys or their hashes, separated by "
+        "spaces",
     )
     limits: LimitsConfig = LimitsConfig()
     models: Annotated[tuple[Name, ...], LIST] | None = Field(
-        None, description="those that it may use; all if not given"
+        None, description="Models that the tenant may use; all if not given"
     )
     explain: bool = Field(
-        False, description="let it ask by X-Explain which worker serves it, and why"
+        False,
+        description="Allow the X-Explain request header, which asks for the chosen worker and the "
+        "reason in a response header",
     )
     cache_salt: bool = Field(
-        False, description="have workers cache its prompts apart from others' (cache_salt)"
+        False,
+        description="Separate the tenant's prefix cache from the caches of other tenants: the "
+        "router sets cache_salt in its requests",
     )
 
 
 class FairnessConfig(Block):
-    """Who goes first where requests wait."""
+    """Order of the requests that wait in the queue."""
 
     output_weight: Annotated[float, Field(ge=0)] = Field(
-        2.0, description="of a token written in a tenant's share, against one of prompt"
+        2.0, description="Cost of an output token in the tenant's share; a prompt token costs 1"
     )
     cached_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="of a token of prompt that should be cached"
+        0.0, description="Cost of a prompt token that is expected to be cached"
     )
     standard_age_s: Seconds = Field(
-        10.0, description="waited for, standard goes before interactive, every second time"
+        10.0,
+        description="Waiting time in seconds after which every second turn goes to standard "
+        "requests before interactive requests",
     )
     batch_age_s: Seconds = Field(
-        300.0, description="the same for batch, before both others; two of age take turns"
+        300.0,
+        description="Waiting time in seconds after which every second turn goes to batch requests "
+        "before both other classes. If standard requests are past standard_age_s too, the two "
+        "classes alternate",
     )
-    batch_wait_s: Seconds = Field(600.0, description="one of batch is refused with 429 after that")
+    batch_wait_s: Seconds = Field(
+        600.0,
+        description="Maximum waiting time of a batch request in seconds; after it the response is "
+        "429",
+    )
     batch_reserve: Share = Field(
-        0.125, description="of a worker's places and KV cache, that batch leaves free"
+        0.125, description="Share of a worker's slots and KV cache that batch requests leave free"
     )
     batch_gap_s: Annotated[float, Field(ge=0)] = Field(
-        0.5, description="of prefill that a worker may have before it when it is given one of batch"
+        0.5,
+        description="Maximum seconds of queued prefill on a busy worker that still gets a batch "
+        "request",
     )
 
 
 class AdmissionConfig(Block):
-    """Requests that would be answered too late are refused at once; off where nothing is given."""
+    """Targets for the time to the first token.
+
+    A request that is predicted to miss its target is refused with 429 when it arrives. A class
+    without a target is not checked.
+    """
 
     ttft_s: Seconds | None = Field(
-        None, description="to the first token, predicted, for classes without a figure of their own"
+        None,
+        description="Maximum predicted seconds to the first token, for classes without a target "
+        "of their own",
     )
-    interactive_ttft_s: Seconds | None = Field(None, description="the same for interactive")
-    standard_ttft_s: Seconds | None = Field(None, description="the same for standard")
-    batch_ttft_s: Seconds | None = Field(None, description="the same for batch")
+    interactive_ttft_s: Seconds | None = Field(
+        None, description="The same target for interactive requests"
+    )
+    standard_ttft_s: Seconds | None = Field(
+        None, description="The same target for standard requests"
+    )
+    batch_ttft_s: Seconds | None = Field(None, description="The same target for batch requests")

@@ -1,4 +1,4 @@
-"""The blocks that say how connections are encrypted, and whom both ends believe."""
+"""The blocks for TLS: to clients and to workers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from proxy.config.types import Block, FilePath
 
 
 class TlsConfig(Block):
-    """TLS to whoever connects to a port of the router's."""
+    """TLS for clients that connect to a port of the router."""
 
-    cert_file: FilePath = Field(description="the port's certificate and its chain, PEM")
-    key_file: FilePath = Field(description="the certificate's private key, PEM, not encrypted")
+    cert_file: FilePath = Field(
+        description="PEM file with the port's certificate, followed by its intermediate "
+        "certificates"
+    )
+    key_file: FilePath = Field(
+        description="PEM file with the certificate's private key, not encrypted"
+    )
     client_ca_file: FilePath | None = Field(
-        None, description="only clients with a certificate of these authorities are let in"
+        None,
+        description="PEM file with CA certificates. If given, a client must present a certificate "
+        "that one of them signed (mTLS)",
     )
 
 
@@ -21,12 +28,18 @@ class WorkerTlsConfig(Block):
     """TLS to workers with an https:// URL."""
 
     ca_file: FilePath | None = Field(
-        None, description="the authorities that sign workers' certificates; the system's if none"
+        None,
+        description="PEM file with the CA certificates that sign workers' certificates; the "
+        "system's certificates if not given",
     )
     cert_file: FilePath | None = Field(
-        None, description="the router's own certificate, for workers that ask for one (mTLS)"
+        None,
+        description="PEM file with the router's own certificate, for workers that require one "
+        "(mTLS)",
     )
-    key_file: FilePath | None = Field(None, description="the private key of that")
+    key_file: FilePath | None = Field(
+        None, description="PEM file with the private key of the router's certificate"
+    )
     verify_hostname: bool = Field(
-        True, description="whether a worker's certificate has to name the host of its URL"
+        True, description="Whether a worker's certificate must name the host of its URL"
     )

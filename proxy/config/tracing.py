@@ -1,4 +1,4 @@
-"""The block `router.tracing`: where traces are sent, and of how many requests."""
+"""The block `router.tracing`: where traces are sent, and the share of requests that is traced."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ def _endpoint(url: str) -> str:
         raise ValueError("write it as http://collector:4318/v1/traces")
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError(
-            "credentials in it, or anything from ? or # on, would be shown where the configuration "
-            "is; set OTEL_EXPORTER_OTLP_HEADERS instead"
+            "credentials, a query and a fragment would be visible in the printed configuration; "
+            "set OTEL_EXPORTER_OTLP_HEADERS instead"
         )
     return url
 
 
 class TracingConfig(Block):
-    """OpenTelemetry, which takes the extra `otel`."""
+    """OpenTelemetry traces; requires the extra `otel`."""
 
     endpoint: Annotated[str, AfterValidator(_endpoint)] = Field(
-        description="of a collector that speaks OTLP over HTTP, as http://collector:4318/v1/traces"
+        description="URL of a collector that accepts OTLP over HTTP, as in "
+        "http://collector:4318/v1/traces"
     )
     sample: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="share of requests that are traced; a client's own traceparent decides"
+        0.1,
+        description="Share of requests that are traced. A request with a traceparent header "
+        "follows the sampling decision in the header",
     )
-    service: Name = Field("vllm-sched-router", description="the name that traces show")
+    service: Name = Field("vllm-sched-router", description="Service name in the traces")

@@ -1,4 +1,4 @@
-"""What the blocks of a fleet file are made of."""
+"""Types that the blocks of a fleet file are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 class Block(BaseModel):
-    """A mapping in the file: frozen, and strict about keys and types."""
+    """A mapping in the fleet file: frozen, with known keys and strict types only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -23,5 +23,5 @@ Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
 FilePath = Annotated[Path, Field(strict=False)]
-# A tuple is what a list of the file becomes; strictness is for what is in it.
+# A YAML list becomes a tuple, which strict mode refuses; the items stay strict.
 LIST = Field(strict=False)

@@ -1,7 +1,7 @@
-"""Keep the fleet what discovery says it is.
+"""Adds discovered workers to the fleet and removes workers that are gone.
 
-A worker that is found joins, one that leaves or isn't ready gets nothing new, one that is gone is
-taken out; what it has in flight, it finishes. What is not believed is in `discovered`.
+A worker that leaves or is not ready gets no new requests. A removed worker finishes its requests in
+flight. `reconcile` decides which changes to believe.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # at pools that came or went, and whether those that are kept still answer
+CHECK_INTERVAL_S = 0.5  # of pools, and of workers that are kept without being found
 
 
 class AddressSource(Protocol):
-    """Somebody who knows where a pool's workers are."""
+    """A source of a pool's endpoints, such as DNS."""
 
     async def run(self, listener: EndpointListener) -> None:
-        """Tell the listener until cancelled."""
+        """Update the listener until cancelled."""
 
 
 class Discovery:
-    """Brings a fleet and its pools together."""
+    """Keeps a fleet in step with its discovered pools."""
 
     def __init__(
         self,
@@ -50,31 +50,31 @@ class Discovery:
         self._spec_of = spec_of
         self._source_of = source_of or source
         self._config = config
-        self._mine: dict[str, Worker] = {}  # as they were added; an operator may have removed some
-        self._drained: set[Worker] = set()  # by us: what an operator drained stays so
-        self._refused: set[str] = set()  # names and why, as they were logged
+        self._mine: dict[str, Worker] = {}  # added here; an operator may have removed some
+        self._drained: set[Worker] = set()  # here; an operator's drains stay
+        self._refused: set[str] = set()  # already logged
         self._sources: dict[DiscoveredPool, AddressSource] = {}
         self._tasks: dict[DiscoveredPool, asyncio.Task[None]] = {}
-        self._take(config, keys)
+        self._configure(config, keys)
 
     @property
     def pools(self) -> tuple[DiscoveredPool, ...]:
-        """What is known of each."""
+        """All discovered pools."""
         return tuple(self._sources)
 
     def counts(self) -> list[tuple[str, bool, int]]:
-        """Name every pool, say whether its workers are told now, and how many there are."""
+        """Return each pool's name, whether its source works, and its number of workers."""
         return [
             (pool.config.name, pool.heard_at is not None and pool.why is None, len(pool.known))
             for pool in self.pools
         ]
 
     def known(self) -> dict[str, Endpoints]:
-        """Tell who is in each pool, for another process that may have to go on from here."""
+        """Return the endpoints of each pool, for a process that takes over."""
         return {pool.config.name: pool.known for pool in self.pools}
 
     def adopt(self, known: Mapping[str, Endpoints]) -> None:
-        """Go on from what another process knew; the fleet is as that one left it."""
+        """Take over endpoints and fleet from another process."""
         for pool in self.pools:
             pool.known = dict(known.get(pool.config.name, {}))
         for name, (config, useful) in self._wanted().items():
@@ -85,50 +85,48 @@ class Discovery:
                     self._drained.add(worker)
 
     async def run(self) -> None:
-        """Look for workers until cancelled."""
+        """Run all sources until cancelled."""
         try:
             while True:
-                self._tend()
-                self._doubt()
-                await asyncio.sleep(LOOK_S)
+                self._update_tasks()
+                self._drop_silent()
+                await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def reconfigure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> list[WorkerSpec]:
-        """Take a new fleet file, and each pool's key; return the workers found, as it has them.
+        """Apply a new fleet file and keys; return the specs of all discovered workers.
 
-        Pools that are looked for as before keep their workers. Raises `ProxyError` if the file
-        can't be used, and then nothing has changed.
+        Pools with an unchanged source keep their workers. Raises `ProxyError` without any change.
         """
-        self._take(config, keys)
+        self._configure(config, keys)
         return [self._spec_of(worker, config) for worker, _ in self._wanted().values()]
 
     def reloaded(self) -> None:
-        """Go on with the fleet as it is after a reload: it has all that were found."""
+        """Adopt the fleet after a reload, which has added all discovered workers."""
         workers = {name: self._fleet.get(name) for name in self._wanted()}
         self._mine = {name: worker for name, worker in workers.items() if worker is not None}
         self._drained &= set(self._mine.values())
         self._refused.clear()
         self.sync()
 
-    def _take(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
+    def _configure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
         taken = []
         if (discovery := config.discovery) is not None:
             taken = [(pool, self._known(discovery, pool)) for pool in discovery.pools]
-        # Nothing can fail any more.
+        # Nothing below can fail.
         for pool, (known, _) in taken:
             known.config, known.key = pool, keys[pool.name]
         self._sources = dict(known for _, known in taken)
         self._config = config
-        # To somebody who asks while nobody is there: 503, and not that there is no such model.
+        # Requests for a model of an empty pool get 503 instead of 404.
         self._fleet.expect(pool.model or config.model for pool, _ in taken)
 
     def _known(
         self, discovery: DiscoveryConfig, pool: PoolConfig
     ) -> tuple[DiscoveredPool, AddressSource]:
-        """Find a pool among those that were, or begin to look for it."""
         for known, made in self._sources.items():
             if self._same(known.config, pool, discovery):
                 return known, made
@@ -144,8 +142,7 @@ class Discovery:
             == (new.name, new.selector, new.dns, new.port)
         )
 
-    def _tend(self) -> None:
-        """Have a task for each pool, and for no other."""
+    def _update_tasks(self) -> None:
         for pool in self._tasks.keys() - self._sources.keys():
             self._tasks.pop(pool).cancel()
         for pool, made in self._sources.items():
@@ -155,8 +152,7 @@ class Discovery:
                     logger.error("discovery of pool %s failed", pool.config.name, exc_info=error)
                 self._tasks[pool] = asyncio.create_task(made.run(pool), name="discovery")
 
-    def _doubt(self) -> None:
-        """Give up those that are kept and do not answer."""
+    def _drop_silent(self) -> None:
         for pool in self.pools:
             silent = set()
             for name in pool.kept:
@@ -166,10 +162,8 @@ class Discovery:
             if silent:
                 pool.give_up(frozenset(silent))
 
-    # The fleet
-
     def sync(self) -> None:
-        """Make the fleet what the pools say."""
+        """Add, drain and remove workers as the pools require."""
         wanted = self._wanted()
         for name, worker in list(self._mine.items()):
             if name in wanted and wanted[name][0].url == worker.url:
@@ -187,16 +181,16 @@ class Discovery:
     def _add(self, config: WorkerConfig) -> Worker | None:
         for other in self._fleet:
             if other.name == config.name or other.url == config.url:
-                why = f"worker {other.name} at {other.url} is in the fleet already"
+                why = f"worker {other.name} at {other.url} is already in the fleet"
                 self._refuse(f"{config.name} at {config.url}", why)
                 return None
         worker = self._mine[config.name] = self._fleet.add(self._spec_of(config, self._config))
-        logger.info("worker %s found at %s, for %s", worker.name, worker.url, config.role)
+        logger.info("worker %s discovered at %s, role %s", worker.name, worker.url, config.role)
         return worker
 
     def _drain(self, worker: Worker, *, draining: bool) -> None:
         if self._fleet.get(worker.name) is not worker:
-            return  # an operator took it out
+            return  # an operator removed it
         if draining and not worker.draining:
             self._fleet.drain(worker.name, starts=True)
             self._drained.add(worker)
@@ -205,7 +199,7 @@ class Discovery:
             self._fleet.drain(worker.name, draining=False)
 
     def _wanted(self) -> dict[str, tuple[WorkerConfig, bool]]:
-        """Return each worker found, and whether it may be given anything; the file's come first."""
+        """Return discovered workers, and whether they take requests; the file's workers win."""
         wanted: dict[str, tuple[WorkerConfig, bool]] = {}
         taken = {worker.url: worker.name for worker in self._config.workers}
         names = {worker.name for worker in self._config.workers}
@@ -227,15 +221,14 @@ class Discovery:
                 wanted[endpoint.name] = worker, useful
         return wanted
 
-    def _refuse(self, who: str, why: str) -> None:
-        """Say once that somebody can't be taken in."""
-        if who not in self._refused:
-            self._refused.add(who)
-            logger.warning("worker %s, found by discovery, is not taken in: %s", who, why)
+    def _refuse(self, worker: str, why: str) -> None:
+        if worker not in self._refused:
+            self._refused.add(worker)
+            logger.warning("discovered worker %s is not added: %s", worker, why)
 
 
 def source(discovery: DiscoveryConfig, pool: PoolConfig) -> AddressSource:
-    """Find who knows of a pool."""
+    """Return the source of a pool's endpoints."""
     if pool.dns is not None:
         return DnsSource(discovery.dns_every_s, pool)
     from proxy.discovery.kubernetes import KubernetesSource  # the client library is 10 MB

@@ -1,4 +1,4 @@
-"""Look a pool's workers up by a name that resolves to all of them, as a headless Service's does."""
+"""Discovers workers by a DNS name with one address per worker, as of a headless Service."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from proxy.discovery.endpoints import (
     by_address,
     name_of,
 )
-from proxy.net.resolver import NAMES, NOBODY
+from proxy.net.resolver import NAME_NOT_FOUND, RESOLVER
 
-# A resolver may leave some out of one answer, and a worker that is busy may fail one check: it gets
-# nothing new from the first answer without it, and is gone after so many.
-MISSED = 3
+# A DNS response may omit a worker by accident. A worker gets no new requests after one miss, and is
+# removed after this number of consecutive misses.
+MAX_MISSES = 3
 
 
 class DnsSource:
-    """Where a pool's workers are, by DNS: an address each, and no more is known of them."""
+    """Endpoints of a pool from DNS: one per address."""
 
     def __init__(self, every_s: float, pool: PoolConfig) -> None:
         self._every_s = every_s
@@ -34,20 +34,20 @@ class DnsSource:
         self._missed: Counter[str] = Counter()
 
     async def run(self, listener: EndpointListener) -> None:
-        """Tell the listener until cancelled."""
+        """Update the listener until cancelled."""
         while True:
             try:
-                listener.told(self._seen(await self._look_up()))
+                listener.update(self._seen(await self._look_up()))
             except OSError as error:
-                listener.trouble(f"{self._pool.dns} can't be looked up: {error}")
+                listener.fail(f"{self._pool.dns} can't be looked up: {error}")
             await asyncio.sleep(self._every_s * random.uniform(0.9, 1.1))
 
     async def _look_up(self) -> set[str]:
-        """Return the addresses; those of both families would be every worker twice."""
+        """Return the addresses of one family, because a worker may have both."""
         try:
-            found = await NAMES.look_up(self._pool.dns or "")
+            found = await RESOLVER.look_up(self._pool.dns or "")
         except socket.gaierror as error:
-            if error.errno in NOBODY:
+            if error.errno in NAME_NOT_FOUND:
                 return set()
             raise
         return {host for host in found if ":" not in host} or set(found)
@@ -62,7 +62,7 @@ class DnsSource:
         for name, endpoint in self._known.items():
             if name not in found:
                 self._missed[name] += 1
-                if self._missed[name] < MISSED:
+                if self._missed[name] < MAX_MISSES:
                     found[name] = replace(endpoint, ready=False)
                 else:
                     del self._missed[name]

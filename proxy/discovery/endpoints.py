@@ -1,4 +1,4 @@
-"""Where workers were found, and how EndpointSlices tell it."""
+"""Endpoints of discovered workers, and how to read them from EndpointSlices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from proxy.config import PoolConfig
 
 DEFAULT_PORT = 8000  # vLLM's own
-LONGEST_NAME = 64
+MAX_NAME_CHARS = 64
 IPV4_FIRST = {"IPv4": 0, "IPv6": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A worker that somebody says is there."""
+    """A discovered worker."""
 
     name: str
     host: str
@@ -27,7 +27,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The worker's URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 
@@ -36,44 +36,44 @@ Endpoints = Mapping[str, Endpoint]  # by name
 
 
 class EndpointListener(Protocol):
-    """Who is told."""
+    """Receives the endpoints of one pool."""
 
-    def told(self, endpoints: Endpoints) -> None:
-        """Take all of a pool's endpoints, as they are now."""
+    def update(self, endpoints: Endpoints) -> None:
+        """Replace the pool's endpoints."""
 
-    def trouble(self, why: str) -> None:
-        """Hear that nothing new can be told at the moment."""
+    def fail(self, why: str) -> None:
+        """Note that the source does not work."""
 
 
 def read_slices(slices: Iterable[Mapping[str, Any]], pool: PoolConfig) -> Endpoints:
-    """Return the workers of a pool's EndpointSlices.
+    """Return the endpoints of a pool's EndpointSlices.
 
-    One that moves between slices is in two of them for a moment, and one with addresses of both
-    families is so for good: it is taken once, by its IPv4 address.
+    A worker can be in two slices, while it moves or if it has IPv4 and IPv6 addresses. It is
+    returned once, with its IPv4 address.
     """
     found: dict[str, tuple[int, Endpoint]] = {}
-    for each in slices:
-        family = IPV4_FIRST.get(str(each.get("addressType")), len(IPV4_FIRST))
-        for endpoint in _endpoints(each, pool):
+    for item in slices:
+        family = IPV4_FIRST.get(str(item.get("addressType")), len(IPV4_FIRST))
+        for endpoint in _endpoints(item, pool):
             other = found.get(endpoint.name)
             found[endpoint.name] = (
-                (family, endpoint) if other is None else min(other, (family, endpoint), key=_worth)
+                (family, endpoint) if other is None else min(other, (family, endpoint), key=_order)
             )
     return {name: endpoint for name, (_, endpoint) in sorted(found.items())}
 
 
-def _worth(found: tuple[int, Endpoint]) -> tuple[bool, bool, int]:
-    """Order two of one name: a pod that was started anew is preferred to the one that leaves."""
+def _order(found: tuple[int, Endpoint]) -> tuple[bool, bool, int]:
+    """Order endpoints of one name: a restarted pod comes before the old pod."""
     family, endpoint = found
     return endpoint.leaving, not endpoint.ready, family
 
 
-def _endpoints(each: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
-    port = _port(each.get("ports") or [], pool.port)
+def _endpoints(item: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
+    port = _port(item.get("ports") or [], pool.port)
     if port is None:
         return
-    for given in each.get("endpoints") or []:
-        # "Consumers should use the first": more are for headless Services of old.
+    for given in item.get("endpoints") or []:
+        # Kubernetes: consumers should use the first address only.
         if not (addresses := given.get("addresses")):
             continue
         host = str(addresses[0])
@@ -83,7 +83,7 @@ def _endpoints(each: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
             name_of(str(target["name"]) if target.get("name") else by_address(pool.name, host)),
             host,
             port,
-            ready=conditions.get("ready") is not False,  # not said means yes
+            ready=conditions.get("ready") is not False,  # missing means ready
             leaving=conditions.get("terminating") is True,
             scheme=pool.scheme,
         )
@@ -101,13 +101,13 @@ def _port(ports: list[Mapping[str, Any]], wanted: int | str | None) -> int | Non
 
 
 def by_address(pool: str, host: str) -> str:
-    """Name a worker that nobody named."""
+    """Return a worker name from its address."""
     return f"{pool}-{host.replace(':', '-')}"
 
 
 def name_of(name: str) -> str:
-    """Shorten a pod's name to what a worker's may have, so that it still is nobody else's."""
-    if len(name) <= LONGEST_NAME:
+    """Return a pod's name, shortened to a unique worker name."""
+    if len(name) <= MAX_NAME_CHARS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{name[: LONGEST_NAME - len(digest) - 1]}-{digest}"
+    return f"{name[: MAX_NAME_CHARS - len(digest) - 1]}-{digest}"

@@ -1,11 +1,8 @@
-"""Watch a pool's EndpointSlices at the Kubernetes API server.
+"""Watches a pool's EndpointSlices at the Kubernetes API server.
 
-A list, then a watch from where the list ended. A watch lasts half a minute, is opened again where
-it ended, and is taken to be dead if the server does not end it in time: a connection that was
-dropped on the way looks just like one on which nothing happens. Everything is listed again after
-any trouble, when the server has forgotten the version (410 Gone), and every five minutes.
-
-Each router watches for itself: there is nothing to agree on, so there is no leader.
+A list is followed by watches, each from the version at which the previous one ended. A watch has a
+fixed duration, because a broken connection looks like an idle one. The router lists everything
+again after an error, after 410 Gone, and at a fixed interval.
 """
 
 from __future__ import annotations
@@ -29,42 +26,42 @@ from proxy.discovery.endpoints import EndpointListener, read_slices
 from proxy.errors import ProxyError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-REQUEST_S = 10.0  # for a page of a list
-GRACE_S = 5.0  # that a watch may end late
-PAGE = 500
+REQUEST_TIMEOUT_S = 10.0  # for a page of a list
+WATCH_GRACE_S = 5.0
+PAGE_SIZE = 500
 MAX_EVENT_BYTES = 8 << 20  # a slice has 1,000 endpoints at most
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-LONGEST_TEXT = 200
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+MAX_TEXT_CHARS = 200
 
 Slices = dict[str, Mapping[str, Any]]  # by name
 
 
 class ApiError(ProxyError):
-    """An API server that did not do as it was asked."""
+    """An error of the API server."""
 
 
 class GoneError(ApiError):
-    """There is nothing to go on from: list again."""
+    """The watch can't be continued: list again."""
 
 
 class Backoff:
-    """Pauses that grow, each by chance a little longer or shorter than others'."""
+    """Exponential pauses with jitter."""
 
     def __init__(self) -> None:
         self._most = FIRST_PAUSE_S
 
     def pause(self) -> float:
-        """Return how long to wait now."""
-        most, self._most = self._most, min(self._most * 2, LONGEST_PAUSE_S)
+        """Return the next pause in seconds."""
+        most, self._most = self._most, min(self._most * 2, MAX_PAUSE_S)
         return most * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Begin with short pauses again."""
+        """Start again with the first pause."""
         self._most = FIRST_PAUSE_S
 
 
 class KubernetesSource:
-    """Where a pool's workers are, by the API server."""
+    """Endpoints of a pool from the Kubernetes API."""
 
     def __init__(
         self,
@@ -76,13 +73,13 @@ class KubernetesSource:
         self._pool = pool
         self._clock = clock
         self._backoff = Backoff()
-        self._trusted: tuple[int, ssl.SSLContext] | None = None  # with its file's date
+        self._context: tuple[int, ssl.SSLContext] | None = None  # with the file's modification time
         namespace = settings.namespace or _text(NAMESPACE_FILE) or "default"
         base = settings.url or in_cluster()
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
     async def run(self, listener: EndpointListener) -> None:
-        """Tell the listener until cancelled."""
+        """Update the listener until cancelled."""
         while True:
             try:
                 async with self._session() as session:
@@ -91,37 +88,35 @@ class KubernetesSource:
             except GoneError:
                 pass
             except ApiError as error:
-                listener.trouble(str(error))
+                listener.fail(str(error))
             except TimeoutError:
-                listener.trouble("the API server does not answer in time")
+                listener.fail("the API server does not respond in time")
             except (aiohttp.ClientError, OSError) as error:
-                listener.trouble(f"the API server: {_short(error) or type(error).__name__}")
+                listener.fail(f"the API server: {_short(error) or type(error).__name__}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                listener.trouble(f"the API server's answer is none: {error!r}")
+                listener.fail(f"invalid response of the API server: {error!r}")
             await asyncio.sleep(self._backoff.pause())
 
     async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
-        """List all, then watch until it is time to list again."""
         slices, version = await self._list(session)
-        listener.told(read_slices(slices.values(), self._pool))
+        listener.update(read_slices(slices.values(), self._pool))
         until = self._clock() + self._settings.resync_s * random.uniform(0.9, 1.0)
         while self._clock() < until:
             version = await self._watch(session, slices, version, listener)
-            listener.told(read_slices(slices.values(), self._pool))
+            listener.update(read_slices(slices.values(), self._pool))
 
     async def _list(self, session: aiohttp.ClientSession) -> tuple[Slices, str]:
-        # Without a resourceVersion it is what a quorum says: a server that has just come up could
-        # otherwise answer from a cache of long ago.
+        # Without a resourceVersion the list is consistent; otherwise it may come from an old cache.
         slices: Slices = {}
-        query = {"labelSelector": self._pool.selector or "", "limit": str(PAGE)}
-        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+        query = {"labelSelector": self._pool.selector or "", "limit": str(PAGE_SIZE)}
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         while True:
             async with session.get(
                 self._url, params=query, headers=self._headers(), timeout=timeout
             ) as answer:
                 await _refuse_errors(answer)
                 page = orjson.loads(await answer.read())
-            # An older server writes null for none; no items at all is not a list.
+            # Older servers write null for an empty list; a missing `items` is an error.
             slices |= {_name(item): item for item in page["items"] or ()}
             if not (more := page["metadata"].get("continue")):
                 return slices, str(page["metadata"]["resourceVersion"])
@@ -134,7 +129,7 @@ class KubernetesSource:
         version: str,
         listener: EndpointListener,
     ) -> str:
-        """Follow changes until the server ends the watch; return the version it ended at."""
+        """Apply changes until the server ends the watch; return the last version."""
         lasts = math.ceil(self._settings.watch_s * random.uniform(0.8, 1.0))
         query = {
             "labelSelector": self._pool.selector or "",
@@ -143,7 +138,7 @@ class KubernetesSource:
             "resourceVersion": version,
             "timeoutSeconds": str(lasts),
         }
-        timeout = aiohttp.ClientTimeout(total=lasts + GRACE_S, sock_connect=REQUEST_S)
+        timeout = aiohttp.ClientTimeout(total=lasts + WATCH_GRACE_S, sock_connect=REQUEST_TIMEOUT_S)
         enough = self._clock() + lasts / 2
         try:
             async with session.get(
@@ -151,12 +146,12 @@ class KubernetesSource:
             ) as answer:
                 await _refuse_errors(answer)
                 async for line in _lines(answer.content):
-                    version = self._take(orjson.loads(line), slices)
-                    listener.told(read_slices(slices.values(), self._pool))
+                    version = self._apply(orjson.loads(line), slices)
+                    listener.update(read_slices(slices.values(), self._pool))
         except aiohttp.ClientError as error:
             if self._clock() < enough:
                 raise
-            raise GoneError(str(error)) from None  # as connections go: no trouble
+            raise GoneError(str(error)) from None  # a late disconnect is normal
         finally:
             if lasted := self._clock() >= enough:
                 self._backoff.reset()
@@ -164,54 +159,51 @@ class KubernetesSource:
             raise ApiError("the API server ended the watch early")
         return version
 
-    def _take(self, event: Mapping[str, Any], slices: Slices) -> str:
-        """Bring the slices up to date; return the version they have now."""
-        kind, each = event["type"], event["object"]
+    def _apply(self, event: Mapping[str, Any], slices: Slices) -> str:
+        kind, item = event["type"], event["object"]
         if kind == "ERROR":
-            if each.get("code") == HTTPStatus.GONE:
-                raise GoneError(str(each.get("message")))
-            raise ApiError(f"the API server ended the watch: {_short(each.get('message'))}")
+            if item.get("code") == HTTPStatus.GONE:
+                raise GoneError(str(item.get("message")))
+            raise ApiError(f"the API server ended the watch: {_short(item.get('message'))}")
         if kind in ("ADDED", "MODIFIED"):
-            slices[_name(each)] = each
+            slices[_name(item)] = item
         elif kind == "DELETED":
-            slices.pop(_name(each), None)
-        return str(each["metadata"]["resourceVersion"])
+            slices.pop(_name(item), None)
+        return str(item["metadata"]["resourceVersion"])
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._trust()), cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(ssl=self._tls()), cookie_jar=aiohttp.DummyCookieJar()
         )
 
-    def _trust(self) -> ssl.SSLContext | bool:
-        """Say whom to trust: the bundle, read again when it was replaced."""
+    def _tls(self) -> ssl.SSLContext | bool:
         ca = self._settings.ca_file
         try:
             changed = ca.stat().st_mtime_ns
         except FileNotFoundError:
             return True
-        if self._trusted is None or self._trusted[0] != changed:
-            self._trusted = changed, ssl.create_default_context(cafile=ca)
-        return self._trusted[1]
+        if self._context is None or self._context[0] != changed:
+            self._context = changed, ssl.create_default_context(cafile=ca)
+        return self._context[1]
 
     def _headers(self) -> dict[str, str]:
-        # Tokens of service accounts are replaced within the hour.
+        # Read each time: Kubernetes replaces service account tokens within the hour.
         token = _text(self._settings.token_file)
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def in_cluster() -> str:
-    """Return the API server's address, as each pod is told it."""
+    """Return the API server's URL from a pod's environment."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
     if not host or not port:
         raise ProxyError(
-            "discovery.kubernetes.url: is missing, and this is no pod of a cluster; give the API "
-            "server's https://host:port, or that of a `kubectl proxy`"
+            "discovery.kubernetes.url: is missing, and the router does not run in a pod; give "
+            "https://host:port of the API server, or http://host:port of a `kubectl proxy`"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Split a body into lines, which may be longer than aiohttp's own limit."""
     rest = bytearray()
     async for chunk in content.iter_any():
         rest += chunk
@@ -230,23 +222,23 @@ async def _refuse_errors(answer: aiohttp.ClientResponse) -> None:
         return
     text = await answer.content.read(64 * 1024)
     try:
-        said = orjson.loads(text)["message"]
+        message = orjson.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
-        said = text.decode("utf-8", "replace")
+        message = text.decode("utf-8", "replace")
     if answer.status == HTTPStatus.GONE:
-        raise GoneError(_short(said))
-    what = f"the API server answers {answer.status}: {_short(said)}"
+        raise GoneError(_short(message))
+    what = f"the API server returned {answer.status}: {_short(message)}"
     if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        what += "; the router needs a token, and leave to list and watch endpointslices"
+        what += "; the router needs a token, and permission to list and watch endpointslices"
     raise ApiError(what)
 
 
-def _name(each: Mapping[str, Any]) -> str:
-    return str(each["metadata"]["name"])
+def _name(item: Mapping[str, Any]) -> str:
+    return str(item["metadata"]["name"])
 
 
 def _short(text: object) -> str:
-    return " ".join(str(text).split())[:LONGEST_TEXT]
+    return " ".join(str(text).split())[:MAX_TEXT_CHARS]
 
 
 def _text(path: Path) -> str:

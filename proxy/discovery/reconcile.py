@@ -1,15 +1,14 @@
-"""One pool of workers that are discovered: who is there, and what is doubted of that.
+"""A discovered pool, and which changes of its endpoints to believe.
 
-Whoever tells is less to be trusted than the workers themselves, which the router asks each second:
+Probes of the workers are more reliable than the source of the endpoints:
 
-- Nothing is told (the API server is down, refuses, hangs): everything stays as it is.
-- All of a pool's workers are gone at once, none of which was leaving: they stay for as long as
-  they answer probes. So an API server that comes back empty does not end the service.
-- None of a pool's workers is ready: readiness is not believed. A cluster's control plane that is
-  cut off from its nodes says so of healthy workers.
+- The source fails: all workers stay.
+- All workers of a pool disappear at once without leaving: they stay while they answer probes. The
+  API server may have restarted without its data.
+- No worker of a pool is ready: readiness is ignored. The control plane may have lost its nodes.
 
-How it fails: a pod that vanished without leaving, as the last of its pool, and whose address was
-given to another server that answers /health with 200, is kept until another worker is found.
+How it fails: the last pod disappears without leaving, and a server that answers /health gets its
+address. That server stays in the pool until a worker is found.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 
 class DiscoveredPool:
-    """What is known of one pool."""
+    """The endpoints of one pool."""
 
     def __init__(self, config: PoolConfig, changed: Callable[[], None]) -> None:
         self.config = config
-        self.key: str | None = None  # that its workers want
+        self.key: str | None = None  # API key of the workers
         self.known: Endpoints = {}
-        self.kept: frozenset[str] = frozenset()  # of the known: those that nobody tells of now
-        self.why: str | None = None  # nothing is told at present
+        self.kept: frozenset[str] = frozenset()  # known, but no longer in the source
+        self.why: str | None = None  # why the source does not work
         self.heard_at: float | None = None
         self._changed = changed
 
-    def told(self, endpoints: Endpoints) -> None:
-        """Take all endpoints, as they are now."""
+    def update(self, endpoints: Endpoints) -> None:
+        """Replace the endpoints; keep the old ones if all of them disappeared at once."""
         if self.heard_at is None and not endpoints:
-            logger.warning("discovery of pool %s: nobody is there yet", self.config.name)
+            logger.warning("discovery of pool %s: no worker found yet", self.config.name)
         self.heard_at = time.monotonic()
         if self.why is not None:
             self.why = None
@@ -50,8 +49,8 @@ class DiscoveredPool:
         if lost and all(each.leaving for each in endpoints.values()):
             if not self.kept:
                 logger.warning(
-                    "discovery of pool %s: nobody is left of %d workers, none of which was seen "
-                    "leaving; those that answer are kept",
+                    "discovery of pool %s: all %d workers disappeared without leaving; workers "
+                    "that answer probes are kept",
                     self.config.name,
                     len(lost),
                 )
@@ -63,34 +62,34 @@ class DiscoveredPool:
             self.known = dict(endpoints)
             self._changed()
 
-    def trouble(self, why: str) -> None:
-        """Hear that nothing new can be told."""
+    def fail(self, why: str) -> None:
+        """Note that the source does not work; all workers stay."""
         if why != self.why:
-            stay = f"the {len(self.known)} workers known stay" if self.known else "no worker yet"
+            stay = f"{len(self.known)} known workers stay" if self.known else "no worker found yet"
             logger.warning("discovery of pool %s: %s; %s", self.config.name, why, stay)
         self.why = why
 
     def give_up(self, names: frozenset[str]) -> None:
-        """No longer keep some."""
+        """Drop endpoints that were kept."""
         self.kept -= names
         self.known = {name: each for name, each in self.known.items() if name not in names}
         self._changed()
 
     def members(self) -> Iterator[tuple[Endpoint, bool]]:
-        """Name each worker, and say whether it may be given anything."""
-        somebody = any(each.ready and not each.leaving for each in self.known.values())
-        for each in self.known.values():
-            yield each, not each.leaving and (each.ready or not somebody)
+        """Yield each endpoint, and whether it takes requests."""
+        any_ready = any(each.ready and not each.leaving for each in self.known.values())
+        for endpoint in self.known.values():
+            yield endpoint, not endpoint.leaving and (endpoint.ready or not any_ready)
 
 
 def keys_of(config: FleetConfig) -> dict[str, str | None]:
-    """Return the key that each pool's workers want, by the pool's name."""
+    """Return the API key of each pool's workers by pool name."""
     pools = () if config.discovery is None else config.discovery.pools
     return {pool.name: key_of(pool) for pool in pools}
 
 
 def key_of(pool: PoolConfig) -> str | None:
-    """Return the key that a pool's workers want."""
+    """Return the API key of a pool's workers; raise `ProxyError` for a bad file."""
     if pool.api_key_file is None:
         return pool.api_key
     try:
@@ -103,7 +102,7 @@ def key_of(pool: PoolConfig) -> str | None:
         ) from None
     if not key.isascii() or not key.isprintable() or " " in key or not key:
         raise ProxyError(
-            f"discovery: pool {pool.name}: api_key_file {pool.api_key_file} holds no key; it is "
-            "one line without spaces"
+            f"discovery: pool {pool.name}: api_key_file {pool.api_key_file} has no valid "
+            "key; write one line without spaces"
         )
     return key

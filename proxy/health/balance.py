@@ -1,21 +1,14 @@
-"""How busy prefill and decode workers were lately, and which side is short.
+"""How busy prefill and decode workers are, and which side needs more workers.
 
-All of it in seconds of their time, so that what a token costs there counts. Looked at a few times a
-second, with a memory of half a minute, or of all the time since the first look. Who drains is not
-counted: its share of the load is the others' from then on.
+Means over the last `MEMORY_S`, sampled a few times a second; draining workers are not counted.
 
-A prefill worker is busy while it has prefill work, but for what of that takes the same however much
-it is: a step that computes little has room for more, and many short prompts that never leave a
-worker without one are not yet too many. What lies ahead of it has to be done as well, so the
-seconds of it, per half minute, are work for more workers. A decode worker is as busy as the most of
-these says: how full its KV cache is; how many of its places are taken, and of its engine's seats,
-for want of which hand-overs wait in the router; how much it prefills, reckoned as for prefill
-workers, which those who decode there wait for; whether others wait for a place in its own queue;
-and how much longer its steps are for those it decodes, of what they may be: a tenth of a second, or
-twice as long as for none. Those who wait there, in shares of those who run, are work for more
-workers.
+- A prefill worker's busy share is its queued prefill time, relative to that plus a step's fixed
+  time: a short step has room for more tokens.
+- A decode worker's busy share is the largest of: KV usage, slots in use, prefill work, and the
+  increase of its step time relative to `MAX_STEP_S`. It is 1 if requests wait in its engine.
+- Queued work counts as work for additional workers.
 
-A side of which nobody takes requests is short, whoever is busy.
+A side without workers that take requests is short.
 """
 
 from __future__ import annotations
@@ -34,25 +27,25 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
 
 MEMORY_S = 30.0
-MUCH, LITTLE = 0.8, 0.5
-WELL_USED = 0.7  # the share that leaves room for a burst
-STEP_S = 0.1  # in which those who read along don't notice that it takes any time
+SHORT_ABOVE, SPARE_BELOW = 0.8, 0.5  # busy shares
+TARGET_BUSY = 0.7  # leaves room for a burst
+MAX_STEP_S = 0.1  # faster than users read
 
 
 class SideShown(BaseModel):
-    """Prefill workers, or decode workers."""
+    """The prefill workers or the decode workers of a model."""
 
     workers: int
-    busy: float = Field(description="share of them that was in use, over the last half minute")
-    wanted: float = Field(description="workers that this load would use well")
-    ahead_s: float = Field(0.0, description="seconds of prefills that wait on each, on average")
+    busy: float = Field(description="share of the workers in use, over the last half minute")
+    wanted: float = Field(description="number of workers for this load, with room for bursts")
+    ahead_s: float = Field(0.0, description="seconds of queued prefills per worker, on average")
     step_s: float | None = Field(
-        None, description="what a step takes a decode worker; null for prefill workers"
+        None, description="duration of a decode worker's step; null for prefill workers"
     )
 
 
 class BalanceShown(BaseModel):
-    """Both sides of a model's hand-overs."""
+    """Prefill and decode workers of a model."""
 
     model: str
     prefill: SideShown
@@ -63,7 +56,7 @@ class BalanceShown(BaseModel):
 
 @dataclass(slots=True)
 class SideLoad:
-    """Means: shares of workers that were busy, and seconds."""
+    """Moving means of busy shares and seconds."""
 
     at: float
     prefill: float = 0.0
@@ -71,31 +64,31 @@ class SideLoad:
     prefill_ahead_s: float = 0.0
     decode_ahead_s: float = 0.0
     step_s: float = 0.0
-    decode_queue: float = 0.0  # requests in a decode worker's own queue, for each that runs there
-    weight: float = 0.0  # of all that was seen, as far as it is remembered: 1 in time
+    decode_queue: float = 0.0  # queued requests per running request, in the engine
+    weight: float = 0.0  # of all samples; approaches 1
 
     def step(self, now: float) -> float:
-        """Say what part of the means is to be what is seen now, with the time since the last."""
+        """Return the weight of a new sample, from the time since the last one."""
         share = 1.0 - exp((self.at - now) / MEMORY_S)
         self.at = now
         self.weight += share * (1.0 - self.weight)
         return share / self.weight if share else 0.0
 
     def draw(self, name: str, step: float, values: list[float]) -> None:
-        """Move a mean towards the mean of what is seen now."""
+        """Move a mean towards the mean of new values."""
         before = getattr(self, name)
         setattr(self, name, before + step * (_mean(values) - before))
 
 
 class Balance:
-    """Watches both sides of each model."""
+    """Measures the load of prefill and decode workers of each model."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._seen: dict[str, SideLoad] = {}
 
     def look(self, now: float) -> None:
-        """Take in how busy they are at this moment."""
+        """Take a sample."""
         for model, prefills, decodes in self._sides():
             seen = self._seen.setdefault(model, SideLoad(now))
             step = seen.step(now)
@@ -107,7 +100,7 @@ class Balance:
             seen.draw("decode_queue", step, [_queue(w, now) for w in decodes])
 
     def shown(self) -> list[BalanceShown]:
-        """Describe every model that has both sides, or ought to."""
+        """Return the balance of every model with hand-overs."""
         return [
             balance(model, len(prefills), len(decodes), seen)
             for model, prefills, decodes in self._sides()
@@ -115,19 +108,19 @@ class Balance:
         ]
 
     def _sides(self) -> list[tuple[str, list[Worker], list[Worker]]]:
-        """List those that take requests; where a connector is named, an empty side too."""
+        """Return the workers that take requests; an empty side only with a connector."""
         sides: dict[str, tuple[list[Worker], list[Worker]]] = {}
         for worker in self._router.fleet:
             if worker.role in (Role.PREFILL, Role.DECODE):
                 pair = sides.setdefault(worker.model, ([], []))
                 if worker.up and not worker.draining:
                     pair[worker.role is Role.DECODE].append(worker)
-        moves = self._router.settings.transfer
-        return [(model, *pair) for model, pair in sides.items() if moves or all(pair)]
+        has_transfer = self._router.settings.transfer
+        return [(model, *pair) for model, pair in sides.items() if has_transfer or all(pair)]
 
 
 def balance(model: str, prefills: int, decodes: int, seen: SideLoad) -> BalanceShown:
-    """Say which side is short."""
+    """Return the balance of a model."""
     prefill_busy, decode_busy = seen.prefill, seen.decode
     prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)
     decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s, seen.decode_queue)
@@ -136,11 +129,11 @@ def balance(model: str, prefills: int, decodes: int, seen: SideLoad) -> BalanceS
         short = "both"
     elif not prefills or not decodes:
         short = "decode" if prefills else "prefill"
-    elif prefill_busy >= MUCH and decode_busy >= MUCH:
+    elif prefill_busy >= SHORT_ABOVE and decode_busy >= SHORT_ABOVE:
         short = "both"
-    elif prefill_busy >= MUCH:
+    elif prefill_busy >= SHORT_ABOVE:
         short = "prefill"
-    elif decode_busy >= MUCH:
+    elif decode_busy >= SHORT_ABOVE:
         short = "decode"
     return BalanceShown(
         model=model,
@@ -158,46 +151,42 @@ def _side(
     return SideShown(
         workers=workers,
         busy=round(busy, 3),
-        wanted=round(load / WELL_USED, 2),
+        wanted=round(load / TARGET_BUSY, 2),
         ahead_s=round(ahead_s, 3),
         step_s=None if step_s is None else round(step_s, 4),
     )
 
 
 def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
-    wanted = (
-        f"this load would use {prefill.wanted:g} prefill and {decode.wanted:g} decode workers well"
-    )
+    wanted = f"this load needs {prefill.wanted:g} prefill and {decode.wanted:g} decode workers"
     if not prefill.workers and not decode.workers:
-        return "no prefill and no decode worker takes requests"
+        return "no prefill or decode worker takes requests"
     if not prefill.workers:
-        return "no prefill worker takes requests: prompts are prefilled where they are decoded"
+        return "no prefill worker takes requests: decode workers prefill all prompts"
     if not decode.workers:
-        return "no decode worker takes requests: nothing can be handed over"
+        return "no decode worker takes requests: hand-overs are not possible"
     if short == "both":
         return f"both sides are short: {wanted}"
     if short == "neither":
         return f"neither side is short: {wanted}"
     other = decode if short == "prefill" else prefill
     name = "decode" if short == "prefill" else "prefill"
-    spare = other.workers > 1 and other.busy < LITTLE
+    spare = other.workers > 1 and other.busy < SPARE_BELOW
     move = f", and a {name} worker could become one" if spare else ""
     return f"{short} is short: one more {short} worker would help{move}; {wanted}"
 
 
 def _prefills(worker: Worker) -> float:
-    """Say what part of its time a worker's prefill work takes while it has as much."""
     ahead_s = _ahead_s(worker)
     return ahead_s / (ahead_s + worker.pace.fixed_s)
 
 
 def _ahead_s(worker: Worker) -> float:
-    """Reckon how long the prefills charged to a worker, and strangers', take it."""
+    # `strange_tokens`: prefills that this router did not send.
     return worker.pace.token_s * (worker.prefill_tokens + worker.strange_tokens)
 
 
 def _queue(worker: Worker, now: float) -> float:
-    """Count who waits in a worker's own queue, for each that runs there."""
     gauges = worker.gauges
     if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
         return 0.0
@@ -205,7 +194,7 @@ def _queue(worker: Worker, now: float) -> float:
 
 
 def _filled(worker: Worker, now: float) -> float:
-    """Say what of a decode worker is in use; what is prefilled elsewhere is not there yet."""
+    """Return a decode worker's busy share, without KV blocks that are still on the way."""
     gauges = worker.gauges
     kv_usage = 0.0 if gauges is None else gauges.kv_usage
     shares = [kv_usage, _prefills(worker), share_taken(worker, now)]
@@ -217,7 +206,9 @@ def _filled(worker: Worker, now: float) -> float:
         shares.append(min(worker.requests, worker.sequences) / worker.max_requests)
     if worker.pace.steps:
         base_s = worker.pace.step_s(0)
-        shares.append((worker.pace.step_s(worker.decoding) - base_s) / max(STEP_S - base_s, base_s))
+        shares.append(
+            (worker.pace.step_s(worker.decoding) - base_s) / max(MAX_STEP_S - base_s, base_s)
+        )
     return min(max(shares), 1.0)
 
 

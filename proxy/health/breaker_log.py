@@ -1,10 +1,7 @@
-"""Which workers are left alone for a while, and why: a line in the log for each, and for its end.
+"""Logs when a worker's breaker opens and closes, and when a pool's breakers are ignored.
 
-A pool whose breakers are ignored, because too few of its workers are well, is a line too.
-
-A trial that fails makes a rest longer and is no other one, so a worker that stays ill is one line.
-One that is busy now and again is so in one line a minute, and not a warning. Where several
-processes serve, the one that leads tells of all.
+A failed trial extends the open state and is not logged, so a worker that keeps failing is one line.
+Each worker has at most one line in `QUIET_S`. Of several router processes, only the leader logs.
 """
 
 from __future__ import annotations
@@ -19,78 +16,78 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 60.0  # after a line about a worker, in which its other rests have none
+QUIET_S = 60.0
 
-# By what a request met that got no answer; of one that did, its status is known.
+# Texts for a breaker's reasons that are not a status.
 TROUBLES = {
-    "connect": "it takes no connection",
-    "reset": "it closed the connection before its answer was whole",
-    "timeout": "it did not answer in time",
-    "broken": "what it answered is no HTTP",
+    "connect": "it accepts no connections",
+    "reset": "it closed the connection before its response was complete",
+    "timeout": "it did not respond in time",
+    "broken": "its response is not HTTP",
 }
 
 
 class BreakerLog:
-    """The `Witness` of a fleet."""
+    """The log of a fleet's breakers; a `Witness`."""
 
     def __init__(self) -> None:
-        self._told_at: dict[Worker, float] = {}  # of late, that one rests
-        self._awaited: set[Worker] = set()  # whose rest was told, and its end was not
-        self._panics_at: dict[Key, float] = {}  # when a panic was told last, by pool
-        self._panics: set[Key] = set()  # pools whose panic was told, and its end was not
+        self._logged_at: dict[Worker, float] = {}  # within QUIET_S
+        self._open: set[Worker] = set()  # workers with an open breaker that was logged
+        self._panics_at: dict[Key, float] = {}  # last log line by pool
+        self._panics: set[Key] = set()  # pools with a panic that was logged
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Hear that one is left alone from now on."""
-        for_s, told_at = worker.breaker.until - now, self._told_at
-        for other in [each for each, at in told_at.items() if now - at >= QUIET_S]:
-            del told_at[other]
-        if for_s <= 0.0 or worker in told_at:
+        """Log that a worker's breaker opened."""
+        for_s, logged_at = worker.breaker.until - now, self._logged_at
+        for other in [worker for worker, at in logged_at.items() if now - at >= QUIET_S]:
+            del logged_at[other]
+        if for_s <= 0.0 or worker in logged_at:
             return
-        told_at[worker] = now
-        self._awaited.add(worker)
+        logged_at[worker] = now
+        self._open.add(worker)
         logger.log(
             logging.INFO if worker.breaker.busy else logging.WARNING,
-            "worker %s is left alone for %s s: %s",
+            "worker %s gets no requests for %s s: %s",
             worker.name,
             _short(for_s),
             trouble(worker),
         )
 
     def is_back(self, worker: Worker) -> None:
-        """Hear that one is given requests again."""
-        if worker in self._awaited:
-            self._awaited.discard(worker)
-            logger.info("worker %s answers, and is given requests again", worker.name)
+        """Log that a worker's breaker closed."""
+        if worker in self._open:
+            self._open.discard(worker)
+            logger.info("worker %s responds, and gets requests again", worker.name)
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:
-        """Note that a pool's breakers are ignored from now on."""
+        """Log that a pool's breakers are ignored."""
         if now - self._panics_at.get(key, -inf) < QUIET_S:
             return
         self._panics_at[key] = now
         self._panics.add(key)
         logger.warning(
-            "%s: requests fail on %d of %d workers, so requests go to all of them until more are "
-            "well (routing.panic_threshold)",
+            "%s: requests fail on %d of %d workers; breakers are ignored until more workers "
+            "respond (routing.panic_threshold)",
             _pool(key),
             out,
             live,
         )
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Note that a pool's breakers are heeded again."""
+        """Log that a pool's breakers are no longer ignored."""
         if key in self._panics:
             self._panics.discard(key)
             logger.info(
-                "%s: requests fail on %d of %d workers; workers that fail are left alone again",
+                "%s: requests fail on %d of %d workers; breakers are no longer ignored",
                 _pool(key),
                 out,
                 live,
             )
 
     def has_left(self, worker: Worker) -> None:
-        """Forget one that was taken out."""
-        self._told_at.pop(worker, None)
-        self._awaited.discard(worker)
+        """Forget a worker that was removed."""
+        self._logged_at.pop(worker, None)
+        self._open.discard(worker)
 
 
 def _pool(key: Key) -> str:
@@ -103,19 +100,19 @@ def _short(seconds: float) -> str:
 
 
 def trouble(worker: Worker) -> str:
-    """Say what the request met that a worker rests for, as far as it is known."""
+    """Return why a worker's breaker opened."""
     breaker = worker.breaker
     if breaker.why.isdecimal():
-        return f"it answered {breaker.why}"
-    return TROUBLES.get(breaker.why) or ("it is busy" if breaker.busy else "requests failed there")
+        return f"it returned {breaker.why}"
+    return TROUBLES.get(breaker.why) or ("it is busy" if breaker.busy else "requests failed")
 
 
 def why_it_rests(worker: Worker, now: float) -> str:
-    """Say that, and when it is asked again."""
+    """Return why a worker's breaker is open, and when it is tried again."""
     breaker = worker.breaker
     if not worker.barred:
-        return f"{trouble(worker)}; asked even so, because too few of its pool are well"
+        return f"{trouble(worker)}; breaker ignored, because too many workers of its pool fail"
     if (left_s := breaker.until - now) > 0:
-        return f"{trouble(worker)}; left alone for {_short(left_s)} s more"
-    trial = "the next request tries it" if breaker.lets_pass(now) else "a request tries it now"
+        return f"{trouble(worker)}; no requests for {_short(left_s)} s more"
+    trial = "the next request tries it" if breaker.lets_pass(now) else "a request is trying it"
     return f"{trouble(worker)}; {trial}"

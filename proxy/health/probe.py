@@ -1,8 +1,7 @@
-"""Ask every worker how it is, each second.
+"""Probes every worker, each in a task of its own.
 
-Each worker has a task of its own, so one that hangs delays nobody. What counts as health is /health
-alone, and the models when they are asked for: a worker whose /metrics is out of order still serves.
-The models are asked for at first, and whenever the worker may have been started anew.
+A worker is healthy if /health and, when it is read, /v1/models succeed; /metrics may fail. The
+models are read at first, when the worker may have restarted, and every `MODELS_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AROUND_S = 0.2  # for workers that were added
-MODELS_EVERY_S = 10.0  # adapters come and go while a worker runs
-MOST_SAID = 200  # characters of what is wrong, kept to be shown
-MOVING = frozenset([Role.PREFILL, Role.DECODE])
+CHECK_INTERVAL_S = 0.2  # for new workers
+MODELS_EVERY_S = 10.0  # adapters are loaded and unloaded at run time
+MAX_REASON_CHARS = 200
+HANDOVER_ROLES = frozenset([Role.PREFILL, Role.DECODE])
 
 
 class Prober:
-    """Watches all workers of a router's fleet; `settings` may be replaced at any time."""
+    """Probes all workers of a fleet; `settings` may be replaced at any time."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Prober:
                 for worker in self.fleet:
                     if worker not in watches:
                         watches[worker] = asyncio.create_task(self._watch(worker))
-                await asyncio.sleep(LOOK_AROUND_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             for task in watches.values():
                 task.cancel()
@@ -68,46 +67,46 @@ class Prober:
             while watch.of_interest:
                 started = self.clock()
                 await watch.once()
-                # Not in step with each other: a page is parsed on the loop that relays the streams.
+                # Jitter spreads the parsing of pages on the event loop.
                 pause = self.settings.interval_s * random.uniform(0.9, 1.1)
                 await asyncio.sleep(max(pause - (self.clock() - started), 0))
 
 
 class WorkerProbe:
-    """One worker under observation."""
+    """The probes of one worker."""
 
     def __init__(self, prober: Prober, worker: Worker) -> None:
         self._prober = prober
         self._fleet = prober.fleet
         self._worker = worker
-        self._spec: WorkerSpec | None = None  # whom the questions are for
+        self._spec: WorkerSpec | None = None  # that `_questions` was made for
         self._questions: ProbeClient | None = None
         self._models_known_at = -math.inf
-        self._models: Models | None = None  # as they were told last
-        self._contexts = 0, 0  # stated and told, as they were compared last
+        self._models: Models | None = None
+        self._contexts = 0, 0  # configured and reported
         self._gauges: Gauges | None = None
-        self._said: str | None = None  # the complaint that was logged last
+        self._said: str | None = None  # the last reason that was logged
         self._been_up = False
         self._written = 0
 
     @property
     def of_interest(self) -> bool:
-        """Whether it is still in the fleet; a namesake added later is somebody else."""
+        """Whether this worker, not another one of the same name, is in the fleet."""
         return self._fleet.get(self._worker.name) is self._worker
 
     async def once(self) -> None:
-        """Probe it, and tell the fleet."""
+        """Probe the worker and report to the fleet."""
         why = None
         try:
             models, gauges = await self._ask()
         except SilentError as error:
             if self._writes():
-                return  # too busy with answers to answer us: to call it down would cut them off
+                return  # it sends tokens, so it is busy, not down
             why = str(error)
         except ProbeError as error:
             why = str(error)
-        except Exception as error:  # whatever it is, watching must go on
-            logger.exception("worker %s: the probe itself failed", self._worker.name)
+        except Exception as error:  # probing must continue
+            logger.exception("worker %s: the probe raised an error", self._worker.name)
             why = repr(error)
         if not self.of_interest:
             return
@@ -117,17 +116,15 @@ class WorkerProbe:
         self._succeeded(models, gauges)
 
     def _writes(self) -> bool:
-        """Whether it has sent tokens since this was asked last."""
         before, self._written = self._written, self._worker.written
         return self._written != before
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Close the connection."""
         if self._questions is not None:
             self._questions.close()
 
     def _to_ask(self) -> ProbeClient:
-        """Return the questions for the worker as it is stated now."""
         spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
         if self._questions is None or spec is not self._spec:
             self.close()
@@ -137,13 +134,13 @@ class WorkerProbe:
         return self._questions
 
     async def _ask(self) -> tuple[Models | None, Gauges | None]:
-        """Ask what has to be asked; models are None when they are known already."""
+        """Return models, None if they are up to date, and gauges."""
         questions = self._to_ask()
         await questions.health()
         gauges = await self._read_gauges(questions)
         if restarted(self._gauges, gauges):
             self._models_known_at = -math.inf
-            # Its cache is as empty as its new process.
+            # A new process has an empty cache.
             self._fleet.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
         known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
@@ -152,7 +149,7 @@ class WorkerProbe:
     async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
         try:
             page = await questions.metrics()
-            return parse(page, self._prober.clock(), moves=self._worker.role in MOVING)
+            return parse(page, self._prober.clock(), moves=self._worker.role in HANDOVER_ROLES)
         except ProbeError as error:
             logger.debug("worker %s: %s", self._worker.name, error)
             return None
@@ -174,13 +171,14 @@ class WorkerProbe:
             self._said = None
 
     def _take(self, models: Models) -> None:
-        """Tell the fleet what the worker serves, before it can be given anything."""
         worker = self._worker
         if models == self._models:
             return
         self._models = models
         if not models:
-            logger.warning("worker %s does not list its models to us: see its api_key", worker.name)
+            logger.warning(
+                "worker %s does not list its models to the router; check its api_key", worker.name
+            )
             return
         lengths = [card.length for card in models.values() if card.length is not None]
         own = models.get(worker.model)
@@ -192,32 +190,32 @@ class WorkerProbe:
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
 
     def _compare_contexts(self) -> None:
-        """Say once that less is told than is stated; either may change."""
+        """Log once if the worker reports a shorter context than configured."""
         worker = self._worker
-        contexts = stated, told = worker.spec.max_model_len or 0, worker.told_max_model_len or 0
-        if contexts != self._contexts and stated > told > 0:
+        contexts = stated, reported = worker.spec.max_model_len or 0, worker.told_max_model_len or 0
+        if contexts != self._contexts and stated > reported > 0:
             logger.warning(
-                "worker %s holds %d tokens, not the %d that are stated of it",
+                "worker %s reports a context of %d tokens, less than its max_model_len of %d",
                 worker.name,
-                told,
+                reported,
                 stated,
             )
         self._contexts = contexts
 
     def _failed(self, why: str) -> None:
-        # It may come back with another model: ask again then.
+        # It may come back with other models.
         self._models_known_at = -math.inf
-        self._fleet.probe_failed(self._worker.name, self._prober.clock(), why[:MOST_SAID])
+        self._fleet.probe_failed(self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS])
         if not self._worker.up and why != self._said:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)
-            else:  # it may still load
+            else:  # it may still be loading
                 logger.info("worker %s is not up yet: %s", self._worker.name, why)
             self._said = why
 
 
 def restarted(before: Gauges | None, after: Gauges | None) -> bool:
-    """Whether a worker was started anew between two pages: it says so, or its counts fell."""
+    """Return whether a worker restarted between two pages: by start time or lower counts."""
     if before is None or after is None:
         return False
     if before.extra.get("started") != after.extra.get("started"):

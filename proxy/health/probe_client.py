@@ -1,4 +1,4 @@
-"""What a worker is asked over HTTP, and how little of an answer is believed."""
+"""The requests that probe a worker."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from proxy.net.tls import TlsError
 
 MAX_PAGE_BYTES = 8 << 20
 MAX_MODELS = 1000
-MAX_NAME = 200
-MAX_ROOT = 4096
-# The worker is alive, but lists its models to nobody, or not to us.
-KEPT_FROM_US = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+MAX_NAME_CHARS = 200
+MAX_ROOT_CHARS = 4096
+# The worker runs, but does not list its models without a key, or at all.
+NO_MODEL_LIST = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
 
 class ProbeError(ProxyError):
-    """A worker that did not answer as a healthy one does; the message says what it did."""
+    """A failed probe."""
 
 
 class SilentError(ProbeError):
-    """A worker that did not answer in time: hung, or only busy."""
+    """A probe without a response in time; the worker may only be busy."""
 
 
 class ModelCard(NamedTuple):
-    """What a worker says of a model."""
+    """A model in a worker's /v1/models."""
 
-    length: int | None  # the longest context
-    root: str | None  # what was loaded for it: a folder, or a name on a hub
-    parent: str | None  # of an adapter, the model that it is for
+    length: int | None  # context length in tokens
+    root: str | None  # the loaded folder or repository
+    parent: str | None  # the base model of an adapter
 
 
 Models = dict[str, ModelCard]  # by name
 
 
 class ProbeClient:
-    """Those for one worker, over a connection that is kept until `close`."""
+    """Probes of one worker, over a connection that stays open until `close`."""
 
     def __init__(
         self, url: str, api_key: str | None, timeout_s: float, tls: WorkerTlsConfig | None = None
     ) -> None:
-        self.timeout_s = timeout_s  # for each
+        self.timeout_s = timeout_s  # per request
         self._asker = HttpClient(url, api_key, tls)
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Close the connection."""
         self._asker.close()
 
     async def health(self) -> None:
@@ -60,16 +60,16 @@ class ProbeClient:
             raise ProbeError(f"GET /health: status {status}")
 
     async def metrics(self) -> bytes:
-        """Fetch /metrics."""
+        """Return the /metrics page."""
         status, page = await self._get("/metrics")
         if status != HTTPStatus.OK:
             raise ProbeError(f"GET /metrics: status {status}")
         return page
 
     async def served(self) -> Models:
-        """Read /v1/models; nothing if that is not for us."""
+        """Return the models of /v1/models; empty if the worker refuses to list them."""
         status, body = await self._get("/v1/models")
-        if status in KEPT_FROM_US:
+        if status in NO_MODEL_LIST:
             return {}
         if status != HTTPStatus.OK:
             raise ProbeError(f"GET /v1/models: status {status}")
@@ -80,29 +80,29 @@ class ProbeClient:
             async with asyncio.timeout(self.timeout_s):
                 return await self._asker.get(path, MAX_PAGE_BYTES)
         except TimeoutError:
-            raise SilentError(f"GET {path}: no answer in time") from None
+            raise SilentError(f"GET {path}: no response in time") from None
         except (ProbeResponseError, TlsError, OSError, ValueError) as error:
             raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
 
 
 def read_models(body: bytes) -> Models:
-    """Read a list of models; raise if it is none."""
+    """Return the models in a /v1/models body; raise `ProbeError`."""
     models: Models = {}
     try:
         cards: Any = orjson.loads(body)["data"]
-        models = {str(card["id"])[:MAX_NAME]: _card(card) for card in cards[:MAX_MODELS]}
+        models = {str(card["id"])[:MAX_NAME_CHARS]: _card(card) for card in cards[:MAX_MODELS]}
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
     if not models:
-        raise ProbeError("GET /v1/models: no list of models")
+        raise ProbeError("GET /v1/models: the response has no list of models")
     return models
 
 
-def _card(said: dict[str, Any]) -> ModelCard:
-    length = said.get("max_model_len")
-    told = length if type(length) is int and length > 0 else None
-    return ModelCard(told, _text(said.get("root")), _text(said.get("parent")))
+def _card(raw: dict[str, Any]) -> ModelCard:
+    length = raw.get("max_model_len")
+    max_len = length if type(length) is int and length > 0 else None
+    return ModelCard(max_len, _text(raw.get("root")), _text(raw.get("parent")))
 
 
-def _text(said: object) -> str | None:
-    return said if type(said) is str and 0 < len(said) <= MAX_ROOT else None
+def _text(raw: object) -> str | None:
+    return raw if type(raw) is str and 0 < len(raw) <= MAX_ROOT_CHARS else None

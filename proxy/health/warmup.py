@@ -1,14 +1,13 @@
-"""Connect each prefill worker to each decode worker before users need it.
+"""Connects each prefill worker to each decode worker before clients' requests need the connection.
 
-The first transfer between two takes a handshake, seconds perhaps. As soon as both are up they are
-given a tiny request in two legs, past the router's own port, so that it is in nobody's metrics;
-until that is done the core leaves the pair alone (see `core/links`).
+The first transfer of a pair needs a handshake, which can take seconds. When both workers are up,
+the router sends them a tiny request in two legs, which its metrics do not count. Until it succeeds,
+the pair gets no hand-over (see `kv_links`).
 
-A decode worker that can fetch nothing may compute the prompt itself, and its answer is as good as
-any. So its metrics are asked whether it has fetched anything. A link over which nothing came is no
-link. One that does not come about in a few tries stays cold, and is tried again: after a minute,
-then after twice as long each time, up to ten; at once where either worker was started anew. Only
-where workers want a key that the router hasn't got the first connection is left to users, who may.
+A decode worker that can't fetch blocks may compute the prompt itself without an error, so its
+metrics must show that it fetched blocks. A pair that fails is tried again after a minute, with
+doubling pauses up to ten minutes, or when either worker restarts. If a worker requires a key that
+the router does not have, the pair counts as connected.
 """
 
 from __future__ import annotations
@@ -43,36 +42,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AROUND_S = 0.1
-AT_ONCE = 8
-TRIES, PAUSE_S, LEG_S = 3, 1.0, 20.0
+CHECK_INTERVAL_S = 0.1
+MAX_CONCURRENT = 8
+TRIES, PAUSE_S, LEG_TIMEOUT_S = 3, 1.0, 20.0
 ROUTE = "completions"
-MAX_ANSWER = 8 << 20
-WANTS_KEY = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
+MAX_RESPONSE_BYTES = 8 << 20
+KEY_REQUIRED = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
 DONE, FAILED, BARE = "done", "failed", "bare"
 NO_KEY = "no_key"
-RECOMPUTED = "recomputed"  # the decode worker did it all itself
-AGAIN_S, LONGEST_S = 60.0, 600.0
-FETCHED = b"vllm:external_prefix_cache_hits_total{"  # tokens, over all of a decode worker's links
-LOOKS, LOOK_S = 5, 0.1  # for the count to be shown
-
+RECOMPUTED = "recomputed"  # the decode worker computed the prompt
+RETRY_S, MAX_RETRY_S = 60.0, 600.0
+FETCHED = b"vllm:external_prefix_cache_hits_total{"  # tokens
+COUNT_READS, COUNT_WAIT_S = 5, 0.1  # until the count of fetched tokens is up to date
 
 Link = tuple["Worker", "Worker"]
 
 
 class LegError(ProxyError):
-    """A leg of a warm-up that came to nothing."""
+    """A leg that failed."""
 
 
 class NoKeyError(LegError):
-    """A worker wants a key, and the router was given none for it."""
+    """A worker requires a key, and the router has none for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRetry:
-    """When a link that did not come about is tried again, unless a worker comes up before."""
+    """When a failed pair is tried again; earlier if a worker restarts."""
 
-    lives: tuple[float, float]  # since when each of two is up
+    lives: tuple[float, float]  # `up_since` of both workers
     at: float
     pause_s: float
 
@@ -81,7 +79,7 @@ HARMLESS = (LegError, TlsError, aiohttp.ClientError, TimeoutError, OSError, Valu
 
 
 class Warmup:
-    """Makes the connections of a router's fleet."""
+    """Connects the pairs of a fleet."""
 
     def __init__(
         self,
@@ -94,14 +92,14 @@ class Warmup:
         self._router = router
         self._connector = connector
         self._counts = counts
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._version = -1  # of the fleet, when last looked at
-        self._left: dict[str, tuple[object, list[Link]]] = {}  # by model; since when, and which
-        self._again: dict[Link, LinkRetry] = {}  # of those that did not come about
+        self._room = asyncio.Semaphore(MAX_CONCURRENT)
+        self._version = -1  # of the fleet, at the last check
+        self._left: dict[str, tuple[object, list[Link]]] = {}  # unconnected, by model
+        self._again: dict[Link, LinkRetry] = {}  # failed pairs
         router.links.are_made = connector.connects
 
     async def run(self) -> None:
-        """Watch for pairs until cancelled."""
+        """Connect new pairs until cancelled."""
         if not self._connector.connects:
             return
         tasks: dict[tuple[Worker, Worker], asyncio.Task[None]] = {}
@@ -112,14 +110,14 @@ class Warmup:
                     for pair in self._cold(self.clock()):
                         if pair not in tasks:
                             tasks[pair] = asyncio.create_task(self._warm(*pair, session))
-                    await asyncio.sleep(LOOK_AROUND_S)
+                    await asyncio.sleep(CHECK_INTERVAL_S)
             finally:
                 for task in tasks.values():
                     task.cancel()
                 await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def _cold(self, now: float) -> Iterator[Link]:
-        """Name those to connect. All pairs are looked at when somebody has come up, or left."""
+        """Yield the pairs to connect; list all pairs only when the pool changed."""
         fleet, links = self._router.fleet, self._router.links
         if fleet.version != self._version:
             self._version = fleet.version
@@ -144,7 +142,6 @@ class Warmup:
         return again is None or again.at <= now or again.lives != _lives(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
-        """Connect two; give up for a while after a few tries, later on after one."""
         started, lives = self.clock(), _lives(prefill, decode)
         before = self._again.get((prefill, decode))
         if before is not None and before.lives != lives:
@@ -153,54 +150,54 @@ class Warmup:
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
             why = ""
-            async with self._room:  # one try at a time: a worker that hangs holds up few others
+            async with self._room:  # per try, so that a hung worker blocks few others
                 try:
                     how = await self._once(prefill, decode, session)
                 except NoKeyError as error:
                     how, why = NO_KEY, str(error)
                 except HARMLESS as error:
                     how, why = FAILED, str(error) or type(error).__name__
-                except Exception as error:  # a connector's fault: tried again as seldom as others
-                    logger.exception("a connection could not be made")
+                except Exception as error:  # a bug in a connector
+                    logger.exception("warm-up of a pair failed")
                     how, why = FAILED, type(error).__name__
             self._counts.warmed(how)
             if how in (DONE, NO_KEY):
                 break
         if _lives(prefill, decode) != lives:
-            return  # it was another that was tried
+            return  # a worker restarted during the try
         links = self._router.links
         if how in (DONE, NO_KEY):
             self._again.pop((prefill, decode), None)
             links.worked(prefill, decode)
             links.warm(prefill, decode)
         else:
-            pause_s = AGAIN_S if before is None else min(2 * before.pause_s, LONGEST_S)
+            pause_s = RETRY_S if before is None else min(2 * before.pause_s, MAX_RETRY_S)
             self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
             links.unmade(prefill, decode)
             self._counts.barred(prefill.name, decode.name)
-        self._say(prefill, decode, how, why, self.clock() - started)
+        self._log(prefill, decode, how, why, self.clock() - started)
 
-    def _say(self, prefill: Worker, decode: Worker, how: str, why: str, seconds: float) -> None:
+    def _log(self, prefill: Worker, decode: Worker, how: str, why: str, seconds: float) -> None:
         link = f"{prefill.name} to {decode.name}"
         if how == DONE:
             logger.info("transfers from %s: ready in %.2f s", link, seconds)
             return
         if how == NO_KEY:
             logger.warning(
-                "transfers from %s: no first one, for %s, and the router has none; the first user "
-                "waits for their connection; give the worker its api_key in the fleet file",
+                "transfers from %s: not tested, because %s, and the router has none; the first "
+                "request waits for the connection; give the worker's api_key in the fleet file",
                 link,
                 why,
             )
             return
         what = {
-            BARE: f"{prefill.name} tells nothing to fetch by: is it started with the "
-            f"{self._connector.name} connector?",
-            RECOMPUTED: "nothing came, and the prompt was computed again: are both of one model "
-            "and one vLLM, and do they reach each other's side channels? Their logs know",
-        }.get(how, f"no first one: {why}")
+            BARE: f"{prefill.name} returned no transfer parameters; start it with the "
+            f"{self._connector.name} connector",
+            RECOMPUTED: "the decode worker computed the prompt itself; check that both have the "
+            "same model and vLLM version and reach each other's side channels, and see their logs",
+        }.get(how, f"the first transfer failed: {why}")
         logger.warning(
-            "transfers from %s: %s; prompts are not handed over there until one succeeds, the "
+            "transfers from %s: %s; the pair gets no hand-overs until a transfer succeeds; the "
             "next try is in %g s",
             link,
             what,
@@ -209,11 +206,11 @@ class Warmup:
 
     async def _once(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
         connector = self._connector
-        mark = os.urandom(16).hex()  # so that nothing of it is cached
+        mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")
         request_id = connector.request_id(pair) or pair.id.encode()
         asked = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
-        # A prompt whose first token is the end leaves nothing to fetch.
+        # If the first token ended the sequence, there would be no blocks to fetch.
         body = orjson.dumps({**asked, "ignore_eos": True})
         ask = _ask(prefill.model)
         first = prefill_body(connector, pair, ask, body)
@@ -229,10 +226,10 @@ class Warmup:
         except HARMLESS:
             await self._release(session, decode, taken)
             raise
-        for _ in range(LOOKS if before is not None else 0):
+        for _ in range(COUNT_READS if before is not None else 0):
             if await _fetched(decode) not in (before, None):
                 return DONE
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(COUNT_WAIT_S)
         if before is None:
             return DONE
         await self._release(session, decode, taken)
@@ -247,29 +244,28 @@ class Warmup:
         try:
             await _post(session, decode, body, b"warmup")
         except (LegError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return  # it is meant to be refused; and if it was not, the blocks expire
+            return  # a refusal is expected; otherwise the blocks expire
 
 
 def _session() -> aiohttp.ClientSession:
-    """Open a client for all workers: no limit on connections, or a few hung ones block the rest."""
+    """Return a client without a limit on connections, so that hung workers block no others."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
-        # Nor would we want to unpack a bomb.
+        # Without compression there are no decompression bombs.
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
     )
 
 
 async def _fetched(worker: Worker) -> float | None:
-    """Read how many tokens a decode worker has fetched so far; None where it doesn't tell."""
     spec = worker.spec
-    with closing(ProbeClient(spec.url, spec.api_key, LEG_S, spec.tls)) as questions:
+    with closing(ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)) as questions:
         try:
-            told = [*values(await questions.metrics(), FETCHED)]
+            counts = [*values(await questions.metrics(), FETCHED)]
         except ProbeError:
             return None
-    return sum(told) if told else None
+    return sum(counts) if counts else None
 
 
 async def _post(
@@ -282,22 +278,24 @@ async def _post(
         f"{worker.url}/v1/completions",
         data=body,
         headers=headers,
-        timeout=aiohttp.ClientTimeout(total=LEG_S),
+        timeout=aiohttp.ClientTimeout(total=LEG_TIMEOUT_S),
         allow_redirects=False,
         ssl=to_worker(worker.spec.tls) or True,
     ) as answer:
         text = bytearray()
         async for chunk in answer.content.iter_any():
             text += chunk
-            if len(text) > MAX_ANSWER:
-                raise LegError(f"{worker.name}: more than {MAX_ANSWER} bytes")
-        if answer.status in WANTS_KEY and not worker.spec.api_key:
-            raise NoKeyError(f"{worker.name} wants a key (status {answer.status})")
+            if len(text) > MAX_RESPONSE_BYTES:
+                raise LegError(
+                    f"{worker.name}: the response has more than {MAX_RESPONSE_BYTES} bytes"
+                )
+        if answer.status in KEY_REQUIRED and not worker.spec.api_key:
+            raise NoKeyError(f"{worker.name} requires a key (status {answer.status})")
         if answer.status != HTTPStatus.OK:
             raise LegError(f"{worker.name}: status {answer.status}")
     found = orjson.loads(text)
     if type(found) is not dict:
-        raise LegError(f"{worker.name}: its answer is no JSON object")
+        raise LegError(f"{worker.name}: the response is not a JSON object")
     return found
 
 

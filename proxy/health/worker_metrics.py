@@ -1,8 +1,7 @@
-"""Read a worker's /metrics: the few lines that are wanted, found by bytes, nothing else looked at.
+"""Reads a few metrics from a worker's /metrics page by searching for their lines.
 
-A vLLM page is 100 KB and more of histograms, and is read from every worker every second on the
-event loop that relays the streams: a full parser needs 10 ms for it, this one 0.05 ms. Most of that
-is to look for lines that are not there, or stand last.
+A vLLM page has 100 KB or more, and is read every second on the event loop that relays streams. A
+full parser takes 10 ms; this search takes 0.05 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model.specs import Gauges
 
-# With what ends the name, as longer names begin with these.
+# With the character after the name, because longer names begin with these names.
 RUNNING = b"vllm:num_requests_running{"
 WAITING = b"vllm:num_requests_waiting{"
 WAITING_WHY = b"vllm:num_requests_waiting_by_reason{"
@@ -23,16 +22,15 @@ PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
 GENERATION_TOKENS = b"vllm:generation_tokens_total{"
 PREEMPTIONS = b"vllm:num_preemptions_total{"
 KV_BYTES = b"vllm:nixl_bytes_transferred_sum{"
-# Not vLLM's: when the process came up. Told by one whose engine counts in the same process, or by
-# vllm-sched's own engines.
+# Only from workers with the engine in the server's process, and from vllm-sched's engines.
 STARTED = b"process_start_time_seconds "
 ENGINES_STARTED = b"vllm_sched_start_time_seconds{"
-# Told by vllm-sched's engines alone: prompt tokens still to compute, and those of long prompts.
+# From vllm-sched's engines only: uncomputed prompt tokens, with a line for long prompts.
 BACKLOG = b"vllm_sched_prefill_backlog_tokens{"
 CAPACITY = re.compile(rb'[{,]reason="capacity"')
 LONG = re.compile(rb'[{,]class="long"')
 
-ABSURD = 1e18
+MAX_VALUE = 1e18
 
 BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
 NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
@@ -40,21 +38,21 @@ SIZE_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,15})"')
 
 
 def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
-    """Return what the page says at time `at`; None if it is no vLLM page.
+    """Return the gauges of a page that was read at time `at`; None if it is not vLLM's.
 
-    The engines of a data-parallel worker are summed, their cache usage averaged. `moves`: whether
-    it may have moved KV cache.
+    Data-parallel engines are added up; their cache usage is averaged. `moves`: whether the worker
+    takes part in hand-overs.
     """
     running, room = values(page, RUNNING), capacity(page)
     if not running and room is None:
-        return None  # of an engine that has had nothing to do, its cache alone may be told
+        return None  # an idle engine may report only its cache
     usage = values(page, KV_USAGE)
     started = sum(values(page, STARTED)) or sum(values(page, ENGINES_STARTED))
     extra = {"started": started} if started else {}
     if backlog := values(page, BACKLOG):
         extra["backlog"] = sum(backlog)
         extra["backlog_long"] = sum(values(page, BACKLOG, LONG))
-    # Else those whose KV cache is on its way count among those that wait.
+    # Requests that wait for KV blocks of a prefill worker do not wait for a slot.
     if moves and (queued := values(page, WAITING_WHY, CAPACITY)):
         extra[QUEUED_GAUGE] = sum(queued)
     if moves and (moved := values(page, KV_BYTES)):
@@ -73,7 +71,7 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
 
 
 def lines(page: bytes, start: bytes) -> Iterator[bytes]:
-    """Yield the lines of a metric; they stand together, after its HELP and TYPE."""
+    """Yield the lines of a metric, which are consecutive."""
     at = 0 if page.startswith(start) else page.find(b"\n" + start) + 1
     while page.startswith(start, at):
         end = page.find(b"\n", at)
@@ -85,35 +83,35 @@ def lines(page: bytes, start: bytes) -> Iterator[bytes]:
 
 
 def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -> list[float]:
-    """Return a metric's numbers, one per engine; lines that make no sense are left out."""
+    """Return the valid values of a metric, one per engine."""
     found = []
     for line in lines(page, start):
         if having is not None and not having.search(line):
             continue
-        # A label's value may hold blanks and braces, what follows the labels never.
+        # Labels may contain blanks and braces; the value and timestamp never do.
         fields = line[max(line.rfind(b"}") + 1, len(start)) :].split()
         try:
             value = float(fields[0])
         except (IndexError, ValueError):
             continue
-        if 0 <= value < ABSURD:
+        if 0 <= value < MAX_VALUE:
             found.append(value)
     return found
 
 
 def capacity(page: bytes) -> int | None:
-    """Return how many tokens the KV cache holds, over all engines; None if that is not told.
+    """Return the capacity of the KV cache in tokens, over all engines; None if not reported.
 
-    Of tokens, an engine's line says how many it has; of blocks, how many all of them have.
+    `kv_cache_size_tokens` is per engine, `num_gpu_blocks` is the sum of all engines.
     """
-    told = in_blocks = 0
-    # Told once all is set up, they are among the last; other engines' stand before the last one.
+    in_tokens = in_blocks = 0
+    # These lines are near the end of the page, so search backwards.
     last = page.rfind(b"\n" + CACHE_CONFIG) + 1
     first = page.rfind(b"\n#", 0, last) + 1
     for line in lines(page[first:], CACHE_CONFIG):
         if tokens := SIZE_TOKENS.search(line):
-            told += int(tokens[1])
+            in_tokens += int(tokens[1])
         size, blocks = BLOCK_SIZE.search(line), NUM_BLOCKS.search(line)
         if size and blocks:
             in_blocks = max(in_blocks, int(size[1]) * int(blocks[1]))
-    return told or in_blocks or None
+    return in_tokens or in_blocks or None

@@ -11,7 +11,7 @@ State = Literal["starting", "up", "down", "wrong_model", "resting", "draining", 
 
 
 def state(worker: Worker) -> State:
-    """Name the state of a worker; of several, the one that keeps requests from it longest."""
+    """Return a worker's state; if several apply, the most lasting."""
     if worker.draining:
         return "draining" if worker.requests or worker.pinned else "drained"
     if not worker.up:
@@ -22,5 +22,5 @@ def state(worker: Worker) -> State:
 
 
 def why_not(worker: Worker, now: float) -> str:
-    """Say what keeps requests from a worker, where it is more than its state says."""
+    """Return why a worker gets no requests, in addition to its state."""
     return why_it_rests(worker, now) if state(worker) == "resting" else worker.why

@@ -1,14 +1,13 @@
-"""Connections by name, of which none waits for another's name to be looked up.
+"""Name resolution and connections, in which a slow name does not delay other names.
 
-An event loop has a few threads for all look-ups, uvloop two: a few workers that are gone, for whose
-names the resolver takes ten seconds, would keep every other worker from being found. So each name
-has a thread of its own, one at a time, whoever asks. Where that takes long or fails, what was found
-before has to do, unless the answer is that there is no such name; and where nothing was found, the
-last failure is one again. What is older than a moment is looked up anew, and so is where nobody
-took a connection: a worker that was started again may be elsewhere.
+An event loop has few threads for look-ups; uvloop has two. A few names with slow look-ups would
+delay all others, so each look-up has a thread of its own.
 
-Of several addresses one that nobody answers at takes no time from the others: after a moment the
-next one is tried beside it, and whichever answers first is it (RFC 8305).
+- Results are cached for `CACHE_TTL_S`. A failed connection expires the cached result.
+- If a new look-up is slow or fails, the cached result is used, unless the name no longer exists.
+
+If a name has several addresses, a connection to the next one starts after `NEXT_ADDRESS_DELAY_S`,
+and the first to succeed is used (RFC 8305).
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from concurrent.futures import Future
 from ipaddress import ip_address
 from typing import Any, NamedTuple, TypeVar
 
-FRESH_S = 1.0  # what was found is good for
-WAIT_S = 0.25  # for a look-up, where something was found before
-HEAD_START_S = 0.25  # of an address, before the next one is tried beside it
-MOST_THREADS = 64
-MOST_KNOWN = 4096
-NOBODY = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+CACHE_TTL_S = 1.0
+REFRESH_WAIT_S = 0.25  # for a new look-up, before the expired result is used
+NEXT_ADDRESS_DELAY_S = 0.25
+MAX_THREADS = 64
+MAX_CACHED_NAMES = 4096
+NAME_NOT_FOUND = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 Addresses = tuple[str, ...]
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class NoAddressAnswersError(OSError):
-    """None of a name's addresses led anywhere, for one reason each."""
+    """No address of a name accepted a connection; `errors` has the reason for each."""
 
     def __init__(self, errors: Sequence[OSError]) -> None:
         super().__init__("; ".join(str(error) for error in errors))
@@ -45,41 +44,41 @@ class NoAddressAnswersError(OSError):
 
 
 class CachedLookup(NamedTuple):
-    """What a name stood for, or why it can't be known, and until when nobody asks again."""
+    """The addresses of a name, or the error of its look-up, and when the entry expires."""
 
     found: Addresses | BaseException
     until: float
 
-    def told(self) -> Addresses:
-        """Return the addresses, or raise."""
+    def result(self) -> Addresses:
+        """Return the addresses, or raise the error."""
         if isinstance(self.found, BaseException):
-            raise self.found.with_traceback(None)  # or it would grow each time
+            raise self.found.with_traceback(None)  # a traceback would grow each time
         return self.found
 
 
 class PendingLookup(NamedTuple):
-    """One that is under way."""
+    """A look-up that has not finished."""
 
     began: float
     answer: Future[Addresses]
 
 
-def ask_system(host: str) -> Addresses:
-    """Look a name up, as long as that takes; in the system's order."""
+def resolve(host: str) -> Addresses:
+    """Return the addresses of a name in the system's order; block until they are known."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return tuple(dict.fromkeys(_written(each[4]) for each in found))
+    return tuple(dict.fromkeys(_address_text(entry[4]) for entry in found))
 
 
-def _written(address: tuple[Any, ...]) -> str:
+def _address_text(address: tuple[Any, ...]) -> str:
     host = str(address[0])
     scope = address[3] if len(address) > 3 else 0
     return f"{host}%{scope}" if scope and "%" not in host else host
 
 
 class Resolver:
-    """Names and what they stand for."""
+    """A cache of look-ups, each in a thread."""
 
-    def __init__(self, ask: Callable[[str], Addresses] = ask_system) -> None:
+    def __init__(self, ask: Callable[[str], Addresses] = resolve) -> None:
         self._ask = ask
         self._known: dict[str, CachedLookup] = {}
         self._under_way: dict[str, PendingLookup] = {}
@@ -88,49 +87,48 @@ class Resolver:
         self._threads = 0
 
     async def find(self, host: str) -> Addresses:
-        """Return where a name is now, or was; raises an `OSError` or a `UnicodeError`."""
+        """Return the addresses of a name, cached or new; raise `OSError` or `UnicodeError`."""
         if _is_address(host):
             return (host,)
         known, now = self._known.get(host), time.monotonic()
         if known is None:
             return await self.look_up(host)
         if now < known.until:
-            return known.told()
+            return known.result()
         look_up = self._begin(host, now)
         try:
-            async with asyncio.timeout(max(look_up.began + WAIT_S - now, 0.0)):
+            async with asyncio.timeout(max(look_up.began + REFRESH_WAIT_S - now, 0.0)):
                 return await asyncio.wrap_future(look_up.answer)
-        except OSError as error:  # a `TimeoutError`, too
+        except OSError as error:  # or `TimeoutError`, which is a subclass
             if _is_final(error):
                 raise
-        return known.told()
+        return known.result()
 
     async def look_up(self, host: str) -> Addresses:
-        """Look a name up, whatever is known of it."""
+        """Return the addresses of a name from a new look-up."""
         return await asyncio.wrap_future(self._begin(host, time.monotonic()).answer)
 
     def doubt(self, host: str) -> None:
-        """Note that no connection could be had there: to be looked up before the next."""
+        """Expire the cached addresses of a name, because a connection failed."""
         known = self._known.get(host)
         if known is not None:
             self._known[host] = known._replace(until=0.0)
 
     def _begin(self, host: str, now: float) -> PendingLookup:
-        """Return the look-up that is under way, a new one if there is none."""
         found = self._under_way.get(host)
         if found is not None:
             return found
         answer: Future[Addresses] = Future()
-        answer.set_running_or_notify_cancel()  # who waits no more ends it for nobody else
+        answer.set_running_or_notify_cancel()  # waiters can't cancel it
         look_up = self._under_way[host] = PendingLookup(now, answer)
         answer.add_done_callback(lambda answer: self._learn(host, answer))
         with self._lock:
             self._waiting.append((host, answer))
-            if self._threads >= MOST_THREADS:
+            if self._threads >= MAX_THREADS:
                 return look_up
             self._threads += 1
         try:
-            # Not an executor's: the router's end waits for no look-up.
+            # Not an executor's thread: the router must be able to exit during a look-up.
             threading.Thread(target=self._work, name="look-up", daemon=True).start()
         except RuntimeError:
             self._without_thread()
@@ -146,7 +144,6 @@ class Resolver:
             answer.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
 
     def _work(self) -> None:
-        """Look up what waits, in a thread."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -155,24 +152,24 @@ class Resolver:
                 host, answer = self._waiting.popleft()
             try:
                 found = self._ask(host)
-            except Exception as error:  # a host that can be no name is a `UnicodeError`
+            except Exception as error:  # `UnicodeError` for an invalid name
                 answer.set_exception(error)
             else:
                 answer.set_result(found)
 
     def _learn(self, host: str, answer: Future[Addresses]) -> None:
-        """Keep what was found; in its thread, so that it is kept if nobody waits any more."""
+        """Cache a result. Runs in the look-up's thread, so a cancelled waiter does not lose it."""
         error, known = answer.exception(), self._known.get(host)
-        if known is None and len(self._known) >= MOST_KNOWN:
+        if known is None and len(self._known) >= MAX_CACHED_NAMES:
             self._known.clear()
         if error is None:
-            self._known[host] = CachedLookup(answer.result(), time.monotonic() + FRESH_S)
+            self._known[host] = CachedLookup(answer.result(), time.monotonic() + CACHE_TTL_S)
         elif known is None or _is_final(error) or isinstance(known.found, BaseException):
             self._known[host] = CachedLookup(error, 0.0)
         self._under_way.pop(host, None)
 
 
-NAMES = Resolver()  # of the process
+RESOLVER = Resolver()
 
 
 async def connect(
@@ -182,16 +179,16 @@ async def connect(
     tls: ssl.SSLContext | None,
     handshake_s: float | None = None,
 ) -> tuple[asyncio.BaseTransport, P]:
-    """Connect, to whichever of a name's addresses answers first.
+    """Connect to the first address of a host that accepts; return transport and protocol.
 
-    Raises an `OSError`, or for a host that can be no name a `UnicodeError`.
+    Raises `OSError`, or `UnicodeError` for an invalid name.
     """
     options: dict[str, Any] = {}
     if tls is not None:
         options = {"ssl": tls, "server_hostname": host, "ssl_handshake_timeout": handshake_s}
     loop = asyncio.get_running_loop()
     errors: list[OSError] = []
-    left = deque(await NAMES.find(host))
+    left = deque(await RESOLVER.find(host))
     while left:
         try:
             if len(left) == 1:
@@ -199,18 +196,18 @@ async def connect(
             if (raw := await _first(left, port, errors)) is not None:
                 return await loop.create_connection(protocol, sock=raw, **options)
         except ssl.SSLError:
-            raise  # somebody is there
+            raise  # the address accepted the connection
         except OSError as error:
             errors.append(error)
-        except asyncio.CancelledError:  # it took too long
-            NAMES.doubt(host)
+        except asyncio.CancelledError:  # the caller's timeout
+            RESOLVER.doubt(host)
             raise
-    NAMES.doubt(host)
+    RESOLVER.doubt(host)
     raise errors[0] if len(errors) == 1 else NoAddressAnswersError(errors)
 
 
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
-    """Take addresses until one of them answers; None if none does, and why not is in `errors`."""
+    """Return a socket to the first address that accepts, or None; failures go to `errors`."""
     loop = asyncio.get_running_loop()
     trying: dict[asyncio.Task[socket.socket], str] = {}
     try:
@@ -220,20 +217,20 @@ async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.s
                 trying[loop.create_task(_reach(address, port))] = address
             done, _ = await asyncio.wait(
                 trying,
-                timeout=HEAD_START_S if left else None,
+                timeout=NEXT_ADDRESS_DELAY_S if left else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            for each in done:
-                del trying[each]
+            for attempt in done:
+                del trying[attempt]
                 try:
-                    return each.result()
+                    return attempt.result()
                 except OSError as error:
                     errors.append(error)
     finally:
-        for each, address in trying.items():
-            each.cancel()
-            each.add_done_callback(_drop)
-            left.append(address)  # for where the one that answered breaks off a handshake
+        for attempt, address in trying.items():
+            attempt.cancel()
+            attempt.add_done_callback(_close)
+            left.append(address)  # tried again if the TLS handshake fails
     return None
 
 
@@ -242,7 +239,7 @@ async def _reach(address: str, port: int) -> socket.socket:
     raw = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         raw.setblocking(False)
-        # With its scope as it is written: uvloop heeds no other.
+        # The scope must be part of the address: uvloop ignores the fourth item of a tuple.
         await asyncio.get_running_loop().sock_connect(raw, (address, port))
     except BaseException:
         raw.close()
@@ -250,10 +247,9 @@ async def _reach(address: str, port: int) -> socket.socket:
     return raw
 
 
-def _drop(tried: asyncio.Task[socket.socket]) -> None:
-    """Close what was reached when another had been reached already."""
-    if not tried.cancelled() and tried.exception() is None:
-        tried.result().close()
+def _close(attempt: asyncio.Task[socket.socket]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result().close()
 
 
 def _is_address(host: str) -> bool:
@@ -265,7 +261,6 @@ def _is_address(host: str) -> bool:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether there is no such name; all else may be the resolver's own trouble."""
     return isinstance(error, UnicodeError) or (
-        isinstance(error, socket.gaierror) and error.errno in NOBODY
+        isinstance(error, socket.gaierror) and error.errno in NAME_NOT_FOUND
     )

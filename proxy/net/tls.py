@@ -1,7 +1,7 @@
 """TLS contexts from the files that a fleet file names: TLS 1.2 or newer, always verified.
 
-What is shown to clients is renewed in place at a reload: connections that are there stay. What
-workers are met with is read again as soon as its files change.
+A port's context is changed in place at a reload, so open connections stay. A worker's context is
+read again as soon as its files change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proxy.errors import ConfigError, Problem, ProxyError
 
 logger = logging.getLogger(__name__)
 
-Changed = tuple[int, ...]  # when each file was
+FileTimes = tuple[int, ...]  # modification times in ns
 
 
 class TlsError(ProxyError):
-    """Files that make no TLS: which field of the block, and why."""
+    """A TLS file that can't be used: the field that names it, and the reason."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field}: {why}")
@@ -29,41 +29,41 @@ class TlsError(ProxyError):
 
 
 class ServedContext:
-    """The context of a port."""
+    """The TLS context of a port, which a reload can change."""
 
     def __init__(self, config: TlsConfig) -> None:
         self.context = server_context(config)
 
     def renew(self, config: TlsConfig) -> None:
-        """Show what is in the files now. Authorities are added; one that left stays until a start.
+        """Load the files again; if they can't be used, keep the previous ones.
 
-        Files that can't be used leave what was shown before.
+        New client CAs are added; a removed CA stays valid until the router is restarted.
         """
         try:
-            server_context(config)  # all of it is tried on another first
-            _take(self.context, config)
+            server_context(config)  # check the files on another context
+            _load(self.context, config)
         except TlsError as error:
-            logger.warning("TLS of a port: %s; what was shown before stays", error)
+            logger.warning("TLS of a port: %s; the previous certificate stays", error)
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """Make the context of a port; raises `TlsError`."""
+    """Return a context for a port; raise `TlsError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if config.client_ca_file is not None:
         context.verify_mode = ssl.CERT_REQUIRED
-    _take(context, config)
+    _load(context, config)
     return context
 
 
-def _take(context: ssl.SSLContext, config: TlsConfig) -> None:
+def _load(context: ssl.SSLContext, config: TlsConfig) -> None:
     _load_own(context, config.cert_file, config.key_file)
     if config.client_ca_file is not None:
         _load_authorities(context, config.client_ca_file, "client_ca_file")
 
 
 def client_context(config: WorkerTlsConfig) -> ssl.SSLContext:
-    """Make the context that workers are met with; raises `TlsError`."""
+    """Return a context for connections to workers; raise `TlsError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = config.verify_hostname
@@ -78,23 +78,22 @@ def client_context(config: WorkerTlsConfig) -> ssl.SSLContext:
 
 def _load_own(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     for field, path in (("cert_file", cert), ("key_file", key)):
-        _readable(field, path)
+        _check_readable(field, path)
     try:
-        # An encrypted key would be asked for on the terminal.
+        # Without a callback, OpenSSL asks for the password on the terminal.
         context.load_cert_chain(cert, key, password=_no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"{str(key)!r}: is not the key of the certificate in {str(cert)!r}; give that one"
+            why = f"{str(key)!r}: does not match the certificate in {str(cert)!r}; give its key"
             raise TlsError("key_file", why) from None
-        field, path, what = _culprit(cert, key)
-        raise TlsError(field, f"{str(path)!r}: holds no {what} in PEM; correct it") from None
+        field, path, what = _invalid_file(cert, key)
+        raise TlsError(field, f"{str(path)!r}: has no {what} in PEM; correct it") from None
     except _EncryptedError:
         why = f"{str(key)!r}: is encrypted; give the key without a password"
         raise TlsError("key_file", why) from None
 
 
-def _culprit(cert: Path, key: Path) -> tuple[str, Path, str]:
-    """Find out which of two files it is; a certificate can be read alone."""
+def _invalid_file(cert: Path, key: Path) -> tuple[str, Path, str]:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)
     except ssl.SSLError:
@@ -111,14 +110,14 @@ def _no_password() -> str:
 
 
 def _load_authorities(context: ssl.SSLContext, path: Path, field: str) -> None:
-    _readable(field, path)
+    _check_readable(field, path)
     try:
         context.load_verify_locations(path)
     except ssl.SSLError:
-        raise TlsError(field, f"{str(path)!r}: holds no certificate in PEM; correct it") from None
+        raise TlsError(field, f"{str(path)!r}: has no certificate in PEM; correct it") from None
 
 
-def _readable(field: str, path: Path) -> None:
+def _check_readable(field: str, path: Path) -> None:
     try:
         with path.open("rb"):
             pass
@@ -127,21 +126,19 @@ def _readable(field: str, path: Path) -> None:
         raise TlsError(field, why) from None
 
 
-# To workers
-
-_known: dict[WorkerTlsConfig, tuple[Changed, ssl.SSLContext]] = {}
-MOST_KNOWN = 1000
+_known: dict[WorkerTlsConfig, tuple[FileTimes, ssl.SSLContext]] = {}
+MAX_CONTEXTS = 1000
 
 
 def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
-    """Return what a worker is met with; None where that is plain HTTP.
+    """Return the context for a worker, None for plain HTTP; raise `TlsError`.
 
-    Files that can't be used any more leave the last ones that could. Raises `TlsError`.
+    If changed files can't be used, the previous context stays.
     """
     if config is None:
         return None
     known = _known.get(config)
-    changed = _changed(config)
+    changed = _file_times(config)
     if known is not None and known[0] == changed:
         return known[1]
     try:
@@ -149,42 +146,39 @@ def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
     except TlsError as error:
         if known is None:
             raise
-        logger.warning("TLS to workers: %s; what was read before stays", error)
+        logger.warning("TLS to workers: %s; the previous files stay in use", error)
         context = known[1]
-    if len(_known) >= MOST_KNOWN:
+    if len(_known) >= MAX_CONTEXTS:
         _known.clear()
     _known[config] = changed, context
     return context
 
 
-def _changed(config: WorkerTlsConfig) -> Changed:
+def _file_times(config: WorkerTlsConfig) -> FileTimes:
     files = (config.ca_file, config.cert_file, config.key_file)
-    return tuple(_date(each) for each in files if each is not None)
+    return tuple(_modified_ns(path) for path in files if path is not None)
 
 
-def _date(path: Path) -> int:
+def _modified_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-# All of a fleet file's
-
-
 def tls_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Say what is wrong with the files of all blocks about TLS."""
+    """Yield the problems with the files of all TLS blocks."""
     if router := draft.router:
-        yield from _problem("router.tls", router.tls)
-        yield from _problem("router.admin.tls", router.admin.tls)
-    yield from _problem("worker_tls", draft.worker_tls)
+        yield from _problems("router.tls", router.tls)
+        yield from _problems("router.admin.tls", router.admin.tls)
+    yield from _problems("worker_tls", draft.worker_tls)
     for index, worker in draft.legible_workers.items():
-        yield from _problem(f"workers[{index}].tls", worker.tls)
+        yield from _problems(f"workers[{index}].tls", worker.tls)
     for index, pool in draft.pools.items():
-        yield from _problem(f"discovery.pools[{index}].tls", pool.tls)
+        yield from _problems(f"discovery.pools[{index}].tls", pool.tls)
 
 
-def _problem(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[Problem]:
+def _problems(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[Problem]:
     if block is None:
         return
     try:
@@ -197,8 +191,8 @@ def _problem(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[P
 
 
 def check_tls(config: FleetConfig, source: str) -> None:
-    """Raise `ConfigError` where any of the files can't be used."""
+    """Load all TLS files of a fleet file; raise `ConfigError` if any can't be used."""
     if problems := list(tls_problems(PartialConfig.of(config))):
         raise ConfigError(source, problems)
     for worker in config.workers:
-        to_worker(config.tls_of(worker))  # so that no request waits for files to be read
+        to_worker(config.tls_of(worker))  # so that no request waits for the files

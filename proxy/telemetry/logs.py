@@ -1,9 +1,7 @@
-"""The router's log: a line for each request at its end, and the router's own lines.
+"""The router's log: its own lines, and one line per request.
 
-Nobody's secret is in it: keys never come near a request's line, and those of the fleet file, of the
-files and variables that it names, and of workers that an operator adds are cut out of all others.
-Tenants' keys are not known here: of them there are only hashes. A prompt is in it only where the
-fleet file says so.
+Workers' keys are removed from all lines, also of workers added later. Tenants' keys are unknown to
+the router, which has only hashes. Prompts are logged only if the fleet file allows it.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
     from proxy.metrics.observed import ObservedRequest
     from proxy.metrics.registry import Metrics
 
-OURS = ("proxy", "vllm_sched")
-LEAD = "%(asctime)s %(levelname)s "
-MAX_PROMPT = 64 << 10
-LEAST_SECRET = 4  # a shorter one would be cut out of ordinary words
+OWN_LOGGERS = ("proxy", "vllm_sched")
+PREFIX = "%(asctime)s %(levelname)s "
+MAX_PROMPT_BYTES = 64 << 10
+MIN_SECRET_CHARS = 4  # shorter secrets occur in ordinary words
 BAD_REQUEST, SERVER_ERROR = 400, 500
 UNREAD: dict[str, Any] = dict.fromkeys(
     ("model", "tenant", "class", "stream", "body_bytes", "prompt_tokens", "counted")
@@ -38,7 +36,7 @@ UNREAD: dict[str, Any] = dict.fromkeys(
 
 
 class Logs:
-    """What one process of a router writes; without metrics, its own lines only."""
+    """The log of one process; without metrics it has no lines for requests."""
 
     def __init__(
         self,
@@ -52,19 +50,17 @@ class Logs:
         self.writer = writer or LogWriter()
         self.settings = config.router.logs
         self.requests = False
-        # Where several processes serve: has all of them change.
+        # Changes the log of all router processes, if there are several.
         self.tell_all: Callable[[bool | None, Mapping[str, str]], Awaitable[None]] | None = None
         self._metrics = metrics
         self._wall = wall
         self._handler: LogHandler | None = None
-        self._before: list[logging.Handler] = []  # who wrote until this took over
+        self._before: list[logging.Handler] = []  # handlers that `take_over` replaced
         self._secrets: tuple[str, ...] = ()
         self.reconfigure(config, keys)
 
-    # The router's own lines
-
     def take_over(self, mark: str = "") -> None:
-        """Write what is logged in this process from now on; `mark` tells it from others."""
+        """Replace the root logger's handlers; `mark` names the process."""
         root = logging.getLogger()
         if self._handler is None:
             self._before = root.handlers[:]
@@ -73,9 +69,9 @@ class Logs:
         self._set_level(self.settings.level)
 
     def reconfigure(self, config: FleetConfig, keys: Iterable[str] = ()) -> None:
-        """Be as the fleet file says; levels that were changed by hand are forgotten.
+        """Apply the fleet file's settings, and reset levels that were changed at run time.
 
-        `keys` are those that stand elsewhere, and are to be cut out too.
+        `keys` are secrets that are not in the fleet file.
         """
         self.settings = config.router.logs
         self._secrets = ()
@@ -88,23 +84,23 @@ class Logs:
             self._set_level(self.settings.level)
 
     def hide(self, keys: Iterable[str]) -> None:
-        """Cut these out too, until the fleet file is read again."""
+        """Remove these keys from lines too, until the next reload."""
         secrets = {*self._secrets, *long_enough(keys)}
         if len(secrets) == len(self._secrets):
-            return  # nothing new: followers are told of workers each second
-        # Of one that is the beginning of another, nothing may be left either.
+            return  # the common case: called every second
+        # Longest first: one secret may be the beginning of another.
         self._secrets = tuple(sorted(secrets, key=len, reverse=True))
 
     def levels(self) -> dict[str, str]:
-        """Return the levels that are set, by logger; the one without a name is for all others."""
+        """Return the levels by logger; the empty name is the default."""
         found = {"": logging.getLevelName(logging.getLogger().level).lower()}
-        for name, each in list(logging.Logger.manager.loggerDict.items()):
-            if isinstance(each, logging.Logger) and each.level and name.split(".")[0] in OURS:
-                found[name] = logging.getLevelName(each.level).lower()
+        for name, log in list(logging.Logger.manager.loggerDict.items()):
+            if isinstance(log, logging.Logger) and log.level and name.split(".")[0] in OWN_LOGGERS:
+                found[name] = logging.getLevelName(log.level).lower()
         return found
 
     def change(self, requests: bool | None, levels: Mapping[str, str]) -> None:
-        """Log otherwise until the next reload."""
+        """Change what is logged, until the next reload."""
         if requests is not None:
             self.log_requests(requests)
         for name, level in levels.items():
@@ -114,58 +110,56 @@ class Logs:
         logging.getLogger().setLevel(level.upper())
 
     def line_of(self, record: logging.LogRecord, mark: str) -> bytes:
-        """Write one of them."""
+        """Return a log record as a line."""
         if self.settings.format == "text":
-            formatter = logging.Formatter(f"{LEAD}{mark}%(message)s")
+            formatter = logging.Formatter(f"{PREFIX}{mark}%(message)s")
             return self._without_secrets(formatter.format(record)).encode(errors="replace") + b"\n"
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": self._without_secrets(record.getMessage()),
         }
         if mark:
-            told["process"] = mark.strip()
+            fields["process"] = mark.strip()
         if record.exc_info:
-            told["exception"] = self._without_secrets(
+            fields["exception"] = self._without_secrets(
                 logging.Formatter().formatException(record.exc_info)
             )
-        return written(told)
+        return written(fields)
 
     def _without_secrets(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         return text
 
-    # Requests
-
     def log_requests(self, wanted: bool) -> None:
-        """Write a line for each request, or none."""
+        """Turn the lines for requests on or off."""
         metrics = self._metrics
         if metrics is None:
             return
         self.requests = wanted
-        others = tuple(each for each in metrics.at_end if each != self.ended)
+        others = tuple(hook for hook in metrics.at_end if hook != self.ended)
         metrics.at_end = (*others, self.ended) if wanted else others
         metrics.keeps_prompts = wanted and self.settings.prompts
 
     def ended(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
-        """Write the line of a request that is over."""
-        told = account(seen, now, route, status, reason)
+        """Write the line of a finished request."""
+        fields = account(seen, now, route, status, reason)
         if seen.prompt:
-            told["prompt"] = seen.prompt[:MAX_PROMPT].decode(errors="replace")
+            fields["prompt"] = seen.prompt[:MAX_PROMPT_BYTES].decode(errors="replace")
         if self.settings.format == "json":
             wall = datetime.fromtimestamp(self._wall(), UTC)
-            self.writer.put(written({"time": wall, "event": "request", **told}))
+            self.writer.put(written({"time": wall, "event": "request", **fields}))
             return
         stamp = datetime.fromtimestamp(self._wall()).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        said = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
-        self.writer.put(f"{stamp} REQUEST {one_line(said)}\n".encode(errors="replace"))
+        pairs = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        self.writer.put(f"{stamp} REQUEST {one_line(pairs)}\n".encode(errors="replace"))
 
     def close(self) -> None:
-        """Write what there is to be written, and let others write again."""
+        """Write all queued lines and restore the previous handlers."""
         self.log_requests(False)
         if self._handler is not None:
             logging.getLogger().handlers[:] = self._before
@@ -174,7 +168,7 @@ class Logs:
 
 
 class LogHandler(logging.Handler):
-    """Hands the lines of Python's logging on."""
+    """Passes Python's log records to the writer."""
 
     def __init__(self, logs: Logs, mark: str) -> None:
         super().__init__()
@@ -182,21 +176,21 @@ class LogHandler(logging.Handler):
         self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand one on."""
+        """Write a record."""
         try:
             self._logs.writer.put(self._logs.line_of(record, self._mark))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until they are written."""
+        """Wait until all lines are written."""
         self._logs.writer.flush()
 
 
 def account(
     seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
 ) -> dict[str, Any]:
-    """Say what became of a request. Times are in milliseconds; what there was not is null."""
+    """Return the fields of a finished request."""
     ask, decision = seen.ask, seen.decision
     first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
     handover = None if decision is None else decision.handover
@@ -236,16 +230,16 @@ def _sizes(ask: RequestInfo) -> dict[str, Any]:
 
 
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
-    """Say what is known by the head: of what was refused by a limit, or asked of the router."""
-    whose = {
+    """Return the fields of a request without a parsed body."""
+    known = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
         "class": BATCH if seen.in_the_gaps else None,
     }
-    return UNREAD | whose
+    return UNREAD | known
 
 
 def outcome(status: int) -> str:
-    """Say in a word how a request ended."""
+    """Return how a request ended, in a word."""
     if status < BAD_REQUEST:
         return "done"
     if status == CLIENT_GONE:
@@ -254,34 +248,34 @@ def outcome(status: int) -> str:
 
 
 def between(start: float | None, end: float | None) -> float | None:
-    """Return the time between two moments, if both were."""
+    """Return the milliseconds between two times, or None."""
     return None if start is None or end is None else milliseconds(end - start)
 
 
 def milliseconds(seconds: float) -> float:
-    """Return seconds as milliseconds, to a hundredth."""
+    """Return seconds as milliseconds with two decimals."""
     return round(seconds * 1000, 2)
 
 
 def text(value: str) -> str:
-    """Cut what a client chose, and replace what is no text."""
+    """Return a valid, shortened text."""
     return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def one_line(value: str) -> str:
-    """Let nobody begin a line of his own."""
+    """Return a text with unprintable characters escaped."""
     if value.isprintable():
         return value
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
 
 
-def written(told: dict[str, Any]) -> bytes:
-    """Write an object on a line of its own."""
-    return orjson.dumps(told, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
+def written(fields: dict[str, Any]) -> bytes:
+    """Return fields as a line of JSON."""
+    return orjson.dumps(fields, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
 
 
 def secrets_in(data: object, name: str = "") -> Iterator[str]:
-    """Yield every value in a configuration whose name says that it is a secret."""
+    """Yield the secrets in a configuration, by the names of their keys."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from secrets_in(value, str(key))
@@ -293,5 +287,5 @@ def secrets_in(data: object, name: str = "") -> Iterator[str]:
 
 
 def long_enough(secrets: Iterable[str]) -> Iterator[str]:
-    """Yield those that can be cut out of a text, and leave words whole."""
-    return (each for each in secrets if len(each) >= LEAST_SECRET)
+    """Yield the secrets that can be removed."""
+    return (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS)

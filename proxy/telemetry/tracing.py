@@ -1,8 +1,8 @@
-"""Spans of requests for OpenTelemetry: made when a request is over, of what was noted of it anyhow.
+"""OpenTelemetry spans of requests, made from the times that were recorded anyway.
 
-A request is a span; so is its wait in the queue and each leg on a worker, below which vLLM puts its
-own; what passed until the first token, and after it. They are exported in a thread of the SDK's,
-from a queue with room for 2,048: what finds it full is dropped.
+A request has a span, with spans for its wait in the queue, for each leg, and for the time before
+and after the first token. vLLM's spans are below the legs. A thread exports the spans; if
+its queue of 2,048 is full, spans are dropped.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from proxy.metrics.observed import ObservedRequest
 
 SERVER_ERROR = 500
-CLOSE_S = 3.0
-TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
+EXPORT_TIMEOUT_S = 5.0
 PREFILL = "prefill"
 MISSING = (
-    "router.tracing: OpenTelemetry is not installed; pip install 'vllm-sched[otel]', or leave "
-    "tracing out"
+    "router.tracing: OpenTelemetry is not installed; pip install 'vllm-sched[otel]', or remove "
+    "router.tracing"
 )
 Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start, end, attributes
 
 
 class Tracing:
-    """Who begins traces, and tells of those that are over."""
+    """Begins traces and exports the spans of finished requests."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Tracing:
         self._resource = Resource.create({"service.name": config.service})
         self._processor = BatchSpanProcessor(exporter or _exporter(config.endpoint))
 
-    def begin(self, told: bytes | None) -> Trace:
-        """Begin the trace of a request, or go on with its client's."""
-        return Trace.begin(told, sample=self._chance() < self._share)
+    def begin(self, traceparent: bytes | None) -> Trace:
+        """Return a new trace, or continue the client's."""
+        return Trace.begin(traceparent, sample=self._chance() < self._share)
 
     def ended(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
-        """Have the spans of a request exported."""
+        """Export the spans of a finished request."""
         trace = seen.trace
         if trace is None or not trace.sampled:
             return
@@ -94,10 +94,10 @@ class Tracing:
             )
 
     def close(self) -> None:
-        """Export what there is, unless that takes too long."""
+        """Export queued spans within a time limit."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
-        closing.join(CLOSE_S)
+        closing.join(CLOSE_TIMEOUT_S)
 
 
 def _exporter(endpoint: str) -> SpanExporter:
@@ -105,11 +105,11 @@ def _exporter(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise ProxyError(MISSING) from None
-    return OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
+    return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
 
 
 def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> Iterator[Span]:
-    """Tell the spans of a request that is over."""
+    """Yield the spans of a finished request."""
     from proxy.http.trace import new_id
 
     trace = seen.trace
@@ -134,10 +134,10 @@ def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> I
         },
     )  # fmt: skip
     if seen.placed_at is not None or seen.queue_s:
-        # What a worker took that failed is its own leg's, and no wait.
+        # The time on a worker that failed belongs to its leg, not to the queue.
         waited_until = seen.started + seen.queue_s
         yield "queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {}
-    # One more than there are legs where there is none: it was refused, or left.
+    # Without a leg, `ends` still has one item: the request was refused, or the client left.
     ends = [after.at_ns for after in trace.legs[1:]] + [wall]
     for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=False)):
         handed = number > 0 and trace.legs[number - 1].role == PREFILL

@@ -1,1 +1,1 @@
-"""What vLLM's KV connectors want said in the two legs of a hand-over, one file each."""
+"""vLLM's KV connectors, one per module: the fields that each leg of a hand-over carries."""

@@ -1,4 +1,4 @@
-"""The two bodies of a hand-over, written into the client's own: all other bytes stay."""
+"""The bodies of the two legs of a hand-over: the client's body with a few fields changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from proxy.transfer.types import NOTHING, Connector, Fields, Pair, PrefillResult
 
 ONE, FALSE = b"1", b"false"
 THINKING = "thinking"
-# Routes whose workers know a request by a member of its body, and not by X-Request-Id; and how the
-# ids of their answers begin.
+# Routes with the request id in the body instead of X-Request-Id, and the prefix of response ids.
 IDS = {"responses": ("request_id", "resp_")}
 PREFILL: Mapping[str, Fields] = {
     # A worker computes at least one token. The decode worker computes the same token again.
@@ -26,7 +25,7 @@ PREFILL: Mapping[str, Fields] = {
 
 
 def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes) -> bytes:
-    """Write the prefill leg's."""
+    """Return the body of the prefill leg."""
     fields = {**PREFILL[ask.route], **_id(connector, pair, ask), **connector.prefill(pair)}
     if ask.least_output:
         fields["min_tokens"] = ONE
@@ -36,17 +35,17 @@ def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes
 
 
 def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
-    """Whether a message says for how many tokens it may be thought about: for more than one.
+    """Return whether a message enables thinking with a token budget.
 
-    vLLM refuses that beside a limit of one token. It is a matter of the answer alone; to think not
-    at all, or as the model likes, is one of the prompt.
+    vLLM refuses a budget above the output limit. The prefill leg can leave the budget out, because
+    it does not change the prompt; other values of `thinking` do.
     """
     if ask.said is not None and THINKING not in ask.said:
         return False
     name = THINKING.encode()
-    said = [body[each.value : each.end] for each in members(body) if each.name == name]
+    values = [body[member.value : member.end] for member in members(body) if member.name == name]
     try:
-        thinking = orjson.loads(said[-1]) if said else None
+        thinking = orjson.loads(values[-1]) if values else None
     except orjson.JSONDecodeError:
         return False
     return isinstance(thinking, dict) and thinking.get("type") == "enabled"
@@ -55,15 +54,14 @@ def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
 def decode_body(
     connector: Connector, pair: Pair, taken: PrefillResult, ask: RequestInfo, body: bytes
 ) -> bytes:
-    """Write the decode leg's."""
+    """Return the body of the decode leg."""
     fields = connector.decode(pair, taken)
-    if named := _id(connector, pair, ask):
-        fields = {**fields, **named}
+    if id_fields := _id(connector, pair, ask):
+        fields = {**fields, **id_fields}
     return spliced(body, fields, ask.said) if fields else body
 
 
 def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:
-    """Have both legs go by one id where that decides whose blocks go where."""
     if ask.route not in IDS or (number := connector.request_id(pair)) is None:
         return NOTHING
     name, start = IDS[ask.route]

@@ -1,8 +1,8 @@
-"""LMCache: a cache that workers share, or into which prefill workers push for one decode worker.
+"""LMCache: a cache that workers share, or that prefill workers push into a decode worker.
 
-Shared, neither leg says anything: the decode worker finds the prompt by its tokens' hashes. Where
-`transfer.addresses` says on which ports a decode worker receives, the prefill leg names them, and
-the prefill worker pushes there. Nothing is single-use or has to be freed: it is a cache.
+With a shared cache, neither leg has parameters: the decode worker finds the prompt by its tokens'
+hashes. If `transfer.addresses` has a decode worker's ports, the prefill leg names them. Blocks can
+be read many times and need no release.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from proxy.transfer.types import NOTHING, PARAMS, Connector, Fields, Pair, text
 
 
 class LMCache(Connector):
-    """See the module's text."""
+    """The LMCache connector."""
 
     name = "lmcache"
     needs_params = False
@@ -19,7 +19,7 @@ class LMCache(Connector):
     names_decode = True
 
     def prefill(self, pair: Pair) -> Fields:
-        """Name the receiver, if the decode worker is one."""
+        """Return the decode worker's address."""
         address = self.config.addresses.get(pair.decode.name)
         if address is None:
             return NOTHING

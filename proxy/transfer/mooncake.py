@@ -1,10 +1,13 @@
-"""Mooncake: the decode worker reads the prefill worker's memory by an id that the router makes up.
+"""Mooncake: the decode worker reads the prefill worker's blocks by an id that the router generates.
 
-The prefill's answer says nothing. The decode leg names the engine that holds the blocks and the
-bootstrap server where that is found: the prefill worker has to be started with an `engine_id` that
-is its name in the fleet file, as `up` starts it, and listens on its own host, port 8998 unless
-`transfer.addresses` says where. Its blocks are kept only if the prefill ends because of its length:
-`min_tokens` bars the end of the sequence from being the first token.
+The prefill worker's response has no parameters. The decode leg names the engine that holds the
+blocks and its bootstrap server:
+
+- The prefill worker's `engine_id` must be its name in the fleet file; `up` sets it.
+- The bootstrap server is at the worker's host, port 8998, unless `transfer.addresses` names it.
+
+Mooncake keeps the blocks only if the prefill ends at its length limit, so `min_tokens` forbids an
+end of sequence.
 """
 
 from __future__ import annotations
@@ -22,17 +25,17 @@ from proxy.transfer.types import (
     text,
 )
 
-PORT = 8998
+BOOTSTRAP_PORT = 8998
 
 
 class Mooncake(Connector):
-    """See the module's text."""
+    """The Mooncake connector."""
 
     name = "mooncake"
     is_marked = True
 
     def prefill(self, pair: Pair) -> Fields:
-        """Have the blocks kept under an id."""
+        """Return the parameters that keep the blocks under the hand-over's id."""
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -40,15 +43,17 @@ class Mooncake(Connector):
         }
         return {PARAMS: text(params), "min_tokens": b"1"}
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:
-        """Say where they are."""
+    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
+        """Return the location of the blocks, which does not depend on the response."""
         side = pair.prefill
         host = f"[{side.host}]" if ":" in side.host else side.host
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": self.config.addresses.get(side.name, f"http://{host}:{PORT}"),
+            "remote_bootstrap_addr": self.config.addresses.get(
+                side.name, f"http://{host}:{BOOTSTRAP_PORT}"
+            ),
             "remote_engine_id": side.name,
             "transfer_id": pair.id,
         }
-        return PrefillResult(text(params), cached_tokens_in(answer))
+        return PrefillResult(text(params), cached_tokens_in(response))

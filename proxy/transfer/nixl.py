@@ -1,13 +1,14 @@
-"""NIXL: the decode worker reads the prefill worker's blocks (pull), or is written to (push).
+"""NIXL: the decode worker reads the prefill worker's blocks (pull), or receives them (push).
 
-The prefill's answer says where the blocks lie; the decode leg is given that as it is. Blocks are
-held for 30 s, or until the decode worker has fetched them or was refused.
+The prefill worker's response has the location of the blocks, and the decode leg passes it on. The
+prefill worker holds the blocks for 30 s by default, or until they are read or released.
 
-Pushed, the two sides know each other by the request's id: whoever has it is written to. So it is
-one of ours, not the client's, who might send another's. Nothing frees what is not fetched then.
+In push mode, the prefill worker writes to the decode worker with the same request id. The router
+generates this id, because a client could send the id of another request. Pushed blocks can't be
+released.
 
-What lacks a part is not passed on: a decode worker's engine dies of parameters that name fewer
-blocks than it needs. Without any it computes the prompt itself.
+Incomplete parameters are dropped: a decode worker's engine crashes if they name too few blocks.
+Without parameters the decode worker computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -43,57 +44,56 @@ PREFILL: Fields = {
 }
 NEEDED = frozenset(["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
 needed = itemgetter(*NEEDED)
-SIZE, USUAL_SIZE = "tp_size", 1  # which a decode worker that pulls takes for this, if it is missing
-HERE = frozenset(["localhost", "127.0.0.1", "::1"])
-CACHED = "remote_prefill_cached_tokens"  # for the decode worker's usage, from vLLM 0.32 on
+SIZE, USUAL_SIZE = "tp_size", 1  # a decode worker in pull mode assumes 1 if tp_size is missing
+LOOPBACK = frozenset(["localhost", "127.0.0.1", "::1"])
+CACHED = "remote_prefill_cached_tokens"  # reported in the decode worker's usage since vLLM 0.32
 
 
 class Nixl(Connector):
-    """See the module's text."""
+    """The NIXL connector."""
 
     name = "nixl"
     is_marked = True
     usual_lease_s = 30.0
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
-        """Ask for the blocks to be kept."""
+        """Return the parameters that make the prefill worker keep the blocks."""
         return PREFILL
 
     def request_id(self, pair: Pair) -> bytes | None:
-        """Make the id up where it decides whose blocks go where."""
+        """Return the hand-over's id in push mode."""
         return pair.id.encode() if self.config.mode == "push" else None
 
     def release(self, taken: PrefillResult) -> bytes | None:
-        """Have pulled blocks freed."""
+        """Return the release request; None in push mode."""
         return None if self.config.mode == "push" else super().release(taken)
 
     def doubt(self, pair: Pair, taken: PrefillResult) -> str:
-        """Doubt an address at which the decode worker would find itself: vLLM's default."""
+        """Return a warning if the blocks are at another host's loopback address."""
         host = orjson.loads(taken.params or b"{}").get("remote_host")
         first, second = pair.prefill, pair.decode
         if (
             type(host) is not str
-            or host not in HERE
-            or first.host in HERE
+            or host not in LOOPBACK
+            or first.host in LOOPBACK
             or first.host == second.host
         ):
             return ""
         return (
-            f"says that its blocks are at {host}, where {second.name} finds only itself; start it "
+            f"announces its blocks at {host}, which {second.name} resolves to itself; start it "
             f"with VLLM_NIXL_SIDE_CHANNEL_HOST={first.host}"
         )
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
-        """Take all parameters as they are."""
-        params = params_of(answer)
+    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
+        """Return the response's parameters unchanged, if they are complete."""
+        params = params_of(response)
         if not _are_whole(params, pushed=self.config.mode == "push"):
-            return PrefillResult(None, cached_tokens_in(answer))
-        knows = type(params.get(CACHED)) is int
-        return PrefillResult(text(params), None if knows else cached_tokens_in(answer))
+            return PrefillResult(None, cached_tokens_in(response))
+        reported = type(params.get(CACHED)) is int
+        return PrefillResult(text(params), None if reported else cached_tokens_in(response))
 
 
 def _are_whole(params: dict[str, Any], *, pushed: bool) -> bool:
-    """Whether a decode worker survives them."""
     if not params.get("do_remote_prefill") or not params.keys() >= NEEDED:
         return False
     if params.get(SIZE, None if pushed else USUAL_SIZE) is None:

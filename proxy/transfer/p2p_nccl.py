@@ -1,9 +1,9 @@
-"""P2P NCCL: both workers find each other in the request's id, and need nothing else.
+"""P2P NCCL: the request id has the addresses of both workers, and there are no parameters.
 
     ___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_<unique>
 
-vLLM had it until 0.31. The addresses are those of the connector, not of HTTP: `transfer.addresses`
-has them. An id of this kind that a client sends is never passed on (see `is_steering`).
+vLLM has this connector up to 0.31. The addresses come from `transfer.addresses`; they are not those
+of the HTTP servers. A client's id of this kind is never passed on (see `is_steering`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from proxy.transfer.types import Connector, Pair
 
 
 class P2pNccl(Connector):
-    """See the module's text."""
+    """The P2P NCCL connector."""
 
     name = "p2p-nccl"
     needs_params = False
     names_decode = True
 
     def request_id(self, pair: Pair) -> bytes | None:
-        """Write both addresses into the id; of one that joined since nothing is known."""
-        where = self.config.addresses
-        prefill, decode = where.get(pair.prefill.name), where.get(pair.decode.name)
+        """Return an id with both addresses; None if a worker has no address in the fleet file."""
+        addresses = self.config.addresses
+        prefill, decode = addresses.get(pair.prefill.name), addresses.get(pair.decode.name)
         if prefill is None or decode is None:
             return None
         return f"___prefill_addr_{prefill}___decode_addr_{decode}_{pair.id}".encode()
 
 
 def is_steering(request_id: bytes) -> bool:
-    """Whether a worker with this connector would take addresses from an id."""
+    """Return whether a worker with this connector would read addresses from a request id."""
     return any(mark in request_id for mark in ADDRESSES)

@@ -1,4 +1,4 @@
-"""The connectors by name."""
+"""The KV connectors by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from proxy.transfer.shared_storage import SharedStorage
 from proxy.transfer.types import Connector
 
 CONNECTORS: dict[str, type[Connector]] = {
-    each.name: each for each in (Nixl, SharedStorage, Mooncake, LMCache, P2pNccl)
+    kind.name: kind for kind in (Nixl, SharedStorage, Mooncake, LMCache, P2pNccl)
 }
 
 
 def connector(config: TransferConfig) -> Connector:
-    """Make the connector that a fleet file names."""
+    """Return the connector for a `transfer` block."""
     return CONNECTORS[config.connector](config)

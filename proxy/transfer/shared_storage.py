@@ -1,7 +1,7 @@
-"""Shared storage: vLLM's ExampleConnector, which writes KV caches to files under a common folder.
+"""Shared storage: vLLM's ExampleConnector, which writes KV caches to files in a shared folder.
 
-The decode worker finds them by the hash of the prompt's tokens, so neither leg says anything, and
-nothing is single-use or has to be freed. Nobody ever deletes the files: for trials.
+The decode worker finds the files by the hash of the prompt's tokens, so neither leg has parameters.
+Files can be read many times and are never deleted. Use this connector for trials only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from proxy.transfer.types import Connector
 
 
 class SharedStorage(Connector):
-    """See the module's text."""
+    """The shared-storage connector."""
 
     name = "shared-storage"
     needs_params = False

@@ -1,8 +1,7 @@
-"""The protocol between a hand-over and whatever moves its KV cache.
+"""The interface between a hand-over and a KV connector.
 
-A hand-over is one request in two legs: the prefill leg, whose answer says where the KV cache lies,
-and the decode leg, which is told. Pure data in, data out: a connector reads and writes members of
-bodies, and sends nothing itself.
+The prefill leg's response has the location of the KV cache, and the decode leg carries it. A
+connector reads and writes fields of bodies; it does no I/O.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from proxy.core.model.types import Usage
 Fields = Mapping[str, bytes | None]
 PARAMS = "kv_transfer_params"
 NOTHING: Fields = {}
-# What no worker serves: a request for it is refused before it is scheduled, and the refusal has the
-# decode worker tell the prefill worker that nobody will come for its blocks.
+# No worker serves this model. A decode worker refuses the request before scheduling, and then tells
+# the prefill worker to release the blocks.
 NO_MODEL = "vllm-sched:release"
 CACHED, READ = "cached_tokens", "cache_read_input_tokens"
-APART = (READ, "cache_creation_input_tokens")
-MOST = 2.0**53  # beyond it no float is a count
-LEASE_USED = 0.8  # of the time for which blocks are kept: what comes later may read others' blocks
+UNCOUNTED = (READ, "cache_creation_input_tokens")
+MAX_COUNT = 2.0**53  # larger floats are not exact
+LEASE_USED = 0.8  # share of the lease; a later read could get blocks of another request
 
 
 class Side(NamedTuple):
     """A worker at one end of a transfer."""
 
     name: str
-    host: str  # of its URL
+    host: str  # from the worker's URL
 
 
 class Pair(NamedTuple):
-    """Two workers, and the id of one hand-over between them, which no other ever has."""
+    """The workers and the unique id of a hand-over."""
 
     prefill: Side
     decode: Side
@@ -44,22 +43,22 @@ class Pair(NamedTuple):
 
 
 class PrefillResult(NamedTuple):
-    """What a prefill worker's answer leaves to the decode leg, for one use only."""
+    """Data for one decode leg, from the prefill worker's response."""
 
-    params: bytes | None = None  # JSON text; None: there is nothing to be fetched
-    cached_tokens: int | None = None  # for the client's usage, where the decode worker can't know
+    params: bytes | None = None  # JSON; None: no blocks to fetch
+    cached_tokens: int | None = None  # for usage, if the decode worker can't know it
 
 
 class Connector:
-    """One way of moving KV caches."""
+    """A KV connector."""
 
     name: ClassVar[str]
-    needs_params: ClassVar[bool] = True  # whether without parameters there is nothing to fetch
-    connects: ClassVar[bool] = True  # whether two workers shake hands before their first transfer
-    # Whether by its parameters vLLM knows that a prefill leg is one, and what it then lets pass.
+    needs_params: ClassVar[bool] = True  # if true, no parameters means no blocks
+    connects: ClassVar[bool] = True  # if true, a first transfer needs a handshake
+    # If true, vLLM recognises a prefill leg by its parameters and relaxes validation.
     is_marked: ClassVar[bool] = False
-    names_decode: ClassVar[bool] = False  # whether a prefill is told which decode worker comes
-    usual_lease_s: ClassVar[float] = inf  # for which a prefill worker keeps what nobody fetches
+    names_decode: ClassVar[bool] = False  # if true, the prefill leg names the decode worker
+    usual_lease_s: ClassVar[float] = inf  # the prefill worker's default lease
 
     def __init__(self, config: TransferConfig) -> None:
         self.config = config
@@ -67,42 +66,42 @@ class Connector:
 
     @property
     def within_s(self) -> float:
-        """The time within which a decode worker must have fetched what a prefill left behind."""
+        """Seconds within which a decode worker must have read the blocks."""
         return LEASE_USED * self.lease_s
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
-        """Name the members that a prefill leg carries beside one output token and no stream."""
+        """Return the prefill leg's fields, besides the output limit and `stream`."""
         return NOTHING
 
-    def take(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
-        """Read what a prefill leg's answer leaves to the decode leg."""
-        return PrefillResult(None, cached_tokens_in(answer))
+    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
+        """Return the data for the decode leg."""
+        return PrefillResult(None, cached_tokens_in(response))
 
-    def taken(self, pair: Pair, answer: Mapping[str, Any]) -> PrefillResult:
-        """Take it, or nothing where it makes no sense: JSON is read deeper than it is written."""
-        try:
-            return self.take(pair, answer)
+    def taken(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
+        """Return the result of `take`, or an empty result for an invalid response."""
+        try:  # orjson parses deeper nesting than it serialises
+            return self.take(pair, response)
         except (TypeError, ValueError):
             return PrefillResult()
 
     def decode(self, pair: Pair, taken: PrefillResult) -> Fields:  # noqa: ARG002
-        """Name the members that a decode leg carries."""
+        """Return the decode leg's fields."""
         return NOTHING if taken.params is None else {PARAMS: taken.params}
 
     def request_id(self, pair: Pair) -> bytes | None:  # noqa: ARG002
-        """Return the X-Request-Id that both legs must have; None: the client's, or any."""
+        """Return the X-Request-Id that both legs must have; None if any id will do."""
         return None
 
     def doubt(self, pair: Pair, taken: PrefillResult) -> str:  # noqa: ARG002
-        """Say what in these can't be right between two workers, and what to do; empty if nothing.
+        """Return what is wrong with the parameters and the remedy; empty if nothing is.
 
-        Asked once per pair: a decode worker that finds nobody may compute the prompt itself, and
-        then its answer tells nothing.
+        Checked once per pair, because a decode worker that can't reach the prefill worker may
+        compute the prompt itself without an error.
         """
         return ""
 
     def release(self, taken: PrefillResult) -> bytes | None:
-        """Write a request to /v1/completions of a decode worker that frees what nobody fetches."""
+        """Return a /v1/completions body that has a decode worker release the blocks, or None."""
         if taken.params is None:
             return None
         return b'{"model":"%b","prompt":[0],"max_tokens":1,"%b":%b}' % (
@@ -112,24 +111,23 @@ class Connector:
         )
 
 
-def usage_of(answer: Mapping[str, Any]) -> Usage | None:
-    """Read what a prefill worker says it computed; None where it doesn't say.
+def usage_of(response: Mapping[str, Any]) -> Usage | None:
+    """Return the usage in a prefill worker's response; None if there is none.
 
-    Anthropic's `input_tokens` leave out what was cached, which is told beside them; Cohere's are
-    within `tokens`.
+    Anthropic's `input_tokens` exclude cached tokens. Cohere's counts are in `tokens`.
     """
-    usage = _object(answer.get("usage"))
+    usage = _object(response.get("usage"))
     prompt = _number(usage.get("prompt_tokens"))
     if not prompt and (prompt := _number(usage.get("input_tokens"))) is not None:
-        prompt += sum(_number(usage.get(name)) or 0 for name in APART)
+        prompt += sum(_number(usage.get(name)) or 0 for name in UNCOUNTED)
     if prompt is None:
         prompt = _number(_object(usage.get("tokens")).get("input_tokens"))
-    return None if prompt is None else Usage(prompt, 1, cached_tokens_in(answer) or 0)
+    return None if prompt is None else Usage(prompt, 1, cached_tokens_in(response) or 0)
 
 
-def cached_tokens_in(answer: Mapping[str, Any]) -> int | None:
-    """Read how much of the prompt a worker says it had cached; None where it doesn't say."""
-    usage = _object(answer.get("usage"))
+def cached_tokens_in(response: Mapping[str, Any]) -> int | None:
+    """Return the number of cached prompt tokens, or None."""
+    usage = _object(response.get("usage"))
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details is not None:
         return _number(_object(details).get(CACHED))
@@ -142,18 +140,18 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _number(value: object) -> int | None:
-    """Read a count of tokens, which Cohere's API writes as 5.0."""
-    if type(value) is float and value.is_integer() and abs(value) < MOST:
+    """Return a count of tokens. Cohere's API writes counts as floats."""
+    if type(value) is float and value.is_integer() and abs(value) < MAX_COUNT:
         return int(value)
     return value if type(value) is int else None
 
 
-def params_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer's transfer parameters; none where it has none."""
-    params = answer.get(PARAMS)
+def params_of(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response's transfer parameters."""
+    params = response.get(PARAMS)
     return params if type(params) is dict else {}
 
 
 def text(params: Mapping[str, Any]) -> bytes:
-    """Write parameters as JSON."""
+    """Return parameters as JSON."""
     return orjson.dumps(params)

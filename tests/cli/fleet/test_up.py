@@ -206,7 +206,7 @@ def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
     assert [line.split(": ")[2] for line in lines] == [
         "workers[0].launch.args", "workers[0].launch.args", "workers[1].launch.args"
     ]  # fmt: skip
-    assert "'--additional-config': is where launch.policies is written to" in lines[0]
+    assert "'--additional-config': is set by launch.policies" in lines[0]
     assert "'--api-key': comes from the worker's api_key" in lines[1]
     assert "hush" not in "".join(lines)
 

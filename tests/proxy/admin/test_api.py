@@ -165,7 +165,7 @@ async def test_states(state: State, api: httpx.AsyncClient) -> None:
     fleet.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
     assert await state_of("s0") == "resting"
     shown = (await api.get("/admin/workers")).json()[0]
-    assert shown["why"] == "it answered 503; left alone for 5 s more"
+    assert shown["why"] == "it returned 503; no requests for 5 s more"
     for _ in range(3):
         fleet.probe_failed("s0", NOW)
     assert await state_of("s0") == "down"

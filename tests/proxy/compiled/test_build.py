@@ -132,7 +132,7 @@ def test_what_failed_is_told_and_leaves_nothing(
     stand_in(monkeypatch, *results)
     assert main(["compile"]) == 2
     said = capsys.readouterr().err
-    assert f"it ended with {results[-1]}" in said
+    assert f"exit status {results[-1]}" in said
     assert "two: the reason" in said
     assert list(elsewhere.iterdir()) == []
 
@@ -192,7 +192,7 @@ def test_what_is_missing_is_named(elsewhere: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_place_that_is_not_ours_is_told(elsewhere: Path) -> None:
     elsewhere.write_text("a file\n")  # as good as one that can't be written to, for root too
-    with pytest.raises(CompileError, match="run it as whoever installed vllm-sched"):
+    with pytest.raises(CompileError, match="run it as the user that installed vllm-sched"):
         build.build()
     assert locate.found() is None
 

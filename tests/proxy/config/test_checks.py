@@ -90,13 +90,13 @@ ABOVE = "routing.disaggregate_above"
     ("workers", "blocks", "path", "words"),
     [
         *(([at(1), {"name": "b", "url": f"http://{host}:1/"}], {}, "workers[1].url",
-           "workers[0].url is at the same place") for host in ("127.0.0.1", "localhost")),
+           "workers[0].url is the same address") for host in ("127.0.0.1", "localhost")),
         ([at(8000)], {}, "workers[0].url", "router.port"),
         ([at(8001)], {}, "workers[0].url", "router.admin.port"),
         ([at(8000)], {"router": EVERYWHERE}, "workers[0].url", ""),
         ([at(1)], {"router": {"admin": {"port": 8000}}}, "router.admin.port", ""),
         ([at(1, "a"), at(2, "b"), at(3, "a")], {}, "workers[2].name",
-         "'a': workers[0] is called that too; rename one of them"),
+         "'a': workers[0] has the same name; rename one of them"),
         ([{"name": "a"}], {}, "workers[0].url", ""),
         *(([at(1, launch={"args": ["--x", flag], "policies": {"p": {}}})], {}, FLAG, words)
           for flag, words in (
@@ -108,9 +108,9 @@ ABOVE = "routing.disaggregate_above"
         (launched("--max-model-len", "5", max_model_len=6), {}, FLAGS, ""),
         (launched("--max_model_len=5", max_model_len=6), {}, FLAGS, ""),
         ([at(1, role="short", max_model_len=2048), at(2, role="long")], {}, "routing.short_limit",
-         "10000: no short worker holds so much, the largest (w1) 2048"),
+         "10000: above the context length of every short worker, 2048 tokens at most (w1)"),
         ([at(1, role="short"), TO_8192], {}, "routing.short_limit",
-         "10000: nothing that fits would be long, the largest"),
+         "10000: no long request would fit on a long worker, 8192 tokens at most"),
         (pair(1, 10_000) + pair(3, 4_000, model="b"), {}, "routing.short_limit", "w3"),
         ([at(1)], {"router": {"queue": {"max_bytes": 1000}}}, "router.queue.max_bytes", "67108864"),
         (PAIR, {}, "workers[0].role", "as in transfer: nixl"),
@@ -119,7 +119,7 @@ ABOVE = "routing.disaggregate_above"
         ([at(1)], NIXL, "transfer", ""),
         ([at(1)], {"routing": {"disaggregate_above": 500}}, ABOVE, ""),
         *((PAIR, {**NIXL, "routing": {"disaggregate_above": above}}, ABOVE,
-           "give a whole number of tokens, 0 or more, or auto")
+           "must be a whole number of tokens, 0 or more, or auto")
           for above in (-1, -4, "often", 1.5, True, None, [1], "1000")),
         *((PAIR, {"transfer": transfer}, path, "") for transfer, path in (
             ({"connector": "mooncake", "mode": "push"}, "transfer.mode"),

@@ -98,9 +98,10 @@ def test_everything_wrong_is_told_at_once() -> None:
         "router.queue.max_wait_s",
         "routing.polcy",
     }
-    assert found["routing.polcy"] == "is not known here; did you mean policy?"
+    assert found["routing.polcy"] == "is not a known key; did you mean policy?"
     assert found["router.queue.max_wait_s"] == (
-        "-1: should be greater than 0 (refused with 429 after that); default 30.0"
+        "-1: should be greater than 0 (Maximum waiting time of a request in seconds; after it the "
+        "response is 429); default 30.0"
     )
 
 
@@ -110,10 +111,10 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("", "", ["is empty", "begin with model:"]),
         ("- 1", "", ["is [1]", "not keys and values"]),
         ("model: [", "line 1, column 9", ["not YAML"]),
-        ("model: a\nmodel: b", "line 2, column 1", ["'model' comes a second time"]),
+        ("model: a\nmodel: b", "line 2, column 1", ["'model' is given twice"]),
         ("model: a\x00", "", ["not YAML"]),
         ("model: a", "workers", ["is missing", "vLLM servers"]),
-        ("model: a\nworkers: []", "workers", ["at least one is needed"]),
+        ("model: a\nworkers: []", "workers", ["at least one worker is required"]),
         ("model: a\nworkers: {a: 1}", "workers", ["{a: 1}", "must be a list"]),
         ("model: a\nworkers: [7]", "workers[0]", ["7", "keys and values"]),
         (worker(launch={"env": {"A": 1}}), "workers[0].launch.env.A", ["1", "in quotes"]),
@@ -122,21 +123,21 @@ def test_everything_wrong_is_told_at_once() -> None:
         (
             worker(role="decode"),
             "workers[0].role",
-            ["has the role prefill", "make this one general"],
+            ["has the role prefill", "change this role to general"],
         ),
         (
             worker(role="fast"),
             "workers[0].role",
             ["'fast'", "'short', 'long', 'general', 'prefill' or 'decode'"],
         ),
-        (worker(name="a b"), "workers[0].name", ["'a b'", "64 at most"]),
-        (worker(name="a" * 65), "workers[0].name", ["64 at most"]),
+        (worker(name="a b"), "workers[0].name", ["'a b'", "64 characters at most"]),
+        (worker(name="a" * 65), "workers[0].name", ["64 characters at most"]),
         (worker(max_requests=True), "workers[0].max_requests", ["true", "whole number"]),
         (worker(model=""), "workers[0].model", ["is empty"]),
         (
             worker() + "routing: {panic_threshold: 1.5}",
             "routing.panic_threshold",
-            ["1.5", "should be less than or equal to 1", "0: breakers are always heeded"],
+            ["1.5", "should be less than or equal to 1", "0: breakers are never ignored"],
         ),
     ],
 )

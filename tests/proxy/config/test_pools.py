@@ -48,17 +48,17 @@ def test_somebody_is_needed() -> None:
     [
         ({"name": "b"}, "discovery.pools[1]", "neither of selector and dns"),
         ({"name": "b", "selector": "x", "dns": "y"}, "discovery.pools[1]", "both of"),
-        ({"name": "a", "dns": "y"}, "discovery.pools[1].name", "pools[0] is called that too"),
+        ({"name": "a", "dns": "y"}, "discovery.pools[1].name", "pools[0] has the same name"),
         ({"name": "b", "dns": "y", "port": "http"}, "discovery.pools[1].port", "give the number"),
         (
             {"name": "b", "dns": "y", "api_key": "k", "api_key_file": "/k"},
             "discovery.pools[1].api_key_file",
-            "drop one of them",
+            "remove one of them",
         ),
         ({"name": "b", "dsn": "y"}, "discovery.pools[1].dsn", "did you mean dns?"),
-        ({"name": "b", "dns": "http://y"}, "discovery.pools[1].dns", "write it alone"),
-        ({"name": "b", "dns": "a..y"}, "discovery.pools[1].dns", "no host's name"),
-        ({"name": "b", "dns": "x" * 64}, "discovery.pools[1].dns", "no host's name"),
+        ({"name": "b", "dns": "http://y"}, "discovery.pools[1].dns", "write the name alone"),
+        ({"name": "b", "dns": "a..y"}, "discovery.pools[1].dns", "is not a host name"),
+        ({"name": "b", "dns": "x" * 64}, "discovery.pools[1].dns", "is not a host name"),
         ({"name": "b", "dns": "y", "role": "fast"}, "discovery.pools[1].role", "'fast'"),
     ],
 )

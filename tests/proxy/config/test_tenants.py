@@ -91,8 +91,8 @@ def test_a_tenant_has_a_name_and_keys_of_its_own() -> None:
     assert list(twice) == ["tenants[1].name"]
     shared = wrong(tenants=[tenant("a"), tenant("b")])
     assert shared == {
-        "tenants[1].key_hashes[0]": "is tenants[0].key_hashes[0] too; a key has one owner, drop "
-        "one of them"
+        "tenants[1].key_hashes[0]": "is the same key as tenants[0].key_hashes[0]; remove one of "
+        "them"
     }
     assert "vllm-sched key" in wrong(tenants=[{"name": "a"}])["tenants[0]"]
     assert list(wrong(tenants=[tenant(models=[])])) == ["tenants[0].models"]

@@ -69,9 +69,9 @@ class Site:
         self.sources.append(FakeSource(pool.name))
         return self.sources[-1]
 
-    def told(self, *names: str, pool: int = 0, **how: Any) -> None:
+    def update(self, *names: str, pool: int = 0, **how: Any) -> None:
         """Tell of a pool's workers."""
-        self.discovery.pools[pool].told(endpoints(*names, **how))
+        self.discovery.pools[pool].update(endpoints(*names, **how))
 
     def reload(self, text: str) -> None:
         """Take a new fleet file as the app does."""
@@ -119,8 +119,8 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
-    site.told("s-1")
-    site.told("l-2", pool=1)
+    site.update("s-1")
+    site.update("l-2", pool=1)
     short, long = site.fleet
     assert (short.name, short.url, short.role) == ("s-1", "http://10.0.0.1:8000", "short")
     assert (short.model, short.max_model_len, short.spec.max_requests) == ("tiny", 20000, 7)
@@ -135,9 +135,9 @@ def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None
         assert (refusal.status, refusal.code) == (503, "no_worker")
     # It may be an adapter of those who are to come: see there.
     assert refused(read(router, {"model": "third", **chat("x")})).status == 503
-    site.told("s-1")
-    site.told("s-1", leaving=True)
-    site.told()
+    site.update("s-1")
+    site.update("s-1", leaving=True)
+    site.update()
     assert site.names == []
     assert site.fleet.serves("tiny")
     site.reload(POOLS.replace("model: other", "model: third"))
@@ -145,10 +145,10 @@ def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None
 
 
 def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
-    site.told("s-1", "s-2")
-    site.told("l-1", pool=1)
-    site.told("s-1", "s-2", ready=False)
-    site.discovery.pools[0].told({**endpoints("s-1"), **endpoints("s-2", ready=False)})
+    site.update("s-1", "s-2")
+    site.update("l-1", pool=1)
+    site.update("s-1", "s-2", ready=False)
+    site.discovery.pools[0].update({**endpoints("s-1"), **endpoints("s-2", ready=False)})
     other = Site(fleet=site.fleet)
     other.sources, config = [], parse(POOLS, "fleet.yaml")
     from proxy.setup.app import _spec
@@ -156,18 +156,18 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     other.discovery = Discovery(other.fleet, config, keys_of(config), _spec, other._source)
     other.discovery.adopt(site.discovery.known())
     workers = list(other.fleet)
-    other.told("s-1", "s-2")  # the other pool has yet to be heard of
+    other.update("s-1", "s-2")  # the other pool has yet to be heard of
     assert list(other.fleet) == workers
     assert not other.draining("s-2")
-    other.told("s-2")
+    other.update("s-2")
     assert other.names == ["s-2", "l-1"]
 
 
 def test_one_that_moved_is_another(site: Site) -> None:
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     before = site.fleet.get("s-1")
     moved = {**endpoints("s-2"), "s-1": endpoints("s-9")["s-9"].__class__("s-1", "10.0.0.9", 8000)}
-    site.discovery.pools[0].told(moved)
+    site.discovery.pools[0].update(moved)
     after = site.fleet.get("s-1")
     assert after is not None
     assert after.url == "http://10.0.0.9:8000"
@@ -175,20 +175,20 @@ def test_one_that_moved_is_another(site: Site) -> None:
 
 
 def test_not_ready_ones_drain_and_come_back(site: Site) -> None:
-    site.told("s-1", "s-2")
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", "s-2")
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     assert not site.draining("s-2")
 
 
 def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
     site = Site()
     site.start(POOLS.replace("model: other", "model: tiny"))
-    site.told("s-1")
+    site.update("s-1")
     site.fleet.probe_ok("s-1", 1.0)
     assert site.fleet.all_told()
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert site.draining("s-2")
     assert not site.fleet.all_told()
     site.fleet.drain("s-2")  # an operator
@@ -196,25 +196,25 @@ def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
 
 
 def test_what_an_operator_drained_stays_so(site: Site) -> None:
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     site.fleet.drain("s-2")
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
-    site.told("s-1", "s-2")
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", "s-2")
     assert site.draining("s-2")
 
 
 def test_what_an_operator_took_out_stays_out_until_a_reload(site: Site) -> None:
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     site.fleet.remove("s-2")
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
-    site.told("s-1", "s-2")
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", "s-2")
     assert site.names == ["s-1"]
     site.reload(POOLS)
     assert sorted(site.names) == ["s-1", "s-2"]
 
 
 def test_one_that_leaves_already_is_not_taken_in(site: Site) -> None:
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", leaving=True))
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", leaving=True))
     assert site.names == ["s-1"]
 
 
@@ -224,10 +224,10 @@ def test_one_that_leaves_already_is_not_taken_in(site: Site) -> None:
 def test_the_files_workers_come_first(worker: str) -> None:
     site = Site()
     site.start(POOLS + f"workers: [{worker}]\n")
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     assert len(site.names) == 2
     assert "s-2" in site.names
-    site.told("s-2")
+    site.update("s-2")
     assert len(site.names) == 2
 
 
@@ -236,29 +236,29 @@ def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFix
     from proxy.core.model.specs import WorkerSpec
 
     theirs = site.fleet.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
-    site.told("s-1", "s-2")
-    site.told("s-1", "s-2", ready=False)
+    site.update("s-1", "s-2")
+    site.update("s-1", "s-2", ready=False)
     assert site.fleet.get("s-1") is theirs
-    assert len([r for r in caplog.records if "is in the fleet already" in r.message]) == 1
-    site.told("s-2")
+    assert len([r for r in caplog.records if "is already in the fleet" in r.message]) == 1
+    site.update("s-2")
     assert site.fleet.get("s-1") is theirs
 
 
 def test_a_pod_of_two_pools_is_the_firsts(site: Site) -> None:
-    site.told("s-1")
-    site.told("s-1", pool=1)
+    site.update("s-1")
+    site.update("s-1", pool=1)
     assert [worker.role for worker in site.fleet] == ["short"]
 
 
 def test_an_unusable_address_disturbs_nobody(site: Site) -> None:
     odd = endpoints("s-1")["s-1"].__class__("s-3", "fe80::1%eth0", 8000)
-    site.discovery.pools[0].told({**endpoints("s-1"), "s-3": odd})
+    site.discovery.pools[0].update({**endpoints("s-1"), "s-3": odd})
     assert site.names == ["s-1"]
 
 
 def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None:
-    site.told("s-1", "s-2")
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", "s-2")
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     worker = site.fleet.get("s-1")
     site.reload(POOLS.replace("max_requests: 7", "max_requests: 9"))
     assert site.fleet.get("s-1") is worker
@@ -266,20 +266,20 @@ def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None
     assert worker.spec.max_requests == 9
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
     assert len(site.sources) == 2, "they are looked for as before"
-    site.told("s-2")
+    site.update("s-2")
     assert site.names == ["s-2"]
 
 
 def test_a_reload_of_another_model_makes_another_worker_that_drains_as_before(site: Site) -> None:
-    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     site.reload(POOLS.replace("model: tiny", "model: big"))
     assert {worker.model for worker in site.fleet} == {"big"}
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
 
 
 def test_a_pool_that_is_left_out_takes_its_workers_with_it(site: Site) -> None:
-    site.told("s-1")
-    site.told("l-2", pool=1)
+    site.update("s-1")
+    site.update("l-2", pool=1)
     site.reload(POOLS.partition("    - {name: long")[0])
     assert site.names == ["s-1"]
     site.reload("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n")
@@ -287,23 +287,23 @@ def test_a_pool_that_is_left_out_takes_its_workers_with_it(site: Site) -> None:
 
 
 def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Path) -> None:
-    site.told("s-1")
+    site.update("s-1")
     text = POOLS.replace("api_key: hush", f"api_key_file: {tmp_path / 'none'}")
     with pytest.raises(ProxyError, match="pool short: api_key_file"):
         site.reload(text.replace("max_requests: 7", "max_requests: 9"))
-    site.told("s-1", "s-2")
+    site.update("s-1", "s-2")
     worker = site.fleet.get("s-2")
     assert worker is not None
     assert worker.spec.max_requests == 7
 
 
 async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    site.told("s-1", "s-2")
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
+    site.update("s-1", "s-2")
     for name in site.names:
         site.fleet.probe_ok(name, 0.0)
     async with site.running():
-        site.told()
+        site.update()
         assert site.names == ["s-1", "s-2"]
         assert not site.draining("s-1")
         site.fleet.probe_failed("s-1", 1.0)
@@ -313,7 +313,7 @@ async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.Monkey
 
 
 async def test_sources_follow_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     async with site.running():
         await until(lambda: [each.runs for each in site.sources] == [1, 1])
         site.reload(POOLS.replace("pool=long", "pool=longer"))
@@ -322,7 +322,7 @@ async def test_sources_follow_the_file(site: Site, monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     runs = asyncio.Event()
 
     async def fail(listener: EndpointListener) -> None:
@@ -342,7 +342,7 @@ def test_who_knows_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     named = PoolConfig(name="a", dns="a.b")
     labelled = PoolConfig(name="a", selector="a=b")
     assert isinstance(source(DiscoveryConfig(pools=(named,)), named), DnsSource)
-    with pytest.raises(ProxyError, match="no pod of a cluster"):
+    with pytest.raises(ProxyError, match="does not run in a pod"):
         source(DiscoveryConfig(pools=(labelled,)), labelled)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")

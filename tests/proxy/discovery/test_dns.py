@@ -11,7 +11,7 @@ import pytest
 
 from proxy.config import PoolConfig
 from proxy.discovery import dns
-from proxy.discovery.dns import MISSED, DnsSource
+from proxy.discovery.dns import MAX_MISSES, DnsSource
 from proxy.discovery.endpoints import Endpoints
 from proxy.net.resolver import Addresses, Resolver
 
@@ -27,10 +27,10 @@ class Ear:
         self.told_so_far: list[Endpoints] = []
         self.troubles: list[str] = []
 
-    def told(self, endpoints: Endpoints) -> None:
+    def update(self, endpoints: Endpoints) -> None:
         self.told_so_far.append(endpoints)
 
-    def trouble(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         self.troubles.append(why)
 
 
@@ -52,7 +52,7 @@ async def hear(
             raise answer
         return tuple(answer)
 
-    monkeypatch.setattr(dns, "NAMES", Resolver(ask))  # without what another test still looks up
+    monkeypatch.setattr(dns, "RESOLVER", Resolver(ask))  # without what another test still looks up
     ear = Ear()
     source = DnsSource(0.001, PoolConfig(name="short", dns="short.llm", port=port))
     task = asyncio.create_task(source.run(ear))
@@ -82,7 +82,10 @@ async def test_a_worker_with_both_families_is_one(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_missing_address_is_gone_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     ear = await hear(
-        monkeypatch, ["10.0.0.1", "10.0.0.2"], *[["10.0.0.1"]] * MISSED, ["10.0.0.1", "10.0.0.2"]
+        monkeypatch,
+        ["10.0.0.1", "10.0.0.2"],
+        *[["10.0.0.1"]] * MAX_MISSES,
+        ["10.0.0.1", "10.0.0.2"],
     )
     of_two = [told.get("short-10.0.0.2") for told in ear.told_so_far]
     assert [each and each.ready for each in of_two] == [True, False, False, None, True]

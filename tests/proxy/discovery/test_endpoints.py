@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.config import PoolConfig
-from proxy.discovery.endpoints import LONGEST_NAME, Endpoint, name_of, read_slices
+from proxy.discovery.endpoints import MAX_NAME_CHARS, Endpoint, name_of, read_slices
 from tests.proxy.discovery.api_server import Json, endpoint, endpoint_slice
 
 
@@ -68,5 +68,5 @@ def test_who_has_no_pod_is_named_by_address() -> None:
 def test_long_names_are_cut_and_stay_different() -> None:
     one, two = name_of("a" * 100 + "1"), name_of("a" * 100 + "2")
     assert one != two
-    assert len(one) == len(two) == LONGEST_NAME
-    assert name_of("a" * LONGEST_NAME) == "a" * LONGEST_NAME
+    assert len(one) == len(two) == MAX_NAME_CHARS
+    assert name_of("a" * MAX_NAME_CHARS) == "a" * MAX_NAME_CHARS

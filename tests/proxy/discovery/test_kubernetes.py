@@ -30,11 +30,11 @@ class Ear:
         self.troubles: list[str] = []
         self._news = asyncio.Event()
 
-    def told(self, endpoints: Endpoints) -> None:
+    def update(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
         self._news.set()
 
-    def trouble(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         self.troubles.append(why)
         self._news.set()
 
@@ -58,7 +58,7 @@ class Ear:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(kubernetes, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(kubernetes, "MAX_PAUSE_S", 0.05)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ async def test_a_dropped_watch_loses_nothing(api: ApiServer, ear: Ear) -> None:
 
 
 async def test_a_silent_watch_is_dead(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "GRACE_S", 0.05)
+    monkeypatch.setattr(kubernetes, "WATCH_GRACE_S", 0.05)
     ear = Ear()
     api.silent = True
     async with watching(api, ear, watch_s=1.0):
@@ -173,7 +173,7 @@ async def test_a_silent_watch_is_dead(api: ApiServer, monkeypatch: pytest.Monkey
         await api.apply(endpoint_slice("b", endpoint("s-3")))
         await ear.hears("s-1", "s-2", "s-3")
     # Of each watch; a slow machine may be at the second one by now.
-    assert set(ear.troubles) == {"the API server does not answer in time"}
+    assert set(ear.troubles) == {"the API server does not respond in time"}
 
 
 async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
@@ -220,7 +220,7 @@ async def test_a_refusal_says_what_is_missing(api: ApiServer) -> None:
     async with watching(api, ear):
         await ear.until(lambda: bool(ear.troubles))
     assert "403" in ear.troubles[0]
-    assert "leave to list and watch endpointslices" in ear.troubles[0]
+    assert "permission to list and watch endpointslices" in ear.troubles[0]
     assert ear.endpoints is None
 
 
@@ -229,7 +229,7 @@ async def test_a_nonsense_answer_is_trouble_and_nothing_more(
 ) -> None:
     monkeypatch.setattr(api, "_list", kubernetes_nonsense)
     api.drop()
-    await ear.until(lambda: any("answer is none" in why for why in ear.troubles))
+    await ear.until(lambda: any("invalid response" in why for why in ear.troubles))
     assert ear.names == ["s-1", "s-2"]
 
 
@@ -281,7 +281,7 @@ def test_pauses_grow_to_a_limit_and_are_never_the_same() -> None:
     pauses = Backoff()
     taken = [pauses.pause() for _ in range(20)]
     assert taken[0] <= kubernetes.FIRST_PAUSE_S
-    assert max(taken) <= kubernetes.LONGEST_PAUSE_S
+    assert max(taken) <= kubernetes.MAX_PAUSE_S
     assert len(set(taken)) == len(taken)
     pauses.reset()
     assert pauses.pause() <= kubernetes.FIRST_PAUSE_S

@@ -21,7 +21,7 @@ from tests.proxy.core.making import ask, placed, router_of, spec, waits
         (0.95, 0.7, "prefill", "one more prefill worker would help; "),
         (0.1, 0.9, "decode", "one more decode worker would help, and a prefill worker could"),
         (0.9, 0.9, "both", "both sides are short"),
-        (0.3, 0.3, "neither", "would use 0.86 prefill and 0.86 decode workers well"),
+        (0.3, 0.3, "neither", "needs 0.86 prefill and 0.86 decode workers"),
     ],
 )
 def test_the_advice(prefill: float, decode: float, short: str, words: str) -> None:
@@ -199,10 +199,10 @@ def test_a_queue_of_long_ago_is_none() -> None:
         (
             "p",
             "prefill",
-            "no prefill worker takes requests: prompts are prefilled where they are decoded",
+            "no prefill worker takes requests: decode workers prefill all prompts",
         ),
-        ("d", "decode", "no decode worker takes requests: nothing can be handed over"),
-        ("pd", "both", "no prefill and no decode worker takes requests"),
+        ("d", "decode", "no decode worker takes requests: hand-overs are not possible"),
+        ("pd", "both", "no prefill or decode worker takes requests"),
     ],
 )
 def test_a_side_that_is_down_is_shown(down: str, short: str, words: str) -> None:

@@ -35,9 +35,9 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
         fleet.failed(worker, now, 20.0, busy=True, why="503")
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [
-        ("WARNING", f"worker a is left alone for {MIN_OPEN_S:g} s: it answered 502"),
-        ("INFO", "worker a answers, and is given requests again"),
-        ("INFO", "worker a is left alone for 20 s: it answered 503"),
+        ("WARNING", f"worker a gets no requests for {MIN_OPEN_S:g} s: it returned 502"),
+        ("INFO", "worker a responds, and gets requests again"),
+        ("INFO", "worker a gets no requests for 20 s: it returned 503"),
     ]
 
 
@@ -52,8 +52,8 @@ def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureF
             fleet.failed(other, second, 0.0, busy=True, why="429")  # may be asked again at once
             fleet.succeeded(other)
     said = [record.getMessage() for record in caplog.records]
-    rests = "worker a is left alone for 0.5 s: it answered 429"
-    assert said == [rests, "worker a answers, and is given requests again"] * 2
+    rests = "worker a gets no requests for 0.5 s: it returned 429"
+    assert said == [rests, "worker a responds, and gets requests again"] * 2
 
 
 def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,10 +71,10 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
                 fleet.succeeded(worker)
     said = [(each.levelname, each.getMessage()) for each in caplog.records]
     panic = (
-        "model m: requests fail on 2 of 3 workers, so requests go to all of them until more are "
-        "well (routing.panic_threshold)"
+        "model m: requests fail on 2 of 3 workers; breakers are ignored until more workers "
+        "respond (routing.panic_threshold)"
     )
-    end = "model m: requests fail on 1 of 3 workers; workers that fail are left alone again"
+    end = "model m: requests fail on 1 of 3 workers; breakers are no longer ignored"
     found = [each for each in said if each[1].startswith("model")]
     assert found == [("WARNING", panic), ("INFO", end)] * 2
 
@@ -84,10 +84,10 @@ def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     [worker] = fleet
     fleet.witness = witness = BreakerLog()
     fleet.failed(worker, 0.0, 20.0)
-    assert worker in witness._awaited
+    assert worker in witness._open
     fleet.remove("a")
-    assert not witness._awaited
-    assert not witness._told_at
+    assert not witness._open
+    assert not witness._logged_at
 
 
 def test_operators_are_told_when_it_is_asked_again() -> None:
@@ -95,17 +95,17 @@ def test_operators_are_told_when_it_is_asked_again() -> None:
     [worker] = fleet
     for _ in range(FAILURES_TO_OPEN):
         fleet.failed(worker, 10.0, why="timeout")
-    late = "it did not answer in time"
-    assert why_it_rests(worker, 10.0) == f"{late}; left alone for 0.5 s more"
+    late = "it did not respond in time"
+    assert why_it_rests(worker, 10.0) == f"{late}; no requests for 0.5 s more"
     assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
     worker.breaker.sent(11.0)
-    assert why_it_rests(worker, 11.5) == f"{late}; a request tries it now"
+    assert why_it_rests(worker, 11.5) == f"{late}; a request is trying it"
     assert why_it_rests(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
     fleet.failed(worker, 14.0, MAX_OPEN_S)
-    assert why_it_rests(worker, 14.0) == "requests failed there; left alone for 30 s more"
+    assert why_it_rests(worker, 14.0) == "requests failed; no requests for 30 s more"
     fleet.succeeded(worker)
     fleet.failed(worker, 14.0, 250.0)
-    assert why_it_rests(worker, 14.0).endswith("left alone for 250 s more")
+    assert why_it_rests(worker, 14.0).endswith("no requests for 250 s more")
     fleet.succeeded(worker)
     fleet.failed(worker, 15.0, busy=True)
     assert why_it_rests(worker, 15.0).startswith("it is busy; ")

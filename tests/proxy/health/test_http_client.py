@@ -128,11 +128,14 @@ async def test_a_connection_that_was_closed_meanwhile_is_made_anew() -> None:
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([], "instead of answering"),
-        ([GOOD[:-1]], "ended in the middle"),
-        ([GOOD[:9]], "ended in the middle"),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe"], "ended in the middle"),
-        ([b"SSH-2.0-OpenSSH_9.6\r\n"], "no HTTP"),
+        ([], "without a response"),
+        ([GOOD[:-1]], "is incomplete"),
+        ([GOOD[:9]], "is incomplete"),
+        (
+            [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe"],
+            "is incomplete",
+        ),
+        ([b"SSH-2.0-OpenSSH_9.6\r\n"], "not HTTP"),
         ([b"HTTP/1.1 101 Go\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"], "switched protocols"),
         ([b"HTTP/1.1 200 OK\r\n\r\n", b"x" * MOST], f"more than {MOST} bytes"),
         ([b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * MOST], f"more than {MOST} bytes"),

@@ -20,7 +20,7 @@ from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0
-SILENT = "GET /health: no answer in time"
+SILENT = "GET /health: no response in time"
 STRAYS = "serves llama, not tiny"
 
 

@@ -180,7 +180,9 @@ async def test_a_shorter_length_is_said_once(caplog: pytest.LogCaptureFixture) -
                 await watch.once()
     assert worker.max_model_len == 4096
     for stated in (8000, 16000):
-        said = f"worker s0 holds 4096 tokens, not the {stated} that are stated of it"
+        said = (
+            f"worker s0 reports a context of 4096 tokens, less than its max_model_len of {stated}"
+        )
         assert caplog.text.count(said) == 1
 
 

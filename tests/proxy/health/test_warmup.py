@@ -19,7 +19,7 @@ from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome
 from proxy.core.router import Router
 from proxy.health import warmup as module
-from proxy.health.warmup import AGAIN_S, LONGEST_S, Warmup
+from proxy.health.warmup import MAX_RETRY_S, RETRY_S, Warmup
 from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
@@ -145,13 +145,13 @@ async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
         note = "prefills nothing for d0 yet: the first transfer failed"
         async with here.running():
             assert here.is_cold("p0", "d0")
-            for number, pause_s in enumerate((AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S), 1):
+            for number, pause_s in enumerate((RETRY_S, 2 * RETRY_S, 4 * RETRY_S), 1):
                 await eventually(lambda n=number: here.counts.bars == {("p0", "d0"): n})  # type: ignore[misc]
                 # Three tries at first, then one at a time.
                 assert here.counts.warmups == {"failed": 2 + number}
                 assert here.is_cold("p0", "d0")
                 assert here.router.links.note(prefill, 0.0) == note
-                assert "no first one: d0: status 500" in caplog.text
+                assert "the first transfer failed: d0: status 500" in caplog.text
                 assert f"the next try is in {pause_s:g} s" in caplog.text
                 here.later(pause_s)
             await eventually(lambda: here.are_warm(("p0", "d0")))
@@ -177,14 +177,14 @@ async def test_a_connector_at_fault_is_tried_as_seldom_as_any(
 
 async def test_it_is_tried_every_ten_minutes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "AGAIN_S", 0.9 * LONGEST_S)
+    monkeypatch.setattr(module, "RETRY_S", 0.9 * MAX_RETRY_S)
     async with stage() as here:
         failing(here.kv, 5)
         async with here.running():
             for tries in (3, 4, 5):
                 await eventually(lambda n=tries: here.counts.bars == {("p0", "d0"): n - 2})  # type: ignore[misc]
                 assert here.counts.warmups == {"failed": tries}
-                here.later(LONGEST_S)
+                here.later(MAX_RETRY_S)
             await eventually(lambda: here.are_warm(("p0", "d0")))
 
 
@@ -206,7 +206,7 @@ async def test_without_a_key_users_connect_first(caplog: pytest.LogCaptureFixtur
             await eventually(lambda: here.are_warm(("p0", "d0")))
         assert here.counts.warmups == {"no_key": 1}
         assert not here.counts.bars
-        assert "p0 wants a key (status 401), and the router has none" in caplog.text
+        assert "p0 requires a key (status 401), and the router has none" in caplog.text
 
 
 async def test_a_key_that_is_refused_makes_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ async def test_a_worker_without_the_connector_is_named(
             await eventually(lambda: here.counts.bars)
         assert here.is_cold("p0", "d0")
         assert here.counts.warmups == {"bare": 3}
-        assert "p0 tells nothing to fetch by" in caplog.text
+        assert "p0 returned no transfer parameters" in caplog.text
 
 
 async def test_what_looks_wrong_is_said(
@@ -288,7 +288,7 @@ async def test_one_that_fetches_nothing_is_no_link(
 ) -> None:
     """Its answer is as good as any: it has computed the prompt itself."""
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "COUNT_WAIT_S", 0.01)
     async with stage(decodes=2) as here:
         counting(here.fakes["d0"], fetches=False)
         counting(here.fakes["d1"], fetches=True)
@@ -299,19 +299,19 @@ async def test_one_that_fetches_nothing_is_no_link(
             await eventually(lambda: here.are_warm(("p0", "d1")), within=30.0)
             assert links.is_shut(first, dead, now())
             assert not here.are_warm(("p0", "d0"))
-            assert "transfers from p0 to d0: nothing came" in caplog.text
+            assert "p0 to d0: the decode worker computed the prompt itself" in caplog.text
             assert here.counts.warmups == {"recomputed": 3, "done": 1}
             assert not links.is_shut(first, well, now())
             # A minute later, and mended.
             counting(here.fakes["d0"], fetches=True)
-            here.later(AGAIN_S)
+            here.later(RETRY_S)
             await eventually(lambda: here.are_warm(("p0", "d0")), within=30.0)
         assert not links.is_shut(first, dead, now())
 
 
 async def test_a_count_that_is_missing_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 60.0)  # one try is enough, and none is cut short
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "COUNT_WAIT_S", 0.01)
     async with stage() as here:
         fake, pages = here.fakes["d0"], count()
         told = b'vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 0.0\n'
@@ -327,8 +327,8 @@ async def test_a_count_that_is_missing_shows_nothing(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_worker_that_hangs_delays_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 1)
-    monkeypatch.setattr(module, "LEG_S", 0.3)
+    monkeypatch.setattr(module, "MAX_CONCURRENT", 1)
+    monkeypatch.setattr(module, "LEG_TIMEOUT_S", 0.3)
     monkeypatch.setattr(module, "PAUSE_S", 60.0)
     async with stage(decodes=2) as here:
         here.kv.wrong("d0", Faults(before=scripts.stall))

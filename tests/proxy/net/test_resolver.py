@@ -16,13 +16,13 @@ import pytest
 from proxy.health.http_client import HttpClient
 from proxy.net import resolver as resolver_module
 from proxy.net.resolver import (
-    MOST_THREADS,
-    NAMES,
+    MAX_THREADS,
+    RESOLVER,
     Addresses,
     NoAddressAnswersError,
     Resolver,
-    ask_system,
     connect,
+    resolve,
 )
 from proxy.net.tls import client_context, server_context
 from tests.proxy.certificates import Authority
@@ -59,7 +59,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
     here = FakeResolver()
     fresh = Resolver(here.ask)
     for part in ("_ask", "_known", "_under_way"):
-        monkeypatch.setattr(NAMES, part, getattr(fresh, part))
+        monkeypatch.setattr(RESOLVER, part, getattr(fresh, part))
     yield here
     for rest in here.slow.values():
         rest.set()
@@ -72,14 +72,14 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
 
 def age(host: str) -> None:
     """Make what is known of a name too old to be used as it is."""
-    NAMES.doubt(host)
+    RESOLVER.doubt(host)
 
 
 async def gives_up(host: str) -> None:
     """Ask where a name is, and wait no longer than a moment."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await NAMES.find(host)
+            await RESOLVER.find(host)
 
 
 async def test_names_that_are_slow_keep_no_other_waiting(resolver: FakeResolver) -> None:
@@ -87,7 +87,7 @@ async def test_names_that_are_slow_keep_no_other_waiting(resolver: FakeResolver)
     for number in range(40):
         resolver.slow[f"gone{number}"] = threading.Event()
         await gives_up(f"gone{number}")
-    assert await NAMES.find("well") == ("10.0.0.1",)
+    assert await RESOLVER.find("well") == ("10.0.0.1",)
 
 
 async def test_a_name_is_looked_up_once_at_a_time(resolver: FakeResolver) -> None:
@@ -95,7 +95,7 @@ async def test_a_name_is_looked_up_once_at_a_time(resolver: FakeResolver) -> Non
     resolver.known["gone"] = ("10.0.0.1",)
     for _ in range(10):
         await gives_up("gone")
-    asking = [asyncio.create_task(NAMES.find("gone")) for _ in range(5)]
+    asking = [asyncio.create_task(RESOLVER.find("gone")) for _ in range(5)]
     rest.set()
     assert await asyncio.gather(*asking) == [("10.0.0.1",)] * 5
     assert resolver.asked == ["gone"]
@@ -106,15 +106,15 @@ async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: FakeRe
     resolver.known["slow"] = ("10.0.0.1",)
     await gives_up("slow")
     rest.set()
-    await eventually(lambda: "slow" in NAMES._known)
-    assert await NAMES.find("slow") == ("10.0.0.1",)
+    await eventually(lambda: "slow" in RESOLVER._known)
+    assert await RESOLVER.find("slow") == ("10.0.0.1",)
     assert resolver.asked == ["slow"]
 
 
 async def test_who_gives_up_leaves_the_others_their_answer(resolver: FakeResolver) -> None:
     resolver.slow["slow"] = rest = threading.Event()
     resolver.known["slow"] = ("10.0.0.1",)
-    one, other = (asyncio.create_task(NAMES.find("slow")) for _ in range(2))
+    one, other = (asyncio.create_task(RESOLVER.find("slow")) for _ in range(2))
     await asyncio.sleep(0)
     one.cancel()
     with suppress(asyncio.CancelledError):
@@ -127,46 +127,46 @@ async def test_what_was_found_before_will_do_while_a_look_up_takes_long(
     resolver: FakeResolver,
 ) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
-    await NAMES.find("w0")
+    await RESOLVER.find("w0")
     age("w0")
     resolver.slow["w0"] = threading.Event()
-    assert await NAMES.find("w0") == ("10.0.0.1",)
-    assert await NAMES.find("w0") == ("10.0.0.1",)
+    assert await RESOLVER.find("w0") == ("10.0.0.1",)
+    assert await RESOLVER.find("w0") == ("10.0.0.1",)
     assert resolver.asked == ["w0", "w0"]
 
 
 async def test_or_when_the_resolver_has_no_answer(resolver: FakeResolver) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
-    await NAMES.find("w0")
+    await RESOLVER.find("w0")
     age("w0")
     resolver.known["w0"] = NO_ANSWER
-    assert await NAMES.find("w0") == ("10.0.0.1",)
+    assert await RESOLVER.find("w0") == ("10.0.0.1",)
 
 
 async def test_but_not_when_there_is_no_such_name_any_more(resolver: FakeResolver) -> None:
     """Its address may be another's by now."""
     resolver.known["w0"] = ("10.0.0.1",)
-    await NAMES.find("w0")
+    await RESOLVER.find("w0")
     age("w0")
     resolver.known["w0"] = NO_SUCH_NAME
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="not known"):
-            await NAMES.find("w0")
+            await RESOLVER.find("w0")
 
 
 async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: FakeResolver) -> None:
     """Its worker's requests may go to another at once; when it is found, that is where it is."""
     resolver.known["gone"] = NO_ANSWER
     with pytest.raises(socket.gaierror, match="Temporary"):
-        await NAMES.find("gone")
+        await RESOLVER.find("gone")
     resolver.slow["gone"] = rest = threading.Event()
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="Temporary"):
-            await NAMES.find("gone")
+            await RESOLVER.find("gone")
     resolver.known["gone"] = ("10.0.0.1",)
     rest.set()
-    await eventually(lambda: not NAMES._under_way)
-    assert await NAMES.find("gone") == ("10.0.0.1",)
+    await eventually(lambda: not RESOLVER._under_way)
+    assert await RESOLVER.find("gone") == ("10.0.0.1",)
     assert resolver.asked == ["gone", "gone"]
 
 
@@ -174,32 +174,32 @@ async def test_old_names_are_looked_up(
     resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
-    await NAMES.find("w0")
+    await RESOLVER.find("w0")
     resolver.known["w0"] = ("10.0.0.2",)
-    assert await NAMES.find("w0") == ("10.0.0.1",)
+    assert await RESOLVER.find("w0") == ("10.0.0.1",)
     monkeypatch.setattr(resolver_module.time, "monotonic", lambda: 1e12)
-    assert await NAMES.find("w0") == ("10.0.0.2",)
+    assert await RESOLVER.find("w0") == ("10.0.0.2",)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%lo"])
 async def test_an_address_is_not_looked_up(resolver: FakeResolver, host: str) -> None:
-    assert await NAMES.find(host) == (host,)
+    assert await RESOLVER.find(host) == (host,)
     assert resolver.asked == []
 
 
 async def test_more_slow_names_than_threads(resolver: FakeResolver) -> None:
     """The last waits for its turn, and needs not wait where it was found before."""
     resolver.known |= {"old": ("10.0.0.1",), "new": ("10.0.0.2",)}
-    await NAMES.find("old")
+    await RESOLVER.find("old")
     age("old")
-    for number in range(MOST_THREADS):
+    for number in range(MAX_THREADS):
         resolver.slow[f"gone{number}"] = threading.Event()
         await gives_up(f"gone{number}")
-    assert await NAMES.find("old") == ("10.0.0.1",)
+    assert await RESOLVER.find("old") == ("10.0.0.1",)
     await gives_up("new")
     assert "new" not in resolver.asked
     resolver.slow["gone7"].set()
-    assert await NAMES.find("new") == ("10.0.0.2",)
+    assert await RESOLVER.find("new") == ("10.0.0.2",)
 
 
 async def test_no_thread_is_to_be_had(
@@ -219,9 +219,9 @@ async def test_no_thread_is_to_be_had(
 
 
 async def test_the_system_is_asked() -> None:
-    assert {"127.0.0.1", "::1"} & {*ask_system("localhost")}
+    assert {"127.0.0.1", "::1"} & {*resolve("localhost")}
     with pytest.raises(UnicodeError):
-        await NAMES.look_up("a" * 70)
+        await RESOLVER.look_up("a" * 70)
 
 
 # Connections
@@ -279,7 +279,7 @@ async def test_the_next_address_has_its_own_time(resolver: FakeResolver, hole: F
 async def test_one_that_is_slow_to_answer_is_waited_for(
     resolver: FakeResolver, hole: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolver_module, "HEAD_START_S", 0.0)
+    monkeypatch.setattr(resolver_module, "NEXT_ADDRESS_DELAY_S", 0.0)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
     connecting = asyncio.create_task(connect(asyncio.Protocol, "w0.test", hole.port, None))
     await asyncio.wait([connecting], timeout=0.1)  # by then the other has refused
@@ -297,13 +297,13 @@ async def test_nothing_is_left_of_a_cancelled_one(resolver: FakeResolver, hole: 
             await connect(asyncio.Protocol, "w0.test", hole.port, None)
     await eventually(lambda: sockets() == before)
     assert len(asyncio.all_tasks()) == 1
-    assert not NAMES._known["w0.test"].until
+    assert not RESOLVER._known["w0.test"].until
 
 
 async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
     resolver: FakeResolver, hole: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolver_module, "HEAD_START_S", 0.0)
+    monkeypatch.setattr(resolver_module, "NEXT_ADDRESS_DELAY_S", 0.0)
     authority = Authority(tmp_path)
     hole.tls = server_context(authority.port("w0", host="w0.test"))
 

@@ -76,7 +76,7 @@ def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> 
 def test_a_key_of_another_certificate(authority: Authority) -> None:
     one, two = authority.port("one"), authority.port("two")
     mixed = one.model_copy(update={"key_file": two.key_file})
-    assert "is not the key of the certificate" in wrong(mixed)[1]
+    assert "does not match the certificate" in wrong(mixed)[1]
 
 
 def test_a_key_with_a_password(authority: Authority) -> None:
@@ -112,7 +112,7 @@ def test_failed_renewals_are_kept_out(
     other = authority.issue("b")
     shutil.copy(other[0], config.cert_file)  # its key is yet to come
     shown.renew(config)
-    assert "what was shown before stays" in caplog.text
+    assert "the previous certificate stays" in caplog.text
     caplog.clear()
     shutil.copy(other[1], config.key_file)
     shown.renew(config)
@@ -172,7 +172,7 @@ def test_how_a_worker_is_met() -> None:
         (
             "url: 'https://h:1', tls: {verify: no}",
             "",
-            r"tls\.verify: is not known here; leave it out; valid: ca_file",
+            r"tls\.verify: is not a known key; leave it out; valid: ca_file",
         ),
     ],
 )
@@ -348,7 +348,7 @@ async def test_tls_goes_only_with_a_restart(
     moving.write("second", tls=False, workers="b")
     moving.forget("first")
     assert await moving.app.reload() == ["router.tls", "router.admin"]
-    assert "what was shown before stays" in caplog.text
+    assert "the previous certificate stays" in caplog.text
     assert [worker.name for worker in moving.app.fleet] == ["b"]
     assert await moving.shows(moving.app.url) == before
     assert await moving.asked("second") == 200

@@ -300,7 +300,7 @@ async def test_a_breaker_is_open_for_all(crew: Crew, fakes: dict[str, FakeWorker
     assert len(fakes[ill].served) == 1
     # It takes no more than the end of a turn to tell; but nothing says when that was.
     await crew.until(lambda workers: workers[ill]["state"] == "resting")
-    await crew.until(lambda workers: workers[ill]["why"].startswith("it answered 503; "))
+    await crew.until(lambda workers: workers[ill]["why"].startswith("it returned 503; "))
     assert await asked(second, 6) == [200] * 6
     assert len(fakes[ill].served) == 1
     fakes[ill].always(scripts.answer())
@@ -310,10 +310,10 @@ async def test_a_breaker_is_open_for_all(crew: Crew, fakes: dict[str, FakeWorker
     await crew.up()
     assert await asked(first, 4) == [200] * 4
     assert len(fakes[ill].served) >= 3
-    crew.says(f"worker {ill} answers, and")
+    crew.says(f"worker {ill} responds, and")
     began, ended = rests(crew, ill)  # each once, whoever saw it
     assert "INFO" in began  # for it is merely busy
-    assert began.endswith(" s: it answered 503\n")
+    assert began.endswith(" s: it returned 503\n")
     assert "INFO" in ended
     first.close()
     second.close()
@@ -321,7 +321,7 @@ async def test_a_breaker_is_open_for_all(crew: Crew, fakes: dict[str, FakeWorker
 
 def rests(crew: Crew, name: str) -> list[str]:
     """Return what the router has said of a worker's rests, and of their ends."""
-    words = f"worker {name} is left alone", f"worker {name} answers, and"
+    words = f"worker {name} gets no requests", f"worker {name} responds, and"
     return [line for line in crew.said if any(each in line for each in words)]
 
 

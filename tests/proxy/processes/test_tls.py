@@ -131,5 +131,5 @@ async def test_who_finds_no_certificate_takes_the_rest_and_says_so(
         follower.heard(ConfigReloaded(config, SecretKeys.read(config, "fleet.yaml")))
     assert follower.app.config is config
     assert follower.app._keys.tenants == SecretKeys.read(config, "fleet.yaml").tenants
-    assert f"router.tls.key_file: {str(tls.key_file)!r}: holds no private key" in caplog.text
-    assert "what was shown before stays" in caplog.text
+    assert f"router.tls.key_file: {str(tls.key_file)!r}: has no private key" in caplog.text
+    assert "the previous certificate stays" in caplog.text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.telemetry.log_writer import WHOLE, LogWriter, pieces
+from proxy.telemetry.log_writer import MAX_PIECE_BYTES, LogWriter, pieces
 
 
 def test_lines_come_whole_and_in_order(tmp_path: Path) -> None:
@@ -96,5 +96,5 @@ def test_no_piece_is_more_than_a_pipe_takes_whole() -> None:
     lines = [b"a" * size + b"\n" for size in (10, 4000, 80, 5, 9000, 7)]
     cut = list(pieces(lines))
     assert b"".join(cut) == b"".join(lines)
-    assert [len(piece) for piece in cut if len(piece) > WHOLE] == [9001]
+    assert [len(piece) for piece in cut if len(piece) > MAX_PIECE_BYTES] == [9001]
     assert all(piece.endswith(b"\n") for piece in cut)

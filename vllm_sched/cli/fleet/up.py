@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
-from proxy.config.checks import FOR_POLICIES, OURS
+from proxy.config.checks import GENERATED_FLAGS, POLICY_FLAGS
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.progress import Progress
@@ -38,7 +38,7 @@ DEADLINE_S = 1800.0
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
 # What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
 # is written here what is written here counts, and a file made for `vllm serve` has it by right.
-IN_NO_FILE = {name: OURS[name] for name in ("--api-key",)}
+IN_NO_FILE = {name: GENERATED_FLAGS[name] for name in ("--api-key",)}
 MAKE_TINY = """
 import sys
 from vllm_sched.errors import VllmSchedError
@@ -128,7 +128,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             continue
         if worker.launch is None:
             continue
-        ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
+        ours = IN_NO_FILE | (POLICY_FLAGS if worker.launch.policies else {})
         # vLLM makes an object of `--name.key value` and has that one replace ours.
         given = {flag.whole for flag in parse(expanded(worker.launch.args))}
         for name in sorted(ours.keys() & given):

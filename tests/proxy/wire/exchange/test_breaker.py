@@ -48,9 +48,9 @@ async def test_a_failing_worker_is_left_alone(start: Start, script: Script, time
 
 
 ILL: dict[str, tuple[Script, str]] = {
-    "502": (scripts.error(502), "it answered 502"),
-    "429": (scripts.error(429), "it answered 429"),
-    "500, which the other has not": (scripts.error(500), "it answered 500"),
+    "502": (scripts.error(502), "it returned 502"),
+    "429": (scripts.error(429), "it returned 429"),
+    "500, which the other has not": (scripts.error(500), "it returned 500"),
     "closed": (scripts.hang_up, TROUBLES["reset"]),
     "stalled": (scripts.stall, TROUBLES["timeout"]),
     "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), TROUBLES["broken"]),
@@ -88,9 +88,9 @@ async def test_it_is_said_once_why_and_when_it_is_over(
     said = [(each.levelname, each.getMessage()) for each in caplog.records]
     [(warning, began), (info, ended)] = said
     assert (warning, info) == ("INFO" if name == "429" else "WARNING", "INFO")
-    assert began.startswith("worker w0 is left alone for ")
+    assert began.startswith("worker w0 gets no requests for ")
     assert began.endswith(f" s: {why}")
-    assert ended == "worker w0 answers, and is given requests again"
+    assert ended == "worker w0 responds, and gets requests again"
 
 
 async def test_a_refused_connection_is_logged(
@@ -102,7 +102,7 @@ async def test_a_refused_connection_is_logged(
     site.stand_still()
     await ask(site, 10)
     [said] = [each.getMessage() for each in caplog.records]
-    assert said == f"worker w0 is left alone for 0.5 s: {TROUBLES['connect']}"
+    assert said == f"worker w0 gets no requests for 0.5 s: {TROUBLES['connect']}"
 
 
 @pytest.mark.parametrize("status", [429, 503])

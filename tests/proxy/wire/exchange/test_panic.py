@@ -78,7 +78,7 @@ async def test_a_panic_shows_in_metrics_and_by_each_worker(start: Start) -> None
     assert 'proxy_pool_panics_total{model="tiny",pool="serve"} 1' in page
     assert 'proxy_worker_breaker_open{worker="w0",role="general",model="tiny"} 0' in page
     assert 'worker="w0",role="general",model="tiny",state="open"} 1' in page
-    why = "it answered 502; asked even so, because too few of its pool are well"
+    why = "it returned 502; breaker ignored, because too many workers of its pool fail"
     assert why_not(site.worker("w0"), site.clock()) == why
     site.fleet.succeeded(site.worker("w0"))
     page = (await site.ask(get("/metrics"))).body.decode()

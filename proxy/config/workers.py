@@ -1,0 +1,288 @@
+"""The blocks `workers` and `discovery`: vLLM servers, and where the router finds them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from proxy.config.tls import WorkerTlsConfig
+from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Name, Seconds
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[\w.:-]+", re.ASCII)
+QUERY = re.compile(r"(?<=[?#]).+")
+
+
+def _worker_url(url: str) -> str:
+    """Return the URL as `scheme://host:port`; raise `ValueError` if it has any other part."""
+    parts = urlsplit(url)
+    example = "write it as http://host:port"
+    if parts.scheme not in DEFAULT_PORTS:
+        raise ValueError(f"only http:// and https:// are supported; {example}")
+    if parts.username is not None:
+        raise ValueError("credentials in a URL are not sent; give the key as api_key")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        rest = QUERY.sub("...", url.partition(parts.netloc)[2])  # the query may hold a key
+        raise ValueError(f"the path comes from the client's request; leave out {rest!r}")
+    if not _names_host(parts.hostname or ""):
+        raise ValueError(f"has no host; {example}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"the port must be 1 to 65535; {example}") from None
+    if port == 0:
+        raise ValueError(f"port 0 can't be connected to; {example}")
+    # urlsplit strips blanks and lower-cases the scheme: `tls_of` compares the scheme.
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _names_host(text: str) -> bool:
+    try:
+        text.encode("idna")  # refuses an empty label and a label of more than 63 characters
+    except UnicodeError:
+        return False
+    return HOST.fullmatch(text) is not None
+
+
+def _dns_name(name: str) -> str:
+    if not _names_host(name):
+        raise ValueError("is not a host name; write the name alone, as in vllm-short.models.svc")
+    return name
+
+
+def _some_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
+    if not pools:
+        raise ValueError("at least one pool is required; leave out discovery if there is none")
+    return pools
+
+
+def _api_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        raise ValueError("write it as https://host:port")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("give only the host and the port; credentials go into token_file")
+    return url.rstrip("/")
+
+
+# Worker names appear in headers, metric labels and names of log files.
+WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Url = Annotated[str, AfterValidator(_worker_url)]
+DnsName = Annotated[str, AfterValidator(_dns_name)]
+ApiUrl = Annotated[str, AfterValidator(_api_url)]
+WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
+
+NAME_RULE = "letters, digits, '.', '_' and '-', 64 characters at most"
+
+
+class LaunchConfig(Block):
+    """How `vllm-sched up` starts a worker on this machine."""
+
+    model: Name | None = Field(
+        None,
+        description="Model to load; the worker's served model name if not given. `tiny` is the "
+        "built-in test model",
+    )
+    args: Annotated[tuple[str, ...], LIST] = Field(
+        (), description="Command-line arguments for `vllm serve`"
+    )
+    policies: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Scheduling policies by name, each with its settings. If empty, the worker "
+        "runs vLLM's own scheduler",
+    )
+    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], LIST] = Field(
+        (), description="Processors that the worker is bound to; all if empty"
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables, added to the environment of `vllm-sched up`",
+    )
+
+
+class WorkerConfig(Block):
+    """One vLLM server."""
+
+    name: WorkerName = Field(description=f"Unique name: {NAME_RULE}")
+    role: WorkerRole = Field(
+        "general",
+        description="Requests that the worker is for. short, long: by routing.short_limit. "
+        "general: any length. prefill, decode: one leg of a hand-over; a decode worker also serves "
+        "requests without a hand-over",
+    )
+    url: Url | None = Field(
+        None,
+        description="http://host:port or https://host:port. A worker with a launch block and no "
+        "url gets a free port",
+    )
+    model: Name | None = Field(
+        None, description="Model name that clients use; the file's `model` if not given"
+    )
+    max_model_len: Count | None = Field(
+        None,
+        description="Context length in tokens. The worker reports its own if not given; a value "
+        "here can lower it, but not raise it",
+    )
+    max_requests: Count | None = Field(
+        None,
+        description="Maximum number of requests in flight, over all router processes; no limit of "
+        "its own if not given. On a long worker, the `adaptive` rule reserves a quarter of them, "
+        "at least one, for long requests, until a minute or two after the last long request. With "
+        "1, short requests then use the worker only if no other worker is left for them",
+    )
+    api_key: Key | None = Field(
+        None,
+        repr=False,
+        description="API key that the router sends to this worker in place of the client's "
+        "Authorization header",
+    )
+    tls: WorkerTlsConfig | None = Field(
+        None, description="TLS settings for an https:// URL; the file's worker_tls if not given"
+    )
+    launch: LaunchConfig | None = Field(
+        None, description="How `vllm-sched up` starts the worker on this machine"
+    )
+    profile: Name | None = Field(
+        None,
+        description="Machine that `vllm-sched simulate` uses for this worker: the name of a "
+        "built-in profile, or a file that `calibrate` wrote. A relative path is tried from the "
+        "fleet file's folder first",
+    )
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the worker's URL."""
+        if self.url is None:
+            return None
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+
+    @property
+    def stated_max_model_len(self) -> int | None:
+        """The context length in the file: `max_model_len`, or the flag in `launch.args`."""
+        return self.max_model_len or self.flag_max_model_len
+
+    @property
+    def flag_max_model_len(self) -> int | None:
+        """The value of `--max-model-len` in `launch.args`, if it is a plain number."""
+        return self._number_of("--max-model-len")
+
+    @property
+    def seats(self) -> int | None:
+        """Number of slots: `--max-num-seqs` times the number of data-parallel engines."""
+        slots = self._number_of("--max-num-seqs")
+        engines = self._number_of("--data-parallel-size", "-dp")
+        return slots * (engines or 1) if slots else None
+
+    def _number_of(self, *names: str) -> int | None:
+        flags = " ".join(self.launch.args if self.launch else ()).replace("=", " ").split()
+        values = [
+            value
+            for flag, value in itertools.pairwise(flags)
+            if flag.replace("_", "-") in names and value.isascii() and value.isdigit()
+        ]
+        return int(values[-1]) if values else None
+
+
+class PoolConfig(Block):
+    """A pool of identical workers that the router discovers."""
+
+    name: WorkerName = Field(
+        description="Unique name of the pool, for logs and for names of workers that are known "
+        f"only by address: {NAME_RULE}"
+    )
+    selector: Name | None = Field(
+        None,
+        description="Label selector for EndpointSlices, as in "
+        "kubernetes.io/service-name=vllm-short. Give either selector or dns",
+    )
+    dns: DnsName | None = Field(
+        None,
+        description="DNS name that resolves to the address of each worker, as the name of a "
+        "headless Service does",
+    )
+    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = Field(
+        None,
+        description="Port of the workers: a number, or with selector the name of a port. If not "
+        "given: the only port of the EndpointSlice with selector, 8000 otherwise",
+    )
+    role: WorkerRole = Field("general", description="Role of the workers: see `workers`")
+    model: Name | None = Field(
+        None, description="Model name that clients use; the file's `model` if not given"
+    )
+    max_model_len: Count | None = Field(
+        None,
+        description="Context length in tokens. Each worker reports its own if not given; a value "
+        "here can lower it, but not raise it",
+    )
+    max_requests: Count | None = Field(
+        None, description="Maximum number of requests in flight on each worker: see `workers`"
+    )
+    api_key: Key | None = Field(
+        None,
+        repr=False,
+        description="API key that the router sends to these workers in place of the client's "
+        "Authorization header",
+    )
+    api_key_file: FilePath | None = Field(
+        None, description="File with that API key, read at the start and at each reload"
+    )
+    tls: WorkerTlsConfig | None = Field(
+        None,
+        description="TLS settings for these workers; {} for the file's worker_tls. Plain HTTP if "
+        "not given",
+    )
+
+    @property
+    def scheme(self) -> str:
+        """URL scheme of the pool's workers."""
+        return "http" if self.tls is None else "https"
+
+    def worker(self, name: str, url: str | None, api_key: str | None = None) -> WorkerConfig:
+        """Return the configuration of one worker of the pool."""
+        alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
+        return WorkerConfig(**alike | {"name": name, "url": url, "api_key": api_key})
+
+
+class KubernetesConfig(Block):
+    """The Kubernetes API server. Inside a pod the defaults are right."""
+
+    url: ApiUrl | None = Field(
+        None, description="https://host:port of the API server; the pod's own cluster if not given"
+    )
+    namespace: Name | None = Field(
+        None, description="Namespace of the workers; the pod's own if not given"
+    )
+    token_file: FilePath = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="File with the bearer token, read for each request. If the file does not "
+        "exist, no token is sent",
+    )
+    ca_file: FilePath = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
+        description="CA certificates that sign the API server's certificate. If the file does not "
+        "exist, the system's certificates are used",
+    )
+    watch_s: Annotated[float, Field(ge=1)] = Field(
+        30.0,
+        description="Duration of one watch request in seconds. A watch that does not end in time "
+        "is considered dead and is opened again",
+    )
+    resync_s: Seconds = Field(
+        300.0, description="Seconds after which the router lists all EndpointSlices again"
+    )
+
+
+class DiscoveryConfig(Block):
+    """Workers that the router discovers."""
+
+    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_some_pools)] = Field(
+        description="Pools of discovered workers"
+    )
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    dns_every_s: Seconds = Field(5.0, description="Seconds between two look-ups of a DNS name")
