@@ -1,4 +1,4 @@
-"""Those who wait, as the queue keeps them: a line for each model, size, class and tenant."""
+"""Queued requests: a FIFO per model, size, class and tenant, sorted in buckets."""
 
 from __future__ import annotations
 
@@ -15,47 +15,46 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
-LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
-# Of a model's classes: that it does not go before one above for its age, that it did so last.
+LOOK = 16  # tickets examined per FIFO, failures per place
+# A class's sort key: not ahead by age, was last to go ahead.
 Late = tuple[bool, bool]
 IN_ORDER: Late = (True, False)
 
 
 class LastDispatch(NamedTuple):
-    """The last turn of a model."""
+    """The last dispatch of a model."""
 
     at: float = 0.0
-    passed: bool = False  # it went before a class above, for its age
-    passer: int = -1  # the class that did so last
+    passed: bool = False  # ahead of a higher class, by age
+    passer: int = -1  # the class that last went ahead
 
 
 class Bucket:
-    """All of one class that wait at one place."""
+    """All tickets of one class at one place."""
 
     __slots__ = ("longer", "order", "tickets")
 
     def __init__(self) -> None:
         self.order = SortedBuckets()
-        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # as they came
-        self.longer: list[int] = []  # how many of its lines have more than none, than one, ...
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
+        self.longer: list[int] = []  # [n]: FIFOs with more than n tickets
 
     @property
     def oldest(self) -> float:
-        """Since when any waits."""
+        """Return the oldest arrival."""
         return next(iter(self.tickets)).since
 
     def grew(self, length: int) -> None:
-        """Note that a line of that length has one more."""
+        """Count a ticket added to a FIFO of this length."""
         if length == len(self.longer):
             self.longer.append(0)
         self.longer[length] += 1
 
 
 class Buckets:
-    """All lines, and in which order they go.
+    """All FIFOs in dispatch order.
 
-    A tenant's standing changes at any time. Those that did are noted, and find their places anew
-    when somebody wants to know: nothing is done for each of all that wait.
+    Tenants with changed counters are recorded; their FIFOs are sorted when the order is read.
     """
 
     def __init__(self) -> None:
@@ -66,21 +65,19 @@ class Buckets:
         self._numbers = count()
 
     def crowds(self) -> Mapping[tuple[Place, Rank], Bucket]:
-        """Return all crowds, in order."""
         for tenant in self._watch.take():
             for line in self._of.get(tenant, ()):
                 self._sort(line)
         return self._crowds
 
     def count(self, place: Place, rank: Rank) -> int:
-        """How many wait."""
         crowd = self._crowds.get((place, rank))
         return len(crowd.tickets) if crowd is not None else 0
 
     def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
-        """Reckon how many of a class go before one who joins the end of a line now.
+        """Return how many tickets of a class go before a new one.
 
-        Each tenant has one turn for each of that line's.
+        Each tenant has one turn per ticket of the new ticket's FIFO.
         """
         crowd = self._crowds.get((place, rank))
         if crowd is None:
@@ -90,15 +87,12 @@ class Buckets:
         return sum(crowd.longer[:turns])
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
-        """Name where anybody of a model waits."""
         return (at for at in self._crowds if at[0][0] == model)
 
     def of_class(self, tenant: Tenant, rank: Rank) -> bool:
-        """Whether a tenant has any in a class."""
         return any(line.rank is rank for line in self._of.get(tenant, ()))
 
     def push(self, ticket: Ticket) -> None:
-        """Let one in, as the last of its line."""
         key = key_of(ticket)
         line = self.by_key.get(key)
         if line is None:
@@ -116,7 +110,6 @@ class Buckets:
             self._sort(line)
 
     def remove(self, ticket: Ticket) -> None:
-        """Let one out."""
         line = self.by_key[key_of(ticket)]
         line.tickets.remove(ticket)
         crowd = self._crowds[line.place, line.rank]
@@ -136,7 +129,7 @@ class Buckets:
                 tenant.watches.discard(self._watch)
 
     def _sort(self, line: RequestFifo) -> None:
-        """Have a line stand where it belongs now."""
+        """Move a FIFO to its sorted position."""
         order, before = self._crowds[line.place, line.rank].order, line.entry
         entry: Entry | None = None
         if line.tickets:
@@ -153,44 +146,42 @@ class Buckets:
 
 
 class RemoteQueues(Protocol):
-    """The queues of other processes, as far as they have told."""
+    """The queues of the other processes, as last reported."""
 
-    processes: int  # how many others there are
+    processes: int
     length: int
     bytes: int
     tokens: int
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
-        """Of what any of them has more than this one; of as much, the first of them has more."""
+        """Return, of requests, bytes and tokens, if a process has more; the first wins a tie."""
 
     def moved(self) -> None:
-        """Tell them of this one."""
+        """Report a change of this queue."""
 
     def before(self, place: Place, rank: int) -> bool:
-        """Whether any of a class above this number waits there."""
+        """Return whether a class above this waits at a place."""
 
     def oldest(self, model: str) -> Mapping[Rank, float]:
-        """Since when the oldest of each class waits there."""
+        """Return each class's oldest arrival."""
 
     def last(self, model: str) -> LastDispatch:
-        """Return the last turn there."""
+        """Return a model's last dispatch there."""
 
     def goes_first(
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
-        """Whether somebody there is to have what is free now, before one whose turn is this.
+        """Return whether a remote request goes before this turn.
 
-        `aged` are the classes of its model that are of age, and when they go.
+        `aged` holds the model's aged classes.
         """
 
 
 def place_of(ask: RequestInfo) -> Place:
-    """Name where one waits who comes now."""
     return ask.model, LONG if ask.long else SHORT
 
 
 def key_of(ticket: Ticket) -> Key:
-    """Name the line where one waits."""
     ask = ticket.ask
     if ticket.tried or ask.pinned:
         return (ask.model, APART), ask.rank, ask.tenant

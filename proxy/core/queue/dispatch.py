@@ -1,4 +1,4 @@
-"""One round of who goes next, of all that wait."""
+"""One dispatch round over all queued requests."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ NO_TURN = LastDispatch()
 
 
 class Overtaking:
-    """Which classes have gone before those above them, for their age; outlives the rounds."""
+    """Each model's last dispatch; kept across rounds."""
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: dict[str, LastDispatch] = {}  # of each model, in any process
+        self.last: dict[str, LastDispatch] = {}  # per model, over all processes
 
     def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
-        """Return the last turn of a model, here or elsewhere."""
         here = self.last.get(model, NO_TURN)
         if others is not None and (there := others.last(model)).at > here.at:
             here = self.last[model] = there
         return here
 
     def had(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
-        """Note a turn; `passed`: it went before a class above."""
+        """Record a dispatch; `passed` if ahead of a higher class."""
         before = self.last.get(model, NO_TURN)
         self.last[model] = LastDispatch(now, passed, rank if passed else before.passer)
 
 
 class DispatchRound:
-    """It lives until nobody more can go.
+    """A round ends when no queued request can be dispatched.
 
-    `end` places a request or refuses it, if it can.
+    `end` places or refuses a request, or returns None.
     """
 
     __slots__ = (
@@ -82,19 +81,19 @@ class DispatchRound:
         self._ages = ages
         self._overtaking = overtaking
         self._elsewhere = elsewhere
-        # What one could not do with, none at its place can do with who needs as much.
+        # At a place, requests that need at least this much context have failed in this round.
         self._least: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
-        self._held: set[Place] = set()  # whose turn it is in another process
+        self._held: set[Place] = set()  # another process goes first
 
     def next(self) -> tuple[Ticket, End] | None:
-        """Find who goes next; None if nobody can."""
+        """Return the next request and its result; None ends the round."""
         crowds, others = self._lines.crowds(), self._elsewhere
-        oldest: dict[str, dict[Rank, float]] = {}  # since when, of each model's classes
+        oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), crowd in crowds.items():
             known = oldest.setdefault(model, {})
             known[rank] = min(known.get(rank, crowd.oldest), crowd.oldest)
-        first = {model: min(known) for model, known in oldest.items()}  # that waits here
+        first = {model: min(known) for model, known in oldest.items()}  # local classes only
         if others is not None and others.length:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
@@ -118,7 +117,7 @@ class DispatchRound:
     def _turn_of(
         self, line: RequestFifo, order: Late, aged: Mapping[Rank, Late]
     ) -> tuple[Ticket, End] | None:
-        """Have one of a line go, if it is the turn of none elsewhere."""
+        """Dispatch from a FIFO, unless another process goes first."""
         (place, rank), others, now = (line.place, line.rank), self._elsewhere, self._now
         if line.least >= self._most(place):
             return None
@@ -131,17 +130,17 @@ class DispatchRound:
         return ended
 
     def _most(self, place: Place) -> int:
-        """Below what one must need that is to be tried at a place."""
+        """Return the context need from which requests at a place are skipped."""
         if place in self._held or self._misses.get(place, 0) >= LOOK:
             return 0
         return maxsize if place[1] == APART else self._least.get(place, maxsize)
 
     def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
-        """Name the classes that go before those above them, this time."""
+        """Return the classes old enough to go ahead in this turn."""
         last, highest = self._overtaking.known(model, self._elsewhere), min(oldest)
         if last.passed:
             return {}
-        # Where two classes are of age, neither has all the turns of the aged.
+        # Two aged classes alternate.
         return {
             rank: (False, last.passer == rank) if rank > highest else IN_ORDER
             for rank, since in oldest.items()
@@ -149,7 +148,7 @@ class DispatchRound:
         }
 
     def _first_of(self, line: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
-        """Find who may go: the head, or else one that could do with less than all before it."""
+        """Dispatch the first ticket that can go; skip needs that failed before."""
         place, least, misses = line.place, self._least, self._misses
         for ticket in islice(line.tickets, LOOK):
             needs = ticket.ask.needs
@@ -159,6 +158,6 @@ class DispatchRound:
             if (ended := self._end(ticket)) is not None:
                 return ticket, ended
             misses[place] = misses.get(place, 0) + 1
-            # That batch leaves room free says nothing of others; they have been asked before.
+            # Batch may have failed for its reserve. Higher classes were tried before.
             least[place] = min(least.get(place, maxsize), needs)
         return None

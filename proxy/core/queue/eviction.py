@@ -1,13 +1,10 @@
-"""Whose requests give way where the queue is full: else one tenant's flood would be all that waits.
+"""Evict requests from a full queue, so that no tenant fills it alone.
 
-A newcomer takes the place of the last comer of whoever has most of the queue, for its weight, as
-long as that is more than its own tenant has; requests, bytes and tokens count alike, whichever is
-scarcest. Batch gives way to all others. So each of n tenants that send without end has an n-th of
-the queue, and a tenant that sends one request has a place for it. Retries have waited enough, and
-give way to nobody.
+A new request evicts the newest request of the tenant with the largest share by weight, if that
+exceeds its own tenant's. A share is the largest part in requests, bytes or tokens. Batch is evicted
+first, retries never.
 
-Cost: nothing until the queue is full; then a look at who has how much, and only for a newcomer that
-gets a place by it at all those who wait.
+Cost: nothing until the queue is full; then a scan of the FIFOs.
 """
 
 from __future__ import annotations
@@ -21,28 +18,25 @@ from proxy.core.tenants.tenants import Rank, Tenant
 
 BATCH = Rank.BATCH
 APART = "apart"
-MOST_EVICTED = 64  # for one newcomer: more small ones than that are not worth one large
+MOST_EVICTED = 64  # per new request
 Amounts = tuple[float, float, float]  # requests, bytes, tokens
 NOTHING: Amounts = (0, 0, 0)
 
 
 def amounts(ask: RequestInfo) -> Amounts:
-    """Say what one request takes."""
     return 1, ask.body_bytes, ask.prompt_tokens
 
 
 class QueueCapacity:
-    """What there is, and who has how much of it."""
+    """What each tenant has in the queue."""
 
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def take(self, ask: RequestInfo) -> None:
-        """Count one in."""
         self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
     def give(self, ask: RequestInfo) -> None:
-        """Count one out."""
         left = _plus(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
             self._used[ask.tenant] = left
@@ -52,9 +46,9 @@ class QueueCapacity:
     def yielding(
         self, ask: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
-        """Name those who give way to a newcomer; none if that would not make room enough.
+        """Return the tickets to evict; none if that would not make enough room.
 
-        `over` is by how much it would be too much.
+        `over` is the excess with the request.
         """
         used = dict(self._used)
         own = _share(_plus(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
@@ -64,9 +58,9 @@ class QueueCapacity:
         return _last_of(may, used, over, most, lambda line: _is_more(line, ask, used, own, most))
 
     def surplus(self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts) -> list[Ticket]:
-        """Name those who give way because there are too many, as far as that makes it better.
+        """Return tickets to evict, even if an excess remains.
 
-        One that is more than all may be was let in when nobody waited, and stays.
+        An oversized request accepted by an empty queue is kept.
         """
         may = [
             line
@@ -85,7 +79,7 @@ def _last_of(
     *,
     partly: bool = False,
 ) -> list[Ticket]:
-    """Take the last comers of whoever has most at that moment, until it is not too much."""
+    """Take the newest ticket of the largest tenant until nothing exceeds its limit."""
     left = {line.key: len(line.tickets) for line in may}
     gone: list[Ticket] = []
     while max(over) > 0 and len(gone) < MOST_EVICTED:
@@ -114,7 +108,6 @@ def _is_more(
     own: float,
     most: Amounts,
 ) -> bool:
-    """Whether a line's tenant has more than a newcomer's would."""
     if line.rank is BATCH and ask.rank is not BATCH:
         return True
     return _share(used[line.tenant], most, line.tenant) > own

@@ -1,20 +1,15 @@
-"""Requests that wait for room.
+"""The router's queue.
 
-They wait in lines: one for each model, size, class and tenant. A model's shorts and longs have
-places of their own, so that a long that waits for a long worker does not hold shorts up; retries
-and requests that only one worker can answer stand apart. Of each place the higher class goes first,
-of a class the tenant with the least of its share (see `fairness`), of a tenant who came first. Of
-every line more than the head is looked at: that one may wait for a worker, one with a large context
-say, which the next does not want.
+Requests wait in FIFOs, one per model, size, class and tenant. Short, long, and pinned or retried
+requests have separate places. At a place the higher class goes first, then the tenant with the
+least counter (see `fairness`), then the oldest request. Where the head cannot go, later tickets
+that need less context are tried.
 
-A class whose front has waited for as long as its age goes before those above it, every second time,
-and where two are of age they take turns at that: so none waits for ever, and a flood of the aged
-can't shut the others out. Batch goes when nobody else of its model waits.
+A class with a request past its age goes ahead every second turn; aged classes alternate, so none
+starves. Batch waits for all other requests of its model.
 
-Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
-it gives way (see `room`). Of several processes each has a part of its own: what comes within that
-waits at once, and who has most where most wait gives way. How fast places became free lately says
-how long one who is turned away should stay away.
+A full queue evicts (see `eviction`). Each process has a part that it may always fill; the fullest
+process then evicts.
 """
 
 from __future__ import annotations
@@ -37,17 +32,15 @@ from proxy.core.tenants.tenants import Rank
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-SPAN_S = 5.0  # over which places that became free are counted
+SPAN_S = 5.0  # per sample of freed slots
 LONGEST_RETRY_S = 120
-SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
+SPARE = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
 ABOVE_BATCH = RANKS[:BATCH]
 
 
 class Queue:
-    """The router's queue."""
-
     def __init__(
         self,
         most: int,
@@ -63,30 +56,28 @@ class Queue:
         self.fairness = fairness or FairnessSettings()
         self.bytes = 0
         self.tokens = 0
-        self.length = 0  # how many wait
-        self.elsewhere: RemoteQueues | None = None  # the queues of other processes
+        self.length = 0
+        self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
         self._room = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
-        self._freed = 0  # places, since ever
-        # Moments, and the count at each: an older, a newer. While nobody waits, what becomes free
-        # says what was asked for, not how fast a queue would move: that time is left out.
+        self._freed = 0  # slots, since the start
+        # Two samples (time, slots freed): older, newer. Time without waiting requests is excluded:
+        # freed slots then measure demand, not speed.
         self._marks = ((0.0, 0), (0.0, 0))
-        self._wanted_at = -inf  # when somebody was last seen to wait
+        self._wanted_at = -inf  # a request was last seen waiting
 
     def __len__(self) -> int:
-        """How many wait."""
         return self.length
 
     def room_for(self, ask: RequestInfo) -> bool:
-        """Whether one more may wait."""
         return max(self._over(ask)) <= 0
 
     def _over(self, ask: RequestInfo) -> Amounts:
-        """By how much one more would be too much; by nothing within this process's own part."""
+        """Return the excess with a request; none within this process's part."""
         (length, size, tokens), most = self._all(), self._most()
         one, own = amounts(ask), (self.length, self.bytes, self.tokens)
         if (others := self.elsewhere) is not None:
@@ -101,7 +92,6 @@ class Queue:
         )
 
     def _all(self) -> Amounts:
-        """How much waits in all processes."""
         if (others := self.elsewhere) is None:
             return self.length, self.bytes, self.tokens
         length, size = self.length + others.length, self.bytes + others.bytes
@@ -111,7 +101,7 @@ class Queue:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
     def make_room(self, ask: RequestInfo) -> list[Ticket]:
-        """Name those who should give way to a newcomer; none if it must go itself."""
+        """Return the tickets to evict; none if that does not help."""
         return self._room.yielding(
             ask, self._lines.by_key.values(), self._over(ask), self._shares()
         )
@@ -120,9 +110,9 @@ class Queue:
         return self.most or inf, self.most_bytes, self.most_tokens or inf
 
     def too_much(self) -> list[Ticket]:
-        """Name those who should give way to who came to other processes within their parts.
+        """Return tickets to evict for requests that other processes accepted.
 
-        The process with the most of what is scarce finds them.
+        Only the fullest process returns any.
         """
         others = self.elsewhere
         if others is None or not others.length or not self.length:
@@ -139,13 +129,12 @@ class Queue:
         return self._room.surplus(lines, (length, size, tokens), self._shares())
 
     def waiting(self, model: str, *, long: bool) -> int:
-        """How many of a model and size wait, batch left out; of other queues, whether any do."""
+        """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
         return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
 
     def has(self, model: str) -> bool:
-        """Whether anybody of a model waits."""
         if any(self._lines.places(model)):
             return True
         there = self.elsewhere
@@ -153,7 +142,7 @@ class Queue:
         return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
 
     def stands_before(self, ask: RequestInfo) -> bool:
-        """Whether anybody waits who goes before a request that comes now."""
+        """Return whether a waiting request goes before a new one."""
         if not self.length and self.elsewhere is None:
             return False
         place = place_of(ask)
@@ -165,12 +154,12 @@ class Queue:
         return any(rank is not BATCH for _, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
-        """Name who would go first of each model, size and class, and since when any waits."""
+        """Return each bucket's first turn and oldest arrival."""
         crowds = self._lines.crowds()
         return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
 
     def ahead_of(self, ask: RequestInfo) -> int:
-        """Reckon how many that wait will go before a request that comes now."""
+        """Return how many requests go before a new one."""
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
         return above + lines.ahead(place, ask.rank, ask.tenant)
@@ -183,7 +172,6 @@ class Queue:
         *,
         explain: bool = False,
     ) -> Ticket:
-        """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
         ticket = Ticket(ask, now, now + wait_s, tried, explain)
         if ask.tenant is not None:
@@ -202,7 +190,7 @@ class Queue:
         return ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Let one go; False if it has left before."""
+        """Remove a ticket; False if it has left before."""
         if ticket.left:
             return False
         ticket.left = True
@@ -222,10 +210,8 @@ class Queue:
             heapify(self._deadlines)
         return True
 
-    # Who goes
-
     def expired(self, now: float) -> list[Ticket]:
-        """Let those go whose time is up."""
+        """Remove and return the tickets past their deadlines."""
         gone: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
@@ -238,18 +224,15 @@ class Queue:
     def leave(
         self, end: Callable[[Ticket], End | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
-        """Let those go for whom there is an end, in their turns."""
+        """Remove and yield the tickets for which `end` has a result."""
         ages, elsewhere = self.fairness.ages, self.elsewhere
         turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
         while (found := turn.next()) is not None:
             self.remove(found[0])
             yield found
 
-    # When to come back
-
     def freed(self, now: float) -> None:
-        """Count a place that became free."""
-        if not self.most:  # nobody may wait: whoever is refused would have liked to
+        if not self.most:  # no queue: each refused request is demand
             if now - self._marks[1][0] > 2 * SPAN_S:
                 self._marks = ((now, self._freed),) * 2
         elif not self.length:
@@ -260,7 +243,7 @@ class Queue:
             self._marks = self._marks[1], (now, self._freed)
 
     def _go_on(self, now: float) -> None:
-        """Count on from when somebody waited last; anew if that is long ago."""
+        """Resume the samples after a pause; restart them after a long one."""
         if (idle_s := now - self._wanted_at) > 2 * SPAN_S:
             self._marks = ((now, self._freed),) * 2
         else:
@@ -268,7 +251,7 @@ class Queue:
             self._marks = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
 
     def wait_s(self, now: float, ahead: int) -> float | None:
-        """Reckon how long those take that are ahead; None if nothing tells."""
+        """Return the predicted wait; None if the speed is unknown."""
         if not self.length:
             if now - self._wanted_at > 2 * SPAN_S:
                 return None
@@ -278,7 +261,6 @@ class Queue:
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
 
     def retry_after_s(self, now: float) -> int:
-        """How long until those who wait now should have been served."""
         wait = self.wait_s(now, self.length)
         wait = self.max_wait_s if wait is None else wait
         return min(max(ceil(wait), 1), LONGEST_RETRY_S)

@@ -1,8 +1,7 @@
-"""Lines in the order of their turns: those of one class that wait at one place.
+"""The FIFOs of one class at one place, sorted by turn.
 
-Sorted, in stretches of which each knows the least context that any in it needs: who looks for one
-that needs less than so much passes over a stretch at a time. Of a thousand lines that is a look at
-some thirty numbers, and to put one elsewhere costs the same.
+A sorted list of segments. A segment knows its least context need, so a search for smaller requests
+skips segments. With a thousand FIFOs, a search or move reads some thirty numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 from proxy.core.queue.request_fifo import Entry, RequestFifo
 
-LONGEST, SHORTEST = 64, 8  # stretches
+LONGEST, SHORTEST = 64, 8  # entries of a segment
 
 
 class Segment:
-    """Some that stand beside each other."""
+    """Consecutive entries."""
 
     __slots__ = ("entries", "least")
 
@@ -26,21 +25,18 @@ class Segment:
 
 
 class SortedBuckets:
-    """All of them."""
-
     __slots__ = ("_stretches",)
 
     def __init__(self) -> None:
         self._stretches: list[Segment] = []
 
     def first(self) -> RequestFifo:
-        """Return whose turn it is."""
         return self._stretches[0].entries[0][4]
 
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
-        """Go through those that need less than that, which may become less on the way.
+        """Yield the entries that need less than `most()`, which may fall between entries.
 
-        Nothing may be put or taken meanwhile.
+        The entries must not change meantime.
         """
         bound = most()
         for stretch in self._stretches:
@@ -52,7 +48,6 @@ class SortedBuckets:
                     bound = most()
 
     def put(self, entry: Entry) -> None:
-        """Let one in, where it belongs."""
         stretches = self._stretches
         if not stretches:
             stretches.append(Segment([entry]))
@@ -67,7 +62,6 @@ class SortedBuckets:
             stretches[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
 
     def take(self, entry: Entry) -> None:
-        """Let one out."""
         stretches = self._stretches
         at = self._find(entry)
         entries = stretches[at].entries
@@ -77,7 +71,7 @@ class SortedBuckets:
                 stretches[at].least = min(each[3] for each in entries)
             return
         del stretches[at]
-        for each in entries:  # too few for a stretch of their own
+        for each in entries:  # too few for a segment
             self.put(each)
 
     def _find(self, entry: Entry) -> int:

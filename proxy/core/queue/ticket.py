@@ -1,4 +1,4 @@
-"""A place in the router's queue."""
+"""A place in the queue."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Ticket:
     deadline: float
     tried: frozenset[Worker] = frozenset()
     explain: bool = False
-    left: bool = False  # withdrawn, placed or refused
-    aged: bool = False  # dispatched ahead of its class because of its age
+    left: bool = False
+    aged: bool = False  # went ahead of its class by age
