@@ -1,14 +1,10 @@
-"""How many tokens a request will come to, without a tokenizer.
+"""Estimate a request's tokens without a tokenizer.
 
-Idea: workers say in `usage`, or when asked to count, how many tokens a prompt had. What that says
-of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
-learnt too, for clients that state no limit, which most chat clients do not; and how many tokens an
-image or an audio clip has (`media`). Where there are tenants, each has rates of its own; a tenant
-without data has the rates that tenants have in common (`prior`).
+Idea: learn tokens per byte from `usage` and /tokenize with an error band (`rates`), output lengths,
+and tokens per medium (`media`). A new tenant starts with the tenants' common rates (`prior`).
 
-Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
-more requests near a boundary are counted by a worker; until the first answers come, the band is
-half of the estimate, and of a short text the 128 tokens that its template may add.
+Cost: see there. How it fails: mixed languages widen the band, so workers count more requests near a
+boundary. At first the band is half the estimate, or 128 template tokens for short text.
 """
 
 from __future__ import annotations
@@ -25,30 +21,30 @@ from proxy.core.request.client_fields import is_true
 from proxy.core.request.token_estimate import PromptExtent, count, measure
 from proxy.core.tenants.tenants import Tenant
 
-TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # looked up once: see reading.py
+TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # aliases: see parser.py
 CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
-LONGER = 2.0  # a model that has seen long words may have longer ones by as much
-COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
+LONGER = 2.0  # margin for longer words than seen
+COMPLETION_OUTPUT = 16  # vLLM's default for /v1/completions
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
-# Models and routes of which a tenant keeps rates of its own: the last that it used.
+# Models and routes with rates per tenant: the last used.
 MOST_LEARNT = 32
-FEW = 50  # prompts and answers of a tenant that are all learnt from
-# On other routes an output limit above the context is an error, whatever the prompt.
+FEW = 50  # learn from every request up to this
+# Other routes reject an output limit above the context.
 ANY_LIMIT = route_names(lambda route: route.takes_any_limit)
 CUT = "truncate_prompt_tokens"
-# What a response says for the same; whatever else is said there, null too, cuts it.
+# For responses, any other value truncates, null too.
 TRUNCATION, WHOLE = "truncation", "disabled"
 
 
 class Sizer:
-    """Estimates sizes, and learns from what workers say."""
+    """Estimates sizes and learns from responses."""
 
     def __init__(self) -> None:
         self._priors: dict[tuple[str, str], TenantPrior] = {}
 
     def prior(self, model: str, route: str) -> TenantPrior:
-        """Return what tenants have in common; the models are the fleet's, so there are few."""
+        """Return the tenants' common rates; bounded, as models are the fleet's."""
         key = (model, route)
         found = self._priors.get(key)
         if found is None:
@@ -56,7 +52,7 @@ class Sizer:
         return found
 
     def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
-        """Return what is known of a model on a route: of a tenant, or where there are none."""
+        """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is not None:
             found = tenant.learnt.get((model, route))
             return found if found is not None else self.prior(model, route).common()
@@ -64,7 +60,7 @@ class Sizer:
         return prior.base if prior is not None else self.prior(model, route).base
 
     def _own(self, ask: RequestInfo) -> LearnedSizes:
-        """Return what a request is to teach."""
+        """Return the rates to be updated by a request."""
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
         if tenant is None:
             return prior.base
@@ -100,14 +96,14 @@ class Sizer:
             error += _vague_error(extent, learnt)
         error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
-        # Positional, and the rest set after: this is done for every request.
+        # Positional for speed: this runs for every request.
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
         longest = max(MOST_PER_TOKEN, LONGER * learnt.bytes_per_token)
-        ask.least_prompt = int((text - tools) / longest)  # a template may leave tools out
+        ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
-            ask.least_prompt += tokens  # those of a template and of images are guesses
+            ask.least_prompt += tokens  # template and image tokens are guesses
         if extent.vague:
             ask.media = None if extent.cut else _teaching(extent, learnt)
             ask.text_bytes = 0
@@ -130,39 +126,38 @@ class Sizer:
         return ask
 
     def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        """Take a worker's own count of the one prompt of an ask, and learn from it."""
+        """Use a worker's token count, and learn from it."""
         self._see_prompt(ask, self._own(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
 
     def outgrew(self, ask: RequestInfo, limit: int) -> None:
-        """Take a worker's word that an ask does not fit into so many tokens."""
+        """Raise the size after a worker found the request above its limit."""
         if (more := limit + 1 - ask.needs) > 0:
             ask.prompt_tokens += more
             ask.largest_prompt += more
         ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
 
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
-        """Learn from an answer's usage."""
         own = self._own(ask)
         if not ask.counted:
             self._see_prompt(ask, own, usage.prompt_tokens)
         _see_output(ask, own, usage.completion_tokens)
 
     def wrote(self, ask: RequestInfo, tokens: int) -> None:
-        """Learn how much was written, all samples together."""
+        """Learn the output of all samples together."""
         _see_output(ask, self._own(ask), tokens)
 
     def knows_little(self, ask: RequestInfo) -> bool:
-        """Whether a tenant has taught so little that each of its answers is worth learning from."""
+        """Return whether a tenant has too few samples to skip any."""
         if ask.tenant is None:
             return False
         own = ask.tenant.learnt.get((ask.model, ask.route))
         return own is None or max(own.seen, own.outputs) < FEW
 
     def _see_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
-        if prompt_tokens <= 0 or ask.pinned:  # to what came before
+        if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
             return
         if ask.media is not None:
             own.media.see(ask.media, prompt_tokens)
@@ -178,7 +173,7 @@ def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
 
 
 def _vague_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
-    """Return by how much the guessed part of a prompt may be off."""
+    """Return the error of the guessed tokens."""
     if extent.media is None:
         return extent.vague // 2
     media = _media_tokens(extent)
@@ -193,7 +188,7 @@ def _media_tokens(extent: PromptExtent) -> int:
 
 
 def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
-    """Return a request's media, if nothing else of it is guessed."""
+    """Return a request's media to learn from, if all other tokens are known."""
     counts, tokens = extent.media, _media_tokens(extent)
     if counts is None or extent.vague != tokens:
         return None
@@ -203,17 +198,15 @@ def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None
 
 
 def _total(learnt: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
-    """Add what is estimated to what needs no estimate."""
     if text or tools:
         return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
     return tokens
 
 
 def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
-    """Leave it to the worker with the largest context whether an ask fits that needs more.
+    """Shrink an ask to `most` if it may fit, so that the largest worker decides.
 
-    An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
-    `cuts_output`: vLLM 0.32 cuts a limit to what the prompt leaves, if that is a token at least.
+    `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.
     """
     stated = ask.output_tokens
     output = ask.generates if cuts_output or stated is None else stated
@@ -229,11 +222,11 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
     if over > 0:
         ask.largest_prompt -= over
         ask.prompt_tokens -= over
-        ask.prompt_error = max(ask.prompt_error - over, 0)  # nobody smaller should try
+        ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
 
 
 def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
-    """Read how much each sample may write, and how many samples each prompt has."""
+    """Return the output limit per sample, and the samples per prompt."""
     if route.shape is TOKENS:
         inner = body.get("sampling_params")
         body = inner if type(inner) is dict else {}
@@ -253,7 +246,7 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
 
 
 def _samples(said: object) -> int:
-    """Read a number of samples; a text that is none to us may be any to a worker."""
+    """Return the samples; unclear text may mean any number to a worker."""
     found = count(said)
     if found is None and type(said) is str:
         return MOST_SAMPLES
@@ -261,7 +254,7 @@ def _samples(said: object) -> int:
 
 
 def _cut(ask: RequestInfo, most: int | None, prompts: int) -> None:
-    """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
+    """Apply truncation by the worker: to `most` tokens, or to its context."""
     sure = ask.largest_prompt - ask.prompt_error
     ask.sure_prompt = sure if most is None else min(sure, most)
     if most is None:
