@@ -1,7 +1,4 @@
-"""Where a request goes: the workers that may be given it, the rule's choice of them, and why.
-
-Whose turn it is has been settled before: see `router`.
-"""
+"""Place a request: candidates, the rule's choice, the charge."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ NOBODY: frozenset[Worker] = frozenset()
 
 
 def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
-    """Whether other processes have left no room where a request was to go."""
+    """Return whether other processes have filled a chosen worker."""
     handover = decision.handover
     if handover is not None and others.have_filled(handover.prefill, now):
         return True
@@ -39,7 +36,7 @@ def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
 
 
 class Placer:
-    """The router's lowest floor."""
+    """Places requests: the router's lowest layer."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
@@ -53,7 +50,7 @@ class Placer:
             settings.fairness,
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
-        self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
+        self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.traffic: dict[str, Traffic] = {}
         self.links = KvLinks()
@@ -95,7 +92,7 @@ class Placer:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
-        if ask.prefix:  # a decode worker has it when it has come: see `leases`
+        if ask.prefix:  # a decode worker has it after the transfer: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
             self.prefixes.record(ask.prefix, first.index)
         self._count(ask.model, decision.reason)
@@ -111,7 +108,7 @@ class Placer:
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        """Find the best place there is, and by what."""
+        """Return the best placement and its view."""
         view = self._look(ask, now, tried, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
@@ -144,9 +141,9 @@ class Placer:
     def _choose_late(
         self, view: View, handing: HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
-        """Choose for one that has waited for long for a decode worker to have room."""
+        """Choose for a request that waited long for a decode worker."""
         ask, view.candidates = view.ask, candidates
-        # For a seat alone: served whole it would wait for the same one, and then stop others.
+        # For a mere slot: as a whole request it would wait for the same slot, then stall decodes.
         handing.stands = True
         if (decision := self._choose(view)) is not None:
             one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0
@@ -171,7 +168,7 @@ class Placer:
         pool = view.pool
         if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
             return view
-        # The last try is for one worker alone: its chance of success is the best.
+        # The last attempt uses one worker: the best chance.
         if not tried or len(tried) < self.settings.max_attempts - 1:
             links, within_s = self.links, self.settings.transfer_within_s
             best = handover_cost.choose_prefill(
@@ -184,7 +181,6 @@ class Placer:
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:
-        """Show what is known of a model's transfers."""
         found = self.transfers.get(model)
         if found is None:
             found = self.transfers[model] = TransferTimes()
@@ -203,16 +199,13 @@ class Placer:
         traffic.saw_long(now, ask.prompt_tokens * token_s)
 
     def traffic_of(self, model: str) -> Traffic:
-        """Show what was asked of a model lately."""
         found = self.traffic.get(model)
         if found is None:
             found = self.traffic[model] = Traffic()
         return found
 
-    # Telling
-
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
-        """Say where a request would go now, with the score of every worker."""
+        """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, NOBODY, explain=True)
         decision = self._choose(view)

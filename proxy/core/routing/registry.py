@@ -14,7 +14,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def rule(name: str) -> Rule:
-    """Make a rule; `ValueError` lists the names there are."""
+    """Return a new rule; `ValueError` lists the valid names."""
     try:
         return RULES[name]()
     except KeyError:
