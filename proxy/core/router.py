@@ -111,7 +111,6 @@ class Router(LeaseBook):
         self._reader.counted(ask, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        """Record the worker that stores a response."""
         self._reader.remember(response_id, worker, tenant)
         if self.others_remember is not None:
             self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
@@ -123,7 +122,6 @@ class Router(LeaseBook):
             self._reader.remember(response_id, worker, whose)
 
     def remembered(self) -> Iterator[tuple[str, str, str]]:
-        """Yield stored responses, workers, tenants."""
         for response_id, worker, whose in self._reader.stored:
             yield response_id, worker, "" if whose is None else whose.name
 

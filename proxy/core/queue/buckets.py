@@ -41,7 +41,6 @@ class Bucket:
 
     @property
     def oldest(self) -> float:
-        """Return the oldest arrival."""
         return next(iter(self.tickets)).since
 
     def grew(self, length: int) -> None:
@@ -77,7 +76,7 @@ class Buckets:
     def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
         """Return how many tickets of a class go before a new one.
 
-        Each tenant has one turn per ticket of the new ticket's FIFO.
+        Each tenant gets as many turns as the new ticket's FIFO has tickets.
         """
         crowd = self._crowds.get((place, rank))
         if crowd is None:
@@ -129,7 +128,6 @@ class Buckets:
                 tenant.watches.discard(self._watch)
 
     def _sort(self, line: RequestFifo) -> None:
-        """Move a FIFO to its sorted position."""
         order, before = self._crowds[line.place, line.rank].order, line.entry
         entry: Entry | None = None
         if line.tickets:
@@ -154,13 +152,13 @@ class RemoteQueues(Protocol):
     tokens: int
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
-        """Return, of requests, bytes and tokens, if a process has more; the first wins a tie."""
+        """Return whether another process has more requests, bytes, tokens; the first wins a tie."""
 
     def moved(self) -> None:
         """Report a change of this queue."""
 
     def before(self, place: Place, rank: int) -> bool:
-        """Return whether a class above this waits at a place."""
+        """Return whether a class above `rank` waits at a place."""
 
     def oldest(self, model: str) -> Mapping[Rank, float]:
         """Return each class's oldest arrival."""

@@ -34,7 +34,7 @@ class Overtaking:
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: dict[str, LastDispatch] = {}  # per model, over all processes
+        self.last: dict[str, LastDispatch] = {}
 
     def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
         here = self.last.get(model, NO_TURN)
@@ -93,7 +93,7 @@ class DispatchRound:
         for ((model, _), rank), crowd in crowds.items():
             known = oldest.setdefault(model, {})
             known[rank] = min(known.get(rank, crowd.oldest), crowd.oldest)
-        first = {model: min(known) for model, known in oldest.items()}  # local classes only
+        first = {model: min(known) for model, known in oldest.items()}  # local
         if others is not None and others.length:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():

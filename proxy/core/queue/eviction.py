@@ -28,8 +28,6 @@ def amounts(ask: RequestInfo) -> Amounts:
 
 
 class QueueCapacity:
-    """What each tenant has in the queue."""
-
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 

@@ -37,7 +37,7 @@ class FairnessSettings:
     cached_weight: float = 0.0  # per cached prompt token
     standard_age_s: float = 10.0  # of waiting, before a class goes ahead
     batch_age_s: float = 300.0
-    batch_wait_s: float = 600.0  # limit of batch
+    batch_wait_s: float = 600.0  # longest wait of batch
     batch_reserve: float = 0.125  # share of slots and KV cache kept from batch
     batch_gap_s: float = 0.5  # of prefill that batch may wait for or cause
     ages: Mapping[Rank, float] = field(init=False)
@@ -48,7 +48,6 @@ class FairnessSettings:
 
 
 def charge(settings: FairnessSettings, tenant: Tenant, ask: RequestInfo, cached: int) -> None:
-    """Charge a placed request."""
     output = ask.expected_output * ask.samples
     ask.bill.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
     ask.bill.prepaid = output
@@ -118,11 +117,10 @@ class ShareCounters:
 
     def __init__(self) -> None:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
-        # A bit per class in which a tenant waits there.
+        # A bit per class in which a tenant waits in other processes.
         self._elsewhere: dict[Tenant, int] = {}
         self._lows = {rank: ShareFloor() for rank in Rank}  # over all processes
         self._watch = ChangedTenants()
-        # Settled counters of the last waiting tenants.
         self.floors = dict.fromkeys(Rank, 0.0)
 
     def waiting(self, rank: Rank) -> Collection[Tenant]:

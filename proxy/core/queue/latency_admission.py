@@ -31,7 +31,6 @@ class AdmissionSettings:
 def placed_too_late(
     settings: AdmissionSettings, ask: RequestInfo, decision: Decision, now: float
 ) -> Refusal | None:
-    """Refuse a request that would start too late."""
     target_s = settings.ttft_s.get(ask.rank)
     halves = decision.handover
     worker = decision.worker if halves is None else halves.prefill
@@ -50,7 +49,6 @@ def placed_too_late(
 def queued_too_late(
     settings: AdmissionSettings, ask: RequestInfo, queue: Queue, likely: Worker | None, now: float
 ) -> Refusal | None:
-    """Refuse a request that would leave the queue too late."""
     target_s = settings.ttft_s.get(ask.rank)
     if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(ask))) is None:
         return None

@@ -110,10 +110,7 @@ class Queue:
         return self.most or inf, self.most_bytes, self.most_tokens or inf
 
     def too_much(self) -> list[Ticket]:
-        """Return tickets to evict for requests that other processes accepted.
-
-        Only the fullest process returns any.
-        """
+        """Return tickets to evict, if this is the fullest process."""
         others = self.elsewhere
         if others is None or not others.length or not self.length:
             return []
@@ -159,7 +156,6 @@ class Queue:
         return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
 
     def ahead_of(self, ask: RequestInfo) -> int:
-        """Return how many requests go before a new one."""
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
         return above + lines.ahead(place, ask.rank, ask.tenant)
@@ -211,7 +207,6 @@ class Queue:
         return True
 
     def expired(self, now: float) -> list[Ticket]:
-        """Remove and return the tickets past their deadlines."""
         gone: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):

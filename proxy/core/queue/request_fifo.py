@@ -10,14 +10,12 @@ from proxy.core.tenants.tenants import Rank, Tenant
 
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
-Turn = tuple[Rank, float, float]  # class, the tenant's counter, time of arrival
-# The tenant's counter, the time of arrival, the FIFO's number, the context needed.
+Turn = tuple[Rank, float, float]  # class, tenant's counter, arrival
+# Tenant's counter, arrival, FIFO number, context needed.
 Entry = tuple[float, float, int, int, "RequestFifo"]
 
 
 class RequestFifo:
-    """Tickets by arrival."""
-
     __slots__ = ("entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
 
     def __init__(self, key: Key, number: int) -> None:

@@ -10,8 +10,6 @@ from proxy.core.model.types import RequestInfo
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that waits in the router's queue."""
-
     ask: RequestInfo
     since: float
     deadline: float

@@ -1,19 +1,17 @@
 """The fields and headers that clients may not set; all others pass unchanged.
 
 Always: `previous_response_id` and `cache_salt` more than once: 400, as parsers differ. Other
-duplicates: the last counts, as in vLLM; edits apply to all.
+duplicates: the last counts, as in vLLM.
 
 Unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params`, `ec_transfer_params`: 400 (see `steering`).
-- A `request_id` with addresses, which the p2p-nccl connector uses: 400; in `X-Request-Id`:
-  replaced.
+- A `request_id` with addresses, for the p2p-nccl connector: 400; `X-Request-Id`: replaced.
 
 With tenants:
 
-- `vllm_xargs`, `sampling_params.extra_args`: 400, unless `router.client_fields` allows them; engine
-  policies read them.
-- `priority`: set to the tenant's class or removed, unless `router.client_fields` allows it.
+- `vllm_xargs`, `sampling_params.extra_args`: 400; engine policies read them (*).
+- `priority`: set to the tenant's class, or removed (*).
 - `model`: set for a tenant with restricted models; a form must name one (`multipart`).
 - `stream_interval`: removed; early disconnects are charged by events.
 - `stream_options`: the router requests usage and hides it (`wire/answering`).
@@ -22,6 +20,8 @@ With tenants:
 - `X-Vllm-Priority`, `X-Data-Parallel-Rank`: removed; they override the router.
 - `Endpoint-Load-Metrics-Format`: removed; it reveals the load of others.
 - `Authorization`, `Api-Key`, `X-Api-Key`: removed; they are for the router.
+
+(*) unless `router.client_fields` allows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
-# In a request id, these precede addresses for the p2p-nccl connector.
+# Addresses for the p2p-nccl connector follow these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 # Other bodies have no field for a salt.
@@ -54,8 +54,6 @@ KEYS = (b"api-key", b"x-api-key")
 
 
 class ClientFields(NamedTuple):
-    """Fields that the operator allows."""
-
     kv_transfer: bool = False
     priority: bool = False
     arguments: bool = False
@@ -78,7 +76,7 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
 
 
 def repeated(fields: Mapping[str, Any], body: bytes) -> str:
-    """Return the first member of `ONCE` that occurs more than once, or ""."""
+    """Return the first repeated member of `ONCE`, or ""."""
     said = [name for name in ONCE if name in fields]
     return next((name for name in said if times(body, name) > 1), "")
 
@@ -90,7 +88,6 @@ def _id_names_addresses(body: bytes) -> bool:
 
 
 def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
-    """Return the first forbidden member of a form, or ""."""
     strict = tenants and not may.arguments
     if may.kv_transfer and not strict:
         return ""
@@ -104,7 +101,7 @@ def salt_in(fields: Mapping[str, Any]) -> str:
 
 
 def is_true(value: object) -> bool:
-    """Return whether a worker's lenient parser reads a value as true."""
+    """Return whether a worker reads a value as true."""
     return value is True or (type(value) in (str, int, float) and str(value).lower() in TRUE)
 
 

@@ -34,7 +34,7 @@ SMALL = 8192  # bytes; above, one walk is faster than several searches
 SHORT = 256  # bytes of a value searched for its end
 # Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
 MOST_MEMBERS = 2000
-OURS = 50  # added by the router
+OURS = 50  # for the router
 SHORTEST, QUOTES = 5, 2 * MOST_MEMBERS  # bytes of `"":1,`; quotes of the keys and values
 START = attrgetter("start")
 
@@ -54,10 +54,7 @@ class JsonMember(NamedTuple):
 
 
 def members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember]:
-    """Return an object's members in order, with duplicates.
-
-    Raise `TooManyMembersError` if there are too many.
-    """
+    """Return an object's members in order, with duplicates."""
     return _walk(body, body.index(b"{") + 1, masked(body) if mask is None else mask.get()) or []
 
 
@@ -124,7 +121,6 @@ def _value_end(masked: bytes, start: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
-    """Return the quoted forms."""
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
@@ -193,7 +189,6 @@ def _named(
 
 
 def times(body: bytes, name: str) -> int:
-    """Count the members with a parsed name."""
     return len(_named(body, _spelt((name,)), {name}))
 
 
@@ -213,7 +208,7 @@ def spliced(
     """
     names = _spelt(tuple(fields))
     pieces: list[bytes] = []
-    at = 0  # bytes processed
+    at = 0
     there: set[str] = set()
     text: bytes | None = None  # of the last member found
     for key, start, value, end in _named(body, names, said) if found is None else found:
@@ -260,7 +255,6 @@ def _ends_with_brace(pieces: list[bytes]) -> bool:
 
 
 def _last(text: bytes, end: int) -> int:
-    """Return the position before `end` that is not white space."""
     if text[end - 1] not in SPACE:
         return end - 1
     while end:  # in pieces: byte by byte takes 60 ns each

@@ -30,21 +30,17 @@ class JsonMask:
 
     @property
     def is_made(self) -> bool:
-        """Return whether the mask exists."""
         return self._made is not None
 
     def get(self) -> bytes:
-        """Return the masked text, with all positions unchanged."""
+        """Return the masked text; positions are unchanged."""
         if self._made is None:
             self._made = masked(self.text)
         return self._made
 
 
 def masked(text: bytes) -> bytes:
-    """Blank escaped quotes.
-
-    Escaped backslashes are replaced first.
-    """
+    """Blank escaped quotes, after escaped backslashes."""
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 

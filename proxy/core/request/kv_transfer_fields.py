@@ -47,10 +47,7 @@ PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"la
 
 
 def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
-    """Return the first steering member of a JSON body, or None.
-
-    `fields` is the parsed body.
-    """
+    """Return the first steering member of a JSON body, or None."""
     if (
         "kv_transfer_params" in fields
         or "ec_transfer_params" in fields
@@ -63,7 +60,7 @@ def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
 
 
 def find(text: bytes, tree: Tree) -> str | None:
-    """Return the first member of `tree` that is not null, or None."""
+    """Return the first member of `tree` that is not null."""
     for name, _, start, end in members(text):
         if name not in tree:
             continue
@@ -102,7 +99,6 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
 
 
 def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
-    """Examine the part of a mention."""
     first = max(at - LONGEST_LINE, 0)
     # A header ends at its CR; some parsers keep a bare LF.
     line = body.rfind(b"\r", first, at) + 1
@@ -120,7 +116,7 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
         return None
     read.add(start)
     begin = start + len(HEAD_END)
-    # No line of JSON text starts with `--`.
+    # JSON text has no line starting with `--`.
     stop = body.find(PART_END, begin)
     text = body[begin : stop if stop >= 0 else len(body)]
     if len(text) > LONGEST_TEXT:

@@ -41,8 +41,8 @@ from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant
 
-# The key that starts the prompt, per kind of body. Quotes inside JSON strings are escaped, so only
-# a key matches (or a string of that text, which is harmless).
+# The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
+# a harmless string of that text.
 PROMPT_KEYS = {
     PromptFields.CHAT: b'"messages"',
     PromptFields.PROMPT: b'"prompt"',
@@ -101,8 +101,6 @@ def _lenient(body: bytes) -> Any:
 
 
 class RequestParser:
-    """Parses the requests of one fleet."""
-
     def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
         self.splits = False  # requests may be handed over
@@ -196,7 +194,7 @@ class RequestParser:
     def _own(
         self, ask: RequestInfo, tenant: Tenant, fields: dict[str, Any], shape: PromptFields
     ) -> Refusal | None:
-        """Set the tenant, and the members that the router sets or removes."""
+        """Set the tenant and the members that the router edits."""
         ask.tenant = tenant
         changed: dict[str, bytes | None] = {ID: None} if ID in fields else {}
         if tenant.spec.models is not None:  # workers default to their own model
@@ -309,7 +307,7 @@ class RequestParser:
 
 
 def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> frozenset[str]:
-    """Return the names of the members after the edits."""
+    """Return the member names after the edits."""
     if changed is None:
         return frozenset(fields)
     added = {name for name, text in changed.items() if text is not None}

@@ -1,7 +1,6 @@
 """The worker and the tenant of each stored response.
 
-When the store is full, the oldest response of a tenant above an equal part is forgotten. So a
-tenant within its part loses none to others.
+A full store forgets the oldest response of a tenant above an equal part.
 
 Cost: a look-up; a full store may scan all tenants.
 """
@@ -26,13 +25,12 @@ class ResponseOwners:
         return self._count
 
     def __iter__(self) -> Iterator[tuple[str, str, Tenant | None]]:
-        """Yield responses with their workers and tenants."""
         for tenant, theirs in self._of.items():
             for response_id, worker in theirs.items():
                 yield response_id, worker, tenant
 
     def holder(self, response_id: str, tenant: Tenant | None) -> str:
-        """Return the worker that stores a tenant's response, or ""."""
+        """Return the worker of a tenant's response, or ""."""
         theirs = self._of.get(tenant)
         return "" if theirs is None else theirs.get(response_id, "")
 

@@ -1,4 +1,4 @@
-"""The route of a request, by its method and path."""
+"""Find a request's route."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 
 
 def find(method: str, path: str) -> Route | Refusal:
-    """Return the route of a request, or a refusal: 404 for its path or 405 for its method."""
+    """Return the route, or a refusal: 404 for the path, 405 for the method."""
     route = ROUTES.get(path) or _stored(path)
     if route is None:
         return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}")

@@ -38,8 +38,6 @@ TRUNCATION, WHOLE = "truncation", "disabled"
 
 
 class Sizer:
-    """Estimates sizes and learns from responses."""
-
     def __init__(self) -> None:
         self._priors: dict[tuple[str, str], TenantPrior] = {}
 

@@ -47,8 +47,6 @@ SUITS_LONG = attrgetter("misfit_long", "requests", "served")
 
 
 class Adaptive(Rule):
-    """Chooses the least cost."""
-
     name = "adaptive"
     by_size = True
     affine = True
@@ -87,7 +85,6 @@ class Adaptive(Rule):
         return decision
 
     def rank(self, worker: Worker) -> float:
-        """Return a typical request's cost."""
         usual = worker.prompt_price * USUAL_PROMPT + worker.output_price * USUAL_OUTPUT
         ahead = worker.prefill_tokens + worker.strange_tokens
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
@@ -151,7 +148,6 @@ def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Wor
 
 
 def score(worker: Worker, view: View) -> Score:
-    """Return the parts of a cost."""
     ask, now, pace = view.ask, view.now, worker.pace
     costs = reckon([worker], view)[0]
     handing = view.handing

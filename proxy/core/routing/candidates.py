@@ -31,7 +31,7 @@ def look(
     longs_waiting: bool,
     explain: bool,
 ) -> View:
-    """Return the workers that may take a request now, and their cached prefixes."""
+    """Return the candidates and their cached prefixes."""
     pool = fleet.pool(ask.model)
     held: Held = []
     holders: list[Worker] = []
@@ -111,7 +111,6 @@ def _those_that_may_do(
 
 
 def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    """Return whether a pinned request's worker can take it, even draining."""
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
@@ -140,13 +139,11 @@ def hopeless(
 
 
 def _will_do(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
-    """Return whether a live worker is at most busy."""
     well = not worker.barred or worker.breaker.busy
     return well and worker not in tried and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: RequestInfo, now: float) -> str:
-    """Explain why a worker was no candidate."""
     breaker = worker.breaker
     reasons = (
         (not worker.role.serves_whole, "prefills only"),

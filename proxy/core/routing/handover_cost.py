@@ -46,7 +46,6 @@ class HandoverVerdict:
 
 
 def whole_s(worker: Worker, view: View) -> float:
-    """Return the cost of the whole request on a decode worker."""
     ask, now, held = view.ask, view.now, view.held
     cost = worker.flat_price + worker.prompt_price * ask.prompt_tokens
     cost += worker.output_price * ask.expected_output * ask.samples
@@ -88,7 +87,6 @@ def choose_prefill(
 
 
 def stands(lease: Lease, now: float, within_s: float) -> bool:
-    """Return whether the chosen decode worker is still fit."""
     worker, halves = lease.worker, lease.decision.handover
     if not is_well(lease):
         return False
@@ -143,7 +141,6 @@ def refine(decision: Decision, view: View) -> Decision | None:
 
 
 def why(decision: Decision, view: View) -> str:
-    """Return the verdict."""
     ask, worker = view.ask, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER

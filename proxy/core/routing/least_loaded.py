@@ -17,8 +17,6 @@ load = attrgetter("requests", "prefill_tokens", "served")
 
 
 class LeastLoaded(Rule):
-    """Chooses the fewest requests."""
-
     name = "least_loaded"
 
     def choose(self, view: View) -> Decision | None:

@@ -14,8 +14,6 @@ from proxy.core.routing.view import Rule, View, own_pool_is_full, reason_for, su
 
 
 class Length(Rule):
-    """Chooses within a pool."""
-
     name = "length"
     by_size = True
 

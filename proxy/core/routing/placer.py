@@ -108,7 +108,6 @@ class Placer:
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        """Return the best placement and its view."""
         view = self._look(ask, now, tried, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:

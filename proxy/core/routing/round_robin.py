@@ -1,7 +1,7 @@
 """Each worker in turn.
 
-Idea: a returning worker gets no flood. Cost: one comparison per candidate. How it fails: it ignores
-size and load. It is a baseline.
+Idea: the worker not used for longest is next; a returning worker gets no flood. Cost: one
+comparison per candidate. How it fails: it ignores size and load. It is a baseline.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from proxy.core.routing.view import Rule, View
 
 
 class RoundRobin(Rule):
-    """Chooses in turn."""
-
     name = "round_robin"
 
     def choose(self, view: View) -> Decision | None:
         return Decision(min(view.candidates, key=self.rank), Reason.ROUND_ROBIN)
 
     def rank(self, worker: Worker) -> float:
-        """Return the time of the last turn."""
         return worker.served

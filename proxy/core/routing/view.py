@@ -56,12 +56,10 @@ class HandoverOffer:
     stands: bool = False  # may wait in the decode engine for a slot
 
     def tokens(self, worker: Worker, view: View) -> int:
-        """Return the tokens to transfer."""
         prompt, held = view.ask.prompt_tokens, view.held
         return max(prompt - worker.cached(held), 1) if held else prompt or 1
 
     def transfer_s(self, worker: Worker, view: View) -> float:
-        """Predict the transfer time."""
         time = self.transfers.of(self.prefill.name, worker.name)
         return time.seconds(self.tokens(worker, view))
 
@@ -183,7 +181,6 @@ def reason_for(worker: Worker, view: View) -> Reason:
 
 
 def suits(worker: Worker, *, long: bool) -> bool:
-    """Return whether a worker takes this size."""
     return (worker.misfit_long if long else worker.misfit_short) < WRONG
 
 
