@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.refusals import nobody_serves
+from proxy.core.model.refusals import model_not_served
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
@@ -152,7 +152,7 @@ def explanation(router: Router, question: Question, fleets_model: str, now: floa
     """Say where such a request would go now."""
     model = question.model or fleets_model
     if model not in (known := router.fleet.models()):
-        return shown_answer(nobody_serves(model, known, all_told=router.fleet.all_told(model)))
+        return shown_answer(model_not_served(model, known, all_told=router.fleet.all_told(model)))
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
     ask = ask_of(question, model, usual_output=usual, short_limit=limit)

@@ -134,7 +134,10 @@ class BatchApiRequest:
             return Refusal(429, Reason.LIMITED, message, code, retry_after_s=AGAIN_S)
         if self._request.head.method == "GET":
             self._whose = None
-        if self._whose is not None and (refusal := billing.visit(self._whose, now)) is not None:
+        if (
+            self._whose is not None
+            and (refusal := billing.enter_without_worker(self._whose, now)) is not None
+        ):
             return refusal
         self._entered = True
         visits[self._tenant] += 1
@@ -158,7 +161,7 @@ class BatchApiRequest:
             self._entered = False
             self._desk.visits[self._tenant] -= 1
             if self._whose is not None:
-                billing.left(self._whose, wire.clock())
+                billing.leave_without_worker(self._whose, wire.clock())
 
     def pause(self) -> None:
         """Write no more for now."""

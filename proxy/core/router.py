@@ -80,13 +80,13 @@ class Router(LeaseBook):
 
     def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""
-        refusal = None if tenant is None else billing.spent(tenant, now)
+        refusal = None if tenant is None else billing.exhausted_limit(tenant, now)
         return refusal and self._refused("", refusal)
 
     def was_read(self, tenant: Tenant | None, now: float) -> None:
         """Charge a tenant for a refused `read`."""
         if tenant is not None:
-            billing.was_read(tenant, now)
+            billing.charge_refused(tenant, now)
 
     def counter_for(self, ask: RequestInfo) -> Worker | None:
         """Return the worker to count an ask's tokens, if needed."""
@@ -242,7 +242,7 @@ class Router(LeaseBook):
         self._evicted.clear()
         for ticket in queue.expired(now):
             may_s = ticket.deadline - ticket.since
-            refusal = refusals.waited_too_long(may_s, queue.retry_after_s(now))
+            refusal = refusals.queue_timeout(may_s, queue.retry_after_s(now))
             gone.append((ticket, self._refused(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | None:
@@ -276,11 +276,11 @@ class Router(LeaseBook):
             return None
         if len(tried) >= self.settings.max_attempts:
             why = "it was tried as often as it may be"
-            return self._refused(ask.model, refusals.nobody_left(why))
+            return self._refused(ask.model, refusals.no_worker_left(why))
         if self._fell_with(ask, now, tried, after) or self._retries.spend(now):
             return None
         why = "too many requests are being retried"
-        return self._refused(ask.model, refusals.nobody_left(why, RETRY_AFTER_S))
+        return self._refused(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
 
     def may_go_over(self, lease: Lease, now: float, tried: frozenset[Worker]) -> bool:
         """Return whether a request would be retried if the current leg failed."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
-from proxy.core.fleet.slots import HEEDED_S, share_taken
+from proxy.core.fleet.slots import MAX_PAGE_AGE_S, share_taken
 from proxy.core.model.role import Role
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _ahead_s(worker: Worker) -> float:
 def _queue(worker: Worker, now: float) -> float:
     """Count who waits in a worker's own queue, for each that runs there."""
     gauges = worker.gauges
-    if gauges is None or now - gauges.at > HEEDED_S:
+    if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
         return 0.0
     return worker.queued / max(gauges.running, 1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from proxy.core.fleet.slots import QUEUED
+from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model.specs import Gauges
 
 # With what ends the name, as longer names begin with these.
@@ -56,7 +56,7 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
         extra["backlog_long"] = sum(values(page, BACKLOG, LONG))
     # Else those whose KV cache is on its way count among those that wait.
     if moves and (queued := values(page, WAITING_WHY, CAPACITY)):
-        extra[QUEUED] = sum(queued)
+        extra[QUEUED_GAUGE] = sum(queued)
     if moves and (moved := values(page, KV_BYTES)):
         extra["kv_bytes"] = sum(moved)
     return Gauges(

@@ -11,7 +11,7 @@ from tests.cost.test_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
-from vllm_sched.cost.fit import PLACES
+from vllm_sched.cost.fit import FEATURE_COEFFICIENTS
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 
@@ -78,7 +78,7 @@ def test_of_a_noisy_worker_the_error_is_within_what_is_promised(noise: float) ->
         for each in measured(TRUE, noise=noise)
     ]
     found = calibrate(steps)
-    for kind in (None, *PLACES):
+    for kind in (None, *FEATURE_COEFFICIENTS):
         error = present(found.error(kind))
         assert error <= 0.15, kind
 
@@ -108,6 +108,6 @@ def test_the_same_seed_gives_the_same() -> None:
 
 def test_too_few_of_a_kind() -> None:
     steps = [m for m in measured(TRUE) if not m.shape.mixed]
-    said = "only 0 mixed steps were seen, 4 are needed; measure again while nobody else asks"
+    said = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
     with pytest.raises(UsageError, match=said):
         calibrate(steps)

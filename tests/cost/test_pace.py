@@ -10,7 +10,7 @@ import pytest
 from tests.present import present
 from vllm_sched.cost import pace as pace_module
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.pace import StepPace, whole_tiles
+from vllm_sched.cost.pace import StepPace, cut_to_tiles
 from vllm_sched.cost.step_time import Chunk
 
 BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
@@ -156,11 +156,11 @@ def test_never_negative_nor_divided_by_zero(seed: int) -> None:
     [(100, 0, 96), (96, 0, 96), (100, 4, 92), (127, 0, 112), (128, 31, 113), (0, 5, 0)],
 )
 def test_a_chunk_is_cut_to_whole_tiles(tokens: int, beside: int, cut: int) -> None:
-    assert whole_tiles(tokens, beside) == cut
+    assert cut_to_tiles(tokens, beside) == cut
 
 
 @pytest.mark.parametrize(
     ("tokens", "beside"), [(16, 15), (15, 31), (48, 31), (13, 3), (1, 0), (63, 0)]
 )
 def test_a_chunk_is_not_cut_where_much_of_it_would_go(tokens: int, beside: int) -> None:
-    assert whole_tiles(tokens, beside) == tokens
+    assert cut_to_tiles(tokens, beside) == tokens

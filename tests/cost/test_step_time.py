@@ -89,7 +89,7 @@ def test_json_there_and_back() -> None:
         ({"decode_s": math.inf}, "decode_s=inf"),
         ({"decode_s": 10**400}, "decode_s=1000"),
         ({"speed": 1.0}, "unknown coefficient 'speed'; valid: decode_fixed_s, decode_s"),
-        ([], "must be an object of decode_fixed_s"),
+        ([], "must be an object with decode_fixed_s"),
     ],
 )
 def test_errors_are_one_line_and_name_the_coefficient(given: object, said: str) -> None:

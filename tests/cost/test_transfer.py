@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from vllm_sched.cost.transfer import Transferred, TransferTime
+from vllm_sched.cost.transfer import MeasuredTransfer, TransferTime
 from vllm_sched.errors import UsageError
 
 TRUE = TransferTime(setup_s=0.002, descriptor_s=4e-6, byte_s=1 / 49e9)
 
 
-def seen(noise: float = 0.0) -> list[Transferred]:
+def seen(noise: float = 0.0) -> list[MeasuredTransfer]:
     """Return transfers of many sizes and block sizes."""
     rng = random.Random(1)
     points = []
@@ -20,7 +20,7 @@ def seen(noise: float = 0.0) -> list[Transferred]:
         tokens, block = rng.randint(100, 60_000), rng.choice([16, 32, 128])
         size, descriptors = tokens * 131_072, (tokens // block + 1) * 64
         seconds = TRUE.seconds(size, descriptors) * (1 + abs(rng.gauss(0, noise)))
-        points.append(Transferred(size, descriptors, seconds))
+        points.append(MeasuredTransfer(size, descriptors, seconds))
     return points
 
 

@@ -15,7 +15,7 @@ from vllm_sched import (
     SyncLongPromptScheduler,
     SyncPolicyScheduler,
 )
-from vllm_sched.cost.pace import TILE, StepPace
+from vllm_sched.cost.pace import TILE_TOKENS, StepPace
 from vllm_sched.cost.step_time import Chunk
 from vllm_sched.engine.scheduler import PolicySteps
 from vllm_sched.engine.waiting.queue import LaneQueue
@@ -721,7 +721,7 @@ def test_with_the_decodes_its_chunks_are_whole_tiles(decodes: int) -> None:
     else:
         pytest.fail("it gets nowhere")
     assert len(totals) > 3
-    assert [total % TILE for total in totals] == [0] * len(totals)
+    assert [total % TILE_TOKENS for total in totals] == [0] * len(totals)
 
 
 def test_it_does_not_stand_back_for_shorts_that_find_no_slot() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from proxy.core.model.role import Role
-from proxy.wire.exchange.exchange import Exchange
+from proxy.wire.exchange import attempt
 from proxy.wire.exchange.response_writer import ResponseWriter
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start, start
@@ -76,7 +76,7 @@ async def test_a_count_that_makes_no_sense(start: Start, said: bytes) -> None:
 # An answer that is there in one go is read at once, a stream as it comes.
 @pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize(
-    ("place", "stream"), [((Exchange, "_pass_whole"), False), ((ResponseWriter, "take"), True)]
+    ("place", "stream"), [((attempt, "pass_whole"), False), ((ResponseWriter, "take"), True)]
 )
 async def test_a_mistake_of_ours_is_no_hang(
     start: Start, monkeypatch: pytest.MonkeyPatch, place: tuple[object, str], stream: bool

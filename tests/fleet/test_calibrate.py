@@ -11,7 +11,7 @@ import pytest
 from tests.fleet.test_worker import Workers
 from vllm_sched.bench.calibrate import step_times
 from vllm_sched.cli.main import main
-from vllm_sched.cost.fit import PLACES, kind_of
+from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, kind_of
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 BUDGET, CONTEXT = 512, 4096
@@ -42,7 +42,7 @@ def test_what_it_saves_predicts_the_steps_of_that_worker(
     assert 0 < time.prefill_s < time.decode_fixed_s
     assert all(low <= high for low, high in saved["intervals"].values())
 
-    off: dict[str, list[float]] = {kind: [] for kind in PLACES}
+    off: dict[str, list[float]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
     for each in saved["steps"]:
         took, held_out = each.pop("seconds"), each.pop("held_out")
         if held_out:

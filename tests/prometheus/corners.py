@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from proxy.core.fleet.kv_links import STRIKES
+from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from proxy.core.model.types import Reason
 from tests.proxy.wire import scripts
@@ -256,7 +256,7 @@ class Corners:
         async with asyncio.timeout(STARTS_S):
             while not self._losses:  # until the two are connected all of it is decoded whole
                 await self._ask("pairs", chat(f"{next(number)} {HANDED}", BEARER, model="shut"))
-            while self._refusals < STRIKES:
+            while self._refusals < FAILURES_TO_BAR:
                 await self._ask("pairs", chat(f"{next(number)} {LONG}", BEARER, model="shut"))
 
     async def _by_rules(

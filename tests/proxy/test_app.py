@@ -21,7 +21,7 @@ import pytest
 
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
-from proxy.core.fleet.roster import WAITED_S
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup import app as assembly
@@ -215,7 +215,7 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
     monkeypatch.setattr(assembly, "monotonic", lambda: now)
     app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
     assert not app.fleet.all_told()
-    now += WAITED_S
+    now += MAX_MODEL_LIST_WAIT_S
     assert app.fleet.all_told()
 
 

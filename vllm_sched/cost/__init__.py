@@ -1,1 +1,1 @@
-"""Models of what a step costs: pure arithmetic, fitted online or taken from measurements."""
+"""Models of step cost: pure arithmetic, fitted online or taken from measurements."""

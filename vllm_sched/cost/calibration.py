@@ -1,14 +1,8 @@
-"""Fit a step's time to measured steps, all at once: coefficients with intervals, and residuals.
+"""Offline fit of step times: coefficients, bootstrap intervals, held-out errors.
 
-The same equations as `fit`, solved a few times over with what is unusual counting less, and the
-floor besides, by trying those that the shortest steps with prefill suggest. Then all is made as
-much longer as the steps were together: squares of relative errors weigh one that took twice as long
-a fourth, and what else a machine has to do only ever adds; so sums of many steps, which are what
-requests wait for, came out some 5 % short. What is far beyond the usual is left out.
-
-The intervals are bootstrapped: the fit of many samples drawn from the steps with replacement, by a
-seed. One step in `HELD_OUT_EVERY` of each kind has no part in the fit; the error that is promised
-is theirs.
+The fit solves the equations of `fit` in rounds, with less weight for outliers. The floor is chosen
+among the shortest prefill steps. Relative least squares underestimates totals by about 5 %, so the
+coefficients are then scaled to the measured total.
 """
 
 from __future__ import annotations
@@ -19,55 +13,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_sched.cost.fit import PLACES, FitSums, Kind, kind_of, row_of, solve
+from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, FitSums, Kind, kind_of, row_of, solve
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 
 HELD_OUT_EVERY: Final = 4
 SAMPLES: Final = 200
 CONFIDENCE: Final = 0.95
-ROUNDS, UNUSUAL, LEAST_SPREAD = 5, 2.0, 0.01
-# A step that is longer by so many times the usual error was a hiccup: of its time no more counts.
-HICCUP: Final = 4.0
-# Fewer of a kind say nothing about it.
-LEAST_STEPS: Final = 4
-# A floor has to make the errors smaller by so much.
-FLOOR_HELPS: Final = 0.9
+ROUNDS, OUTLIER_ERRORS, MIN_SPREAD = 5, 2.0, 0.01
+# Longer steps (in median errors above the prediction) count only up to this length.
+HICCUP_ERRORS: Final = 4.0
+MIN_STEPS_PER_KIND: Final = 4
+# A floor must lower the median error to this share.
+MAX_FLOOR_ERROR_RATIO: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step, and how long it took."""
-
     shape: StepShape
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fit."""
-
     time: StepTime
     intervals: Mapping[str, tuple[float, float]]
     fitted: tuple[Measured, ...]
     held_out: tuple[Measured, ...]
 
     def error(self, kind: Kind | None = None) -> float | None:
-        """Give the median error of the held-out steps (of a kind), relative to each."""
         return _error(self.time, [m for m in self.held_out if kind in (None, kind_of(m.shape))])
 
 
 def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
-    """Fit to measured steps of all three kinds."""
-    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in PLACES}
+    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
     for each in measured:
         if each.seconds > 0:
             by_kind[kind_of(each.shape)].append(each)
     for kind, steps in by_kind.items():
-        if len(steps) < LEAST_STEPS:
+        if len(steps) < MIN_STEPS_PER_KIND:
             raise UsageError(
-                f"only {len(steps)} {kind} steps were seen, {LEAST_STEPS} are needed; measure "
-                "again while nobody else asks the worker, and with tokens sent one by one (no "
+                f"only {len(steps)} {kind} steps were seen, {MIN_STEPS_PER_KIND} are needed; "
+                "measure again without other clients, and with tokens sent one by one (no "
                 "speculative decoding, no --stream-interval)"
             )
     rng = random.Random(seed)
@@ -90,41 +77,40 @@ def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
 
 
 def _with_floor(steps: Sequence[Measured]) -> StepTime:
-    """Fit without a floor, and with each that the steps of prefill alone suggest."""
     best = _fit(steps, 0.0)
     least = _error(best, steps) or 0.0
     alone = sorted(each.seconds for each in steps if kind_of(each.shape) == "prefill")
-    for floor in alone[LEAST_STEPS - 1 : len(alone) // 2 + 1]:
+    for floor in alone[MIN_STEPS_PER_KIND - 1 : len(alone) // 2 + 1]:
         time = _fit(steps, floor)
         error = _error(time, steps) or 0.0
-        if error < FLOOR_HELPS * least:
+        if error < MAX_FLOOR_ERROR_RATIO * least:
             best, least = time, error
     return best
 
 
 def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
-    """Fit those above the floor."""
     above = [m for m in steps if kind_of(m.shape) != "prefill" or m.seconds > 1.05 * floor]
     time: StepTime | None = None
     spread = 0.1
     for _ in range(ROUNDS):
-        sums: dict[Kind, FitSums] = {kind: FitSums(len(PLACES[kind])) for kind in PLACES}
+        sums: dict[Kind, FitSums] = {
+            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
+        }
         for each in above:
             expected = each.seconds if time is None else time.seconds(each.shape)
             larger = max(expected, each.seconds)
             error = abs(each.seconds - expected) / larger
-            weight = min(1.0, UNUSUAL * spread / error) if error else 1.0
+            weight = min(1.0, OUTLIER_ERRORS * spread / error) if error else 1.0
             kind = kind_of(each.shape)
             sums[kind].add(row_of(kind, each.shape), each.seconds, weight / larger**2, 1.0)
         time = solve(sums, spread)
-        spread = max(_error(time, above) or 0.0, LEAST_SPREAD)
+        spread = max(_error(time, above) or 0.0, MIN_SPREAD)
     return replace(_as_long_together(time, above, spread), floor_s=floor) if time else StepTime()
 
 
 def _as_long_together(time: StepTime, steps: Sequence[Measured], spread: float) -> StepTime:
-    """Scale it, so that the steps take together what they took."""
     expected = [time.seconds(each.shape) for each in steps]
-    most = 1 + HICCUP * spread
+    most = 1 + HICCUP_ERRORS * spread
     took = [min(each.seconds, most * usual) for each, usual in zip(steps, expected, strict=True)]
     factor = sum(took) / sum(expected)
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})

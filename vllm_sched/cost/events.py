@@ -1,8 +1,7 @@
-"""The same closed system, played request by request: what averages leave out.
+"""Event simulation of the closed system of `regime`, request by request.
 
-Outputs are geometric, prompts' lengths exponential (or all alike). Both are drawn evenly over their
-distributions and then shuffled, so that a sample's mean is the true one and a few ten thousand
-requests are enough. The same seed gives every threshold the same requests.
+Outputs are geometric; prompts are exponential or equal. Sampling is stratified, so some ten
+thousand requests suffice. With one seed every threshold sees the same requests.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ REQUESTS = 40_000
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
-    """What was seen."""
-
     throughput: float  # requests per second
-    completion_s: float  # mean over a backlog that was all there at the start
-    served_s: float  # mean time from the start of a request's prefill to its last token
+    completion_s: float  # mean; all requests are present at the start
+    served_s: float  # mean, from the start of prefill to the last token
     itl_p50_s: float
     itl_p99_s: float
     itl_max_s: float
@@ -38,19 +35,15 @@ def play(
     seed: int = 0,
     alike: bool = False,
 ) -> EventRun:
-    """Play a backlog until so many have departed.
-
-    From when the first are prefilled until the next would be: what is done in between is whole
-    rounds of both, however few they are.
-    """
+    """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)
     slots = regime.slots
     outputs = _outputs(rng, requests + slots, regime.mean_output)
     lengths = [1.0] * (requests + slots) if alike else _lengths(rng, requests + slots)
-    ends: defaultdict[int, list[float]] = defaultdict(list)  # by step: when each was admitted
+    ends: defaultdict[int, list[float]] = defaultdict(list)  # admission times, by last step
     for output in outputs[:slots]:
         ends[output - 1].append(0.0)
-    due = [*ends]  # the steps in which somebody ends, as a heap
+    due = [*ends]  # heap of the steps in which requests end
     heapq.heapify(due)
     gaps: list[tuple[float, int]] = []
     now = finished = served = 0.0
@@ -64,10 +57,9 @@ def play(
                 now += regime.batch(free)
                 break
             ahead = slice(admitted, admitted + free)
-            # The batch's cost is linear in its prompts, whatever the length of each.
             prefill = regime.batch(math.fsum(lengths[ahead]))
             for output in outputs[ahead]:
-                # Those prefilled in a mixed step decode from the next one on.
+                # After a mixed step, decoding starts in the next step.
                 last = step + output - regime.exclusive
                 if last not in ends:
                     heapq.heappush(due, last)
@@ -75,7 +67,7 @@ def play(
             admitted += free
             joining = free
         elif due[0] > step:
-            # Until somebody ends all steps are alike.
+            # All steps before the next departure are equal.
             now += (due[0] - step) * regime.decode(active)
             gaps.append((regime.decode(active), (due[0] - step) * active))
             step = due[0]
@@ -99,7 +91,6 @@ def play(
 
 
 def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:
-    """Draw decode steps, at least one each."""
     if mean <= 1:
         return [1] * count
     log_rest = math.log1p(-1 / mean)
@@ -108,12 +99,11 @@ def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:
 
 
 def _lengths(rng: random.Random, count: int) -> list[float]:
-    """Draw prompt lengths, as parts of the mean."""
     return [-math.log(u) for u in _even(rng, count)]
 
 
 def _even(rng: random.Random, count: int) -> list[float]:
-    """Draw one number from each of `count` equal parts of (0, 1], in any order."""
+    """Draw one number from each of `count` equal parts of (0, 1], in random order."""
     drawn = [(index + 1 - rng.random()) / count for index in range(count)]
     rng.shuffle(drawn)
     return drawn

@@ -1,8 +1,7 @@
 """Bytes of KV cache per token, from a model's `config.json`.
 
 Grouped-query attention keeps a key and a value per layer and KV head; latent attention (MLA) one
-compressed vector and one rotary key per layer. Layers with a sliding window or a state of fixed
-size count as if they kept everything: for those it is an upper bound.
+compressed vector and one rotary key per layer. For sliding windows the result is an upper bound.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import Any, Final
 
 from vllm_sched.errors import UsageError
 
-BYTES: Final = {
+DTYPE_BYTES: Final = {
     "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
 }  # fmt: skip
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> int:
-    """Return the bytes that a token's KV takes, over all layers and all ranks."""
-    # Models that see or hear keep the part that writes under a key of its own.
+    """Return the bytes of one token's KV, over all layers and ranks."""
+    # Multimodal models keep the language model's config under this key.
     text = config.get("text_config") or config
     layers = _number(text, "num_hidden_layers", "n_layer")
     size = _element(config, text, kv_cache_dtype)
     if rank := text.get("kv_lora_rank"):
         return layers * (int(rank) + _number(text, "qk_rope_head_dim")) * size
     heads = _number(text, "num_attention_heads", "n_head")
-    # Where each layer has its own number of KV heads none has more than this.
+    # Upper bound where KV heads differ by layer.
     kv_heads = _number(text, "num_key_value_heads", "num_attention_heads", "n_head")
     head = text.get("head_dim") or _number(text, "hidden_size", "n_embd") // heads
     return 2 * layers * kv_heads * int(head) * size
@@ -58,8 +57,8 @@ def _element(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> 
             "bfloat16",
         )  # fmt: skip
     try:
-        return BYTES[name.removeprefix("torch.")]
+        return DTYPE_BYTES[name.removeprefix("torch.")]
     except KeyError:
         raise UsageError(
-            f"unknown KV dtype {name!r}; use auto or one of {', '.join(BYTES)}"
+            f"unknown KV dtype {name!r}; use auto or one of {', '.join(DTYPE_BYTES)}"
         ) from None

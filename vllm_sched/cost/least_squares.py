@@ -1,13 +1,12 @@
-"""Small least-squares problems whose unknowns are times, and so not negative."""
+"""Small least-squares problems with non-negative unknowns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# What is forgotten by a factor each time never reaches nothing: it ends as the smallest of numbers,
-# whose ratios mean nothing.
-FORGOTTEN = 1e-200
+# Exponentially forgotten sums end as denormal numbers with meaningless ratios; these count as 0.
+MIN_DIAGONAL = 1e-200
 
 
 def non_negative(
@@ -18,14 +17,14 @@ def non_negative(
     kept: int | None = None,
     rather: Sequence[int] = (),
 ) -> list[float]:
-    """Solve the equations, leaving out what comes out negative, the worst first.
+    """Solve the equations; drop negative unknowns, the most negative first.
 
-    `ridge` is added to the diagonal once that is scaled to ones. Before the unknown `kept` is left
-    out, one of `rather` is.
+    `ridge` is added to the diagonal after scaling to ones. If `kept` is negative, one of `rather`
+    is dropped first.
     """
     found = [0.0] * len(right)
-    used = [index for index in range(len(right)) if matrix[index][index] > FORGOTTEN]
-    # Scaled to a diagonal of ones: pairs of tokens are in the millions.
+    used = [index for index in range(len(right)) if matrix[index][index] > MIN_DIAGONAL]
+    # Scale the diagonal to ones: pairs of tokens are in the millions.
     scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
     while used:
         rows = [
@@ -44,7 +43,7 @@ def non_negative(
 
 
 def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small symmetric positive system; what depends on others is nothing."""
+    """Solve a small symmetric positive system; linearly dependent unknowns become 0."""
     size = len(right)
     lower: list[list[float]] = []
     half: list[float] = []

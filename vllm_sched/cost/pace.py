@@ -1,9 +1,7 @@
-"""How long a step takes here and now, learnt from the steps that were run.
+"""Online model of step time with prefill, for sizing chunks.
 
-A step's time is a fixed part, what decoding alone takes, plus what its prefill adds: a part per
-token, a part per token and token of context before it (attention), and a part per token of that
-context, which is read again however small the chunk. The fixed part is seen in steps without
-prefill; the coefficients are a least-squares fit that forgets.
+Step time = base + per token + per pair of attending tokens + per token of context, which each chunk
+reads again. The base is the time of steps without prefill; the rest is a least-squares fit.
 """
 
 from __future__ import annotations
@@ -15,49 +13,40 @@ from vllm_sched.cost.fit import FitSums
 from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.cost.step_time import Chunk
 
-# Noise only ever adds to a time, so an estimate falls faster than it rises.
+# Noise only adds time, so the base falls faster than it rises.
 GAIN_DOWN, GAIN_UP = 0.5, 0.05
-# The share of what was learnt that outlives one more step with prefill.
-MEMORY = 0.97
-# Errors count relative to a step's length, down to this one: those of shorter steps are not felt,
-# and a short prompt has costs of its own besides its tokens'.
-SHORT_S = 0.030
-# How much each coefficient is drawn towards nothing, relative to what speaks for it. Chunks all of
-# one size do not tell the context that is read from that which is attended to: then it is the
-# latter. To read a token again takes less than so much of what it takes to compute one.
+# Share of the sums that remains after a step with prefill.
+SUMS_MEMORY = 0.97
+# Errors are relative to at least this length.
+MIN_ERROR_BASE_S = 0.030
+# Equal chunks cannot separate reading from attention: attention gets the time.
 RIDGE = (1e-5, 1e-5, 0.1)
-MOST_READ = 0.05
-# Far on in a prompt a chunk has so many tokens, however long they take: with less, reading what is
-# before it again would be most of the work. Once chunks are small the fit can't tell.
-LEAST_FAR_ON, LEAST_PER_CONTEXT = 48, 1 / 128
-# Kernels work in tiles, and some are made anew for each number of tokens: steps whose numbers are
-# multiples of this are quicker, since they are few.
-TILE = 16
-# Below this many prefill tokens a step's time is mostly fixed cost and noise.
-ENOUGH_TOKENS = 16
+# Limit of `per_read` relative to `per_token`.
+MAX_READ_RATIO = 0.05
+# Least chunk in tokens: smaller chunks mostly read context again.
+MIN_CHUNK_TOKENS, MIN_CHUNK_PER_CONTEXT = 48, 1 / 128
+# Kernels work in tiles, and some are specialized for each token count.
+TILE_TOKENS = 16
+# Steps with fewer prefill tokens are mostly fixed cost and noise.
+MIN_OBSERVED_TOKENS = 16
 
 
-def least_far_on(context: int) -> int:
-    """Return the tokens that a chunk after so much context has at least."""
-    return min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
+def min_chunk_tokens(context: int) -> int:
+    return min(MIN_CHUNK_TOKENS, int(context * MIN_CHUNK_PER_CONTEXT))
 
 
-def whole_tiles(tokens: int, beside: int) -> int:
-    """Cut a chunk so that the step's tokens, with so many of others, are whole tiles.
-
-    Not where that would be more than an eighth of it: the step would cost nearly as much.
-    """
-    whole = (beside + tokens) // TILE * TILE - beside
+def cut_to_tiles(tokens: int, beside: int) -> int:
+    """Cut a chunk by up to an eighth, so that the step with all tokens is whole tiles."""
+    whole = (beside + tokens) // TILE_TOKENS * TILE_TOKENS - beside
     return whole if tokens - whole <= tokens // 8 else tokens
 
 
-def tiled(tokens: int, beside: int, context: int) -> int:
-    """Cut a chunk to whole tiles, but not below what one so far on has at least."""
-    return max(whole_tiles(tokens, beside), min(tokens, least_far_on(context)))
+def cut_chunk(tokens: int, beside: int, context: int) -> int:
+    return max(cut_to_tiles(tokens, beside), min(tokens, min_chunk_tokens(context)))
 
 
 class StepPace:
-    """The fitted model, and the sums of the fit: it is solved when asked, not in each step."""
+    """The fitted model and its sums; solved on demand, not in each step."""
 
     def __init__(
         self,
@@ -66,7 +55,6 @@ class StepPace:
         per_pair: float = 0.0,
         per_read: float = 0.0,
     ) -> None:
-        """Know nothing, or what is given."""
         self.base = base
         self._solved = (per_token, per_pair, per_read)
         self._stale = False
@@ -74,41 +62,37 @@ class StepPace:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for a token; None while unknown."""
+        """Seconds per prefill token; None while unknown."""
         return self._coefficients()[0]
 
     @property
     def per_pair(self) -> float:
-        """Seconds for a token and a token that it attends to."""
         return self._coefficients()[1]
 
     @property
     def per_read(self) -> float:
-        """Seconds for a token that was computed before."""
         return self._coefficients()[2]
 
     def observe(self, seconds: float, chunks: Sequence[Chunk]) -> None:
-        """Take in one finished step."""
         tokens = sum(chunk.tokens for chunk in chunks)
         if not tokens:
             if self.base is None:
                 self.base = seconds
             gain = GAIN_DOWN if seconds < self.base else GAIN_UP
             self.base += gain * (seconds - self.base)
-        elif self.base is not None and tokens >= ENOUGH_TOKENS and seconds > 0:
+        elif self.base is not None and tokens >= MIN_OBSERVED_TOKENS and seconds > 0:
             pairs = sum(chunk.attention for chunk in chunks)
             read = sum(chunk.context for chunk in chunks)
-            # Never nothing: a step with prefill can look as short as one without.
+            # A step with prefill can measure as short as a step without.
             added = max(seconds - self.base, 0.05 * seconds)
             row = (float(tokens), pairs, float(read))
-            self._sums.add(row, added, 1 / max(seconds, SHORT_S) ** 2, MEMORY)
+            self._sums.add(row, added, 1 / max(seconds, MIN_ERROR_BASE_S) ** 2, SUMS_MEMORY)
             self._stale = True
 
     def chunk_within(self, seconds: float, context: int) -> int | None:
-        """Size the chunk after so much context that makes a step so long; None while unknown.
+        """Return the chunk size for a step of `seconds`; None while unknown.
 
-        It is worth at least what it takes to read that context again: else a prompt far on would
-        have its time spent on that.
+        A chunk computes at least as long as it reads its context.
         """
         if self.base is None:
             return None
@@ -122,7 +106,7 @@ class StepPace:
         root = math.sqrt(linear * linear + 2 * per_pair * time_left)
         if not linear + root:
             return None
-        return max(int(2 * time_left / (linear + root)), least_far_on(context))
+        return max(int(2 * time_left / (linear + root)), min_chunk_tokens(context))
 
     def _coefficients(self) -> tuple[float | None, float, float]:
         if self._stale:
@@ -135,8 +119,8 @@ class StepPace:
         matrix = ((tt, tp, tr), (tp, pp, pr), (tr, pr, rr))
         ty, py, ry = self._sums.times
         token, pair, read = non_negative(matrix, (ty, py, ry), RIDGE)
-        if read > MOST_READ * token:
-            read = MOST_READ * token
+        if read > MAX_READ_RATIO * token:
+            read = MAX_READ_RATIO * token
             rest = (ty - read * tr, py - read * pr)
             token, pair = non_negative(((tt, tp), (tp, pp)), rest, RIDGE)
         return token, pair, read

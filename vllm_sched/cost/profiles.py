@@ -1,24 +1,14 @@
-"""Step times of well-known machines and models, from figures of others where there are any.
+"""Step times of well-known machines and models.
 
-Nobody has published all coefficients of any of them. `source` names the publication a figure is of;
-where we know of none it calls the figure an assumption: it is of the right size, and no more.
-The rest is derived, always in the same way:
+`source` names each figure's publication or calls it an assumption. The rest is derived:
 
-- what a decode step reads: the weights once, and the KV of each token of context, at the memory
-  bandwidth; and 3 ms for launching it, by which the one 8B step that is given (6.5 ms on an H200)
-  exceeds the reading of the weights;
-- a decode's own computation is that of a token of prefill;
-- a pair of tokens that attend to each other takes 4 x layers x hidden operations, at the speed at
-  which a token of prefill takes two for each of the model's parameters. For a prompt of 100,000
-  tokens attention adds 1.6 times the rest of its prefill (8B), or 0.9 times (70B). The two linear
-  fits are left as they are, without: they are of prompts of some hundred tokens, so don't take
-  them for long ones;
-- a step of prefill alone has 1.1 times the fixed time of a decode step: published fits lie between
-  0.9 and 1.25;
-- a mixed step costs nothing extra. That is what differs most between engines, versions and
-  machines (from nothing to six times a decode step), nobody has published it for any of these, and
-  deferred prefill in vLLM V1 depends on nothing else: measure it (`calibrate`), or try one
-  (`simulate --mixed-ms`, `plan --mixed-ms`).
+- a decode step reads the weights and the KV at memory bandwidth, plus 3 ms of launch overhead;
+- a decode computes as much as one prefill token;
+- a pair of attending tokens takes 4 x layers x hidden operations, a prefill token two per
+  parameter. The two linear fits omit attention: do not use them for long prompts;
+- a prefill-only step has 1.1 times the fixed time of a decode step (published fits: 0.9 to 1.25);
+- a mixed step has no extra cost. The real value (0 to six decode steps) is unpublished: measure it
+  (`calibrate`) or set `--mixed-ms`.
 """
 
 from __future__ import annotations
@@ -32,7 +22,6 @@ from vllm_sched.errors import UsageError
 LAUNCH_S: Final = 0.003
 PREFILL_OVER_DECODE: Final = 1.1
 KIB: Final = 1024
-# Where figures are from.
 PAPER: Final = '"Deferred prefill for throughput maximization in LLM inference"'
 DISTSERVE: Final = (
     "https://github.com/LLMServe/DistServe, "
@@ -48,8 +37,6 @@ ASSUMED: Final = "an assumption (no publication known)"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine with a model."""
-
     name: str
     what: str
     source: str
@@ -58,20 +45,18 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a step reads and computes, by the model; sizes in bytes at two a parameter."""
+    """A model's sizes in bytes, at two bytes a parameter."""
 
     weights: float
-    kv: int  # of a token
+    kv: int  # per token
     layers: int
     hidden: int
 
     def pair_s(self, prefill_s: float) -> float:
-        """Derive a pair's time from a token's."""
         return prefill_s * 4 * self.layers * self.hidden / self.weights
 
 
 def _read(model: Model, *, bandwidth: float, tokens_per_s: float, step_s: float = 0.0) -> StepTime:
-    """Derive what is not given, as the module's text says."""
     fixed = step_s or model.weights / bandwidth + LAUNCH_S
     return StepTime(
         decode_fixed_s=fixed,
@@ -86,7 +71,7 @@ def _read(model: Model, *, bandwidth: float, tokens_per_s: float, step_s: float 
 LLAMA_8B: Final = Model(16.1e9, 128 * KIB, layers=32, hidden=4096)
 LLAMA_70B: Final = Model(141e9, 320 * KIB, layers=80, hidden=8192)
 OPT_13B: Final = Model(26e9, 800 * KIB, layers=40, hidden=5120)
-# What four H100 read of a token's KV, and how much of that the given steps had in them.
+# Context tokens per decode included in the given step times.
 _CONTEXT_S: Final = LLAMA_70B.kv / (4 * 3.35e12)
 CONTEXT_INCLUDED: Final = 1000
 
@@ -101,7 +86,7 @@ _ALL: Final = (
     Profile(
         "a100-opt-13b",
         "OPT-13B on an A100 80 GB, vLLM",
-        f"DistServe's fit for vLLM, whose versions differ ({DISTSERVE}): prefill 22.1 ms + 0.1405 "
+        f"DistServe's fit for vLLM, version unknown ({DISTSERVE}): prefill 22.1 ms + 0.1405 "
         "ms a token, decode 23.5 ms + 0.0607 ms a sequence",
         StepTime(
             decode_fixed_s=0.0235, decode_s=6.07e-5, prefill_fixed_s=0.0221, prefill_s=1.405e-4
@@ -125,7 +110,7 @@ _ALL: Final = (
         "h100-70b-tp4",
         "70B on four H100 SXM",
         "prefill 12,600 tokens/s with a floor of 50 ms below 512 tokens, decode step 29.5 ms at "
-        "batch 1 and 52.4 ms at batch 64, taken to be with 1,000 tokens of context each: "
+        "batch 1 and 52.4 ms at batch 64, with an assumed 1,000 tokens of context each: "
         f"{ASSUMED}; bandwidth 4 x 3.35 TB/s: {SHEETS['h100']}; the rest derived",
         StepTime(
             decode_fixed_s=0.0291,
@@ -166,7 +151,6 @@ PROFILES: Final = {profile.name: profile for profile in _ALL}
 
 
 def find(name: str) -> Profile:
-    """Return the profile of that name."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -1,10 +1,7 @@
-"""The throughput of a threshold, exactly: a recursion over the number of active slots.
+"""The exact throughput of a threshold: a recursion over the number of active slots.
 
-In each step every active sequence ends with probability 1/m, so departures are binomial. From the
-start of a cycle the expected number of steps spent at each count of active slots follows from
-those above it; once enough have departed the batch is prefilled. Where prefills ride along,
-sequences end in that step too, so cycles do not start full: how they start is found by going
-round until it no longer changes.
+In each step a sequence ends with probability 1/m: departures are binomial. Expected steps at each
+count follow from higher counts. Fixed-point iteration finds the start of cycles with mixed steps.
 
 Cost: about K times the spread of a step's departures, for each K.
 """
@@ -16,22 +13,20 @@ from dataclasses import dataclass
 
 from vllm_sched.cost.regime import Regime, expected_batch
 
-NEGLIGIBLE = 1e-15
-SETTLED, MOST_ROUNDS = 1e-12, 200
+MIN_PROBABILITY = 1e-15
+MAX_CHANGE, MAX_ROUNDS = 1e-12, 200
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdResult:
-    """What a threshold gives in the long run."""
-
     throughput: float  # requests per second
     batch: float  # prompts prefilled together
-    steps: float  # that decode alone, between two batches
-    active: float  # slots at work, averaged over those steps and the one with the batch
+    steps: float  # decode-only steps between two batches
+    active: float  # mean active slots, over these steps and the mixed step
 
 
 class Recursion:
-    """All thresholds of one regime; what they share is computed once."""
+    """Cached results for one regime."""
 
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
@@ -39,13 +34,11 @@ class Recursion:
         self._found: dict[int, ThresholdResult] = {}
 
     def at(self, threshold: int) -> ThresholdResult:
-        """Return what this threshold gives."""
         if threshold not in self._found:
             self._found[threshold] = self._solve(threshold)
         return self._found[threshold]
 
     def best(self) -> int:
-        """Find the threshold with the highest throughput, of which there is one hill."""
         low, high = 1, self.regime.largest
         while high - low > 2:
             third = (high - low) // 3
@@ -59,12 +52,12 @@ class Recursion:
     def _solve(self, threshold: int) -> ThresholdResult:
         regime = self.regime
         while_held, ends = self._descend({regime.slots: 1.0}, threshold)
-        for _ in range(0 if regime.exclusive else MOST_ROUNDS):
+        for _ in range(0 if regime.exclusive else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
             if (
                 sum(abs(share - before.get(active, 0.0)) for active, share in ends.items())
-                < SETTLED
+                < MAX_CHANGE
             ):
                 break
         seconds = sum(share * regime.decode(active) for active, share in while_held.items())
@@ -89,7 +82,7 @@ class Recursion:
     def _descend(
         self, start: dict[int, float], threshold: int
     ) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the steps spent at each count of active slots, and at which count it ends."""
+        """Return the steps at each count of active slots, and the final distribution."""
         slots = self.regime.slots
         coming = dict(start)
         spent: dict[int, float] = {}
@@ -107,7 +100,7 @@ class Recursion:
         return spent, coming
 
     def _after_batch(self, ends: dict[int, float]) -> dict[int, float]:
-        """Tell how many are active after a step that prefilled a batch while decoding."""
+        """Return the distribution of active slots after a mixed step."""
         start: dict[int, float] = {}
         for active, share in ends.items():
             least, row = self._departures(active)
@@ -117,14 +110,13 @@ class Recursion:
         return start
 
     def _departures(self, active: int) -> tuple[int, list[float]]:
-        """Chances of so many departures in a step, from the least that is not negligible up."""
         if active not in self._rows:
             self._rows[active] = binomial(active, 1 / self.regime.mean_output)
         return self._rows[active]
 
 
 def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
-    """Return the distribution's support that matters: its first value, and the chances."""
+    """Return the first non-negligible count and the probabilities from there."""
     if chance >= 1 or trials == 0:
         return trials, [1.0]
     mode = min(int((trials + 1) * chance), trials)
@@ -140,14 +132,14 @@ def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
     value = peak
     for count in range(mode, trials):
         value *= odds * (trials - count) / (count + 1)
-        if value < NEGLIGIBLE:
+        if value < MIN_PROBABILITY:
             break
         above.append(value)
     below: list[float] = []
     value = peak
     for count in range(mode, 0, -1):
         value *= count / (odds * (trials - count + 1))
-        if value < NEGLIGIBLE:
+        if value < MIN_PROBABILITY:
             break
         below.append(value)
     row = [*reversed(below), peak, *above]

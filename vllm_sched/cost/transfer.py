@@ -1,7 +1,7 @@
-"""How long KV takes from one worker to another: t0 + descriptors x t_desc + bytes / bandwidth.
+"""KV transfer time between workers: setup + descriptors x t_desc + bytes / bandwidth.
 
-A descriptor is one contiguous piece: blocks x layers x 2, so that small blocks can cost more than
-the bytes in them (published: 40,000 descriptors took 174 ms for 313 MB).
+Descriptors are contiguous pieces: blocks x layers x 2. Small blocks can cost more than their bytes
+(published: 40,000 descriptors took 174 ms for 313 MB).
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Final, Self
 from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.errors import UsageError
 
-LEAST_POINTS: Final = 3
+MIN_POINTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
-    """One transfer that was seen."""
-
+class MeasuredTransfer:
     size: int  # bytes
     descriptors: int
     seconds: float
@@ -27,28 +25,23 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """The coefficients, in seconds."""
-
     setup_s: float = 0.0
     descriptor_s: float = 0.0
     byte_s: float = 0.0
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
         return 1 / self.byte_s if self.byte_s else float("inf")
 
     def seconds(self, size: int, descriptors: int) -> float:
-        """How long so many bytes in so many pieces take."""
         return self.setup_s + descriptors * self.descriptor_s + size * self.byte_s
 
     @classmethod
-    def fitted(cls, seen: Iterable[Transferred]) -> Self:
-        """Fit to transfers, errors counted relative to each; what can't be told apart is shared."""
+    def fitted(cls, seen: Iterable[MeasuredTransfer]) -> Self:
         points = [each for each in seen if each.seconds > 0]
-        if len(points) < LEAST_POINTS:
+        if len(points) < MIN_POINTS:
             raise UsageError(
-                f"{len(points)} transfers are too few to fit; measure at least {LEAST_POINTS}, of "
+                f"{len(points)} transfers are too few to fit; measure at least {MIN_POINTS}, of "
                 "different sizes"
             )
         rows = [

@@ -38,7 +38,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import UNUSUAL, OnlineFit
+from vllm_sched.cost.fit import OUTLIER, OnlineFit
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
@@ -384,7 +384,7 @@ class DeferredPrefill(Policy):
         if tokens and self._checking and (model := self.fit.model) is not None:
             predicted = model.seconds(shape)
             longer = result.seconds - predicted
-            self._errors_s.append(min(longer, UNUSUAL * self.fit.spread * predicted))  # no stalls
+            self._errors_s.append(min(longer, OUTLIER * self.fit.spread * predicted))  # no stalls
         self.fit.observe(shape, result.seconds)
 
     def gauges(self) -> Mapping[str, float]:

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_sched.cost.pace import StepPace, tiled
+from vllm_sched.cost.pace import StepPace, cut_chunk
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, PrefixLookups
 from vllm_sched.policies.types import (
@@ -428,7 +428,7 @@ class LongPrompt(Policy):
             left = max(self._long_left - self._kept_of_longs, min(self._long_left, 1))
             granted = min(granted, math.ceil(left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
-                granted = tiled(granted, self._beside, computed)
+                granted = cut_chunk(granted, self._beside, computed)
             self._long_left -= granted
             self._longs_due -= 1
         else:

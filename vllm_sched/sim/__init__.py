@@ -1,1 +1,1 @@
-"""A fleet in virtual time: the real policies and the real router core, without a model."""
+"""Fleet simulation in virtual time, with the real policies and the real router core."""

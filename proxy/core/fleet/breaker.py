@@ -1,9 +1,8 @@
-"""Keep requests from a worker that fails, for a while.
+"""Circuit breaker of one worker.
 
-Closed, it lets everything pass. A few failures in a row, or one plea of the worker itself to stay
-away (429, 503), open it for a while that doubles each time, or for as long as the worker asked.
-Then one request at a time is let through on trial: its first token closes the breaker, its failure
-opens it again. A trial that has told nothing yet after a while does not bar the next.
+Three failures in a row, or one response 429 or 503, open the breaker. It stays open for a time that
+doubles with each opening, or for the worker's Retry-After. Then one request at a time passes on
+trial. Its first token closes the breaker, its failure opens the breaker again.
 """
 
 from __future__ import annotations
@@ -11,69 +10,63 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-FAILURES = 3
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
-TRIAL_S = 2.0
-LONGEST_ASKED_S = 300.0  # a worker's Retry-After beyond this is not believed
-# Why one opens: its worker failed, or said that it is busy.
+FAILURES_TO_OPEN = 3
+MIN_OPEN_S, MAX_OPEN_S = 0.5, 30.0
+TRIAL_INTERVAL_S = 2.0
+MAX_RETRY_AFTER_S = 300.0
 FAILED, BUSY = "failed", "busy"
-LONG_AGO = -math.inf  # when a trial was sent that told nothing: it keeps no other from being sent
+TRIAL_WITHOUT_RESULT = -math.inf
 
 
-# Closed, busy, until, failures, openings, tried at (0: no trial is out), and why.
-Told = tuple[bool, bool, float, int, int, float, str]
+# closed, busy, until, failures, openings, tried_at (0: no trial), why
+BreakerSnapshot = tuple[bool, bool, float, int, int, float, str]
 
 
 class BreakerState(StrEnum):
-    """Whether requests pass."""
-
     CLOSED = "closed"
     OPEN = "open"
-    HALF_OPEN = "half_open"  # one request is out on trial
+    HALF_OPEN = "half_open"  # a trial may pass
 
 
 class Breaker:
-    """One worker's."""
-
     __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until", "why")
 
     def __init__(self) -> None:
         self.closed = True
-        self.busy = False  # opened because the worker was busy, not because it failed
-        self.why = ""  # what the request met that opened it: a status, or a trouble's name
+        self.busy = False  # the cause was busy, not a failure
+        self.why = ""  # HTTP status or name of an error
         self.until = 0.0
-        # How often, and why; a trial that fails does not count, nor what another process saw.
+        # By cause, without failed trials.
         self.opened = {FAILED: 0, BUSY: 0}
-        self._failures = 0  # in a row
+        self._failures = 0
         self._openings = 0
         self._tried_at: float | None = None
 
     @property
     def spotless(self) -> bool:
-        """Whether nothing has failed since the last success."""
+        """Return whether no request has failed since the last success."""
         return self.closed and not self._failures
 
     def state(self, now: float) -> BreakerState:
-        """Name the state."""
         if self.closed:
             return BreakerState.CLOSED
         return BreakerState.HALF_OPEN if now >= self.until else BreakerState.OPEN
 
     def lets_pass(self, now: float) -> bool:
-        """Whether a request may be sent."""
         if self.closed:
             return True
-        return now >= self.until and (self._tried_at is None or now - self._tried_at >= TRIAL_S)
+        return now >= self.until and (
+            self._tried_at is None or now - self._tried_at >= TRIAL_INTERVAL_S
+        )
 
     def sent(self, now: float) -> bool:
-        """Note that a request was sent; tell whether it is a trial."""
+        """Note a sent request; True if it is a trial."""
         if self.closed:
             return False
         self._tried_at = now
         return True
 
     def succeeded(self) -> None:
-        """Close."""
         self.closed = True
         self.busy = False
         self.why = ""
@@ -88,18 +81,17 @@ class Breaker:
         busy: bool = False,
         why: str = "",
     ) -> None:
-        """Count a failure, and open once they are too many."""
+        """Count a failure; open the breaker if it has too many."""
         asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
-        if self.closed and self._failures < FAILURES and not busy and asked is None:
+        if self.closed and self._failures < FAILURES_TO_OPEN and not busy and asked is None:
             return
         if not self.closed and now < self.until and asked is None:
-            return  # others that were under way fail too: known already
-        rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
+            return  # sent before the opening
+        rest = min(MIN_OPEN_S * 2.0 ** min(self._openings, 16), MAX_OPEN_S)
         if asked is not None:
-            rest = min(asked, LONGEST_ASKED_S)
-        # What was sent before fails too, or asks for the same: thirty of these are one opening. But
-        # a trial that told nothing may be blamed yet.
+            rest = min(asked, MAX_RETRY_AFTER_S)
+        # Requests sent before the opening fail too, and count once.
         if self.closed or self._tried_at is not None:
             self._openings += 1
         if self.closed:
@@ -110,17 +102,17 @@ class Breaker:
         self._tried_at = None
         self.until = max(self.until, now + rest)
 
-    def told(self) -> Told:
-        """Say all there is, for a breaker of the same worker in another process."""
+    def told(self) -> BreakerSnapshot:
+        """Return the state for other processes."""
         tried_at = self._tried_at or 0.0
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
-    def take(self, told: Told) -> None:
-        """Become what another one was.
+    def take(self, told: BreakerSnapshot) -> None:
+        """Take the state of another process's breaker.
 
-        One that it opened counts here, too: of a crash that many see at once each may have counted
-        one, which a sum would take for as many crashes.
+        The opening counts here too, because a sum over processes would count one crash several
+        times.
         """
         was_closed = self.closed
         self.closed, self.busy, self.until = told[:3]
@@ -130,5 +122,5 @@ class Breaker:
             self.opened[BUSY if self.busy else FAILED] += 1
 
     def abandoned(self) -> None:
-        """Note that the trial ended without telling anything: another may be sent."""
-        self._tried_at = LONG_AGO
+        """Allow another trial: the last one has no result."""
+        self._tried_at = TRIAL_WITHOUT_RESULT

@@ -1,8 +1,7 @@
-"""The fleet: its workers, and what is charged to them.
+"""The charges of requests on workers.
 
-A request is charged to its worker when it is sent, not when it is answered: or else every long
-prompt of a burst goes to the one that looked idle. What was charged is released once, on whichever
-way out comes first.
+A request is charged when it is sent, so that a burst of long prompts does not go to one worker. The
+charge is released once.
 """
 
 from __future__ import annotations
@@ -12,18 +11,19 @@ from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.roster import Roster, still
+from proxy.core.fleet.monitoring import MonitoredRoster
+from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-# A request without a stream shows no first token; it is taken to come at so many times the
-# predicted moment.
-SILENT_PATIENCE = 1.25
-LENDS = 8  # so many first observations are lent to workers that have none
+# A request without a stream shows no first token: its prefill ends at this multiple of the
+# predicted time.
+SILENT_PREFILL_FACTOR = 1.25
+MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
-class Fleet(Roster):
+class Fleet(MonitoredRoster):
     """The workers, and the charges on them."""
 
     def __init__(
@@ -31,13 +31,12 @@ class Fleet(Roster):
         *,
         down_after: int = 3,
         up_after: int = 2,
-        clock: Callable[[], float] = still,
+        clock: Callable[[], float] = time_zero,
     ) -> None:
         super().__init__(down_after=down_after, up_after=up_after, clock=clock)
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
-        """Charge a request to a worker, or to two."""
         if decision.handover is not None:
             return self._charge_both(ask, decision, decision.handover, now)
         worker = decision.worker
@@ -49,15 +48,15 @@ class Fleet(Roster):
         pace = worker.pace
         if ask.generates and not ask.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PATIENCE * wait, worker.served, lease))
+            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
         self.moved(worker)
         return lease
 
     def _charge_prefill(self, lease: Lease, now: float) -> None:
-        """Charge what a leg takes that begins with its prompt."""
         ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
-        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens  # as far as we would hear
+        # remote prefills may appear late
+        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
         before = worker.prefill_tokens + worker.strange_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
@@ -84,7 +83,6 @@ class Fleet(Roster):
     def _charge_both(
         self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
     ) -> Lease:
-        """Charge the prompt to one, and room in the cache and the output to the other, at once."""
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
@@ -104,7 +102,7 @@ class Fleet(Roster):
         return lease
 
     def hand_over(self, lease: Lease, now: float) -> None:
-        """Note that the prefill is done and the request goes on to the decode worker."""
+        """Release the prefill leg and start the decode leg."""
         first = lease.prefill
         if first is None or first.released or lease.released:
             return
@@ -125,18 +123,17 @@ class Fleet(Roster):
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
-            due = now + SILENT_PATIENCE * wait
+            due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, (due, next(self._numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
-        """Note that a prefill worker no longer holds blocks for a request."""
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
             self.moved(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        """Have another decode worker do the rest of a hand-over, whose prefill is done."""
+        """Move the decode leg to another decode worker."""
         if lease.released or not lease.sent or lease.decoding:
             return
         before, samples = lease.worker, lease.ask.samples
@@ -162,11 +159,10 @@ class Fleet(Roster):
         pace = first.worker.pace
         pace.saw_length(first.ask.prompt_tokens)
         pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
-        if pace.prefills <= LENDS:
+        if pace.prefills <= MAX_LENT_OBSERVATIONS:
             self._lend(first.worker)
 
     def _decodes(self, lease: Lease) -> None:
-        """Count a request among those that decode."""
         worker, samples = lease.worker, lease.ask.samples
         lease.decoding_before = worker.decoding
         worker.decoding += samples
@@ -174,12 +170,12 @@ class Fleet(Roster):
         worker.reprice()
         self.moved(worker)
 
-    # How they go on
+    # Progress of requests
 
     def settle(self, now: float) -> None:
-        """Take those that show no first token as decoding once they should be.
+        """Count silent requests as decoding once their first token is due.
 
-        And what other processes have charged, if there are any.
+        Take in the charges of other processes.
         """
         if self.others is not None:
             self.others.look(now)
@@ -212,14 +208,14 @@ class Fleet(Roster):
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
-        # Who may have waited for a seat says nothing of prefills: see `seats`.
+        # The time may include a wait for a slot.
         stood = worker.role is Role.DECODE and worker.queued_before
         if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
             cached = lease.decision.cached_tokens
             tokens = lease.ahead_tokens + ask.prompt_tokens - cached
             seconds = now - lease.charged_at
             pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
-            if pace.prefills <= LENDS:
+            if pace.prefills <= MAX_LENT_OBSERVATIONS:
                 self._lend(worker)
         self._prefilled(lease, now)
 
@@ -243,7 +239,6 @@ class Fleet(Roster):
             self.moved(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
-        """Note output tokens."""
         lease.seen_tokens += seen
         lease.worker.written += seen
         before = lease.decode_tokens
@@ -257,7 +252,7 @@ class Fleet(Roster):
             self._hand_down(lease.worker)
 
     def release(self, lease: Lease) -> bool:
-        """Give back what was charged; False if that was done before."""
+        """Release the charge; False if it was released before."""
         if lease.released:
             return False
         lease.released = True
@@ -285,10 +280,9 @@ class Fleet(Roster):
 
 
 def _more(ask: RequestInfo, seen: int) -> int:
-    """Reckon what may come of an answer that is as long as was foreseen, and has not ended.
+    """Estimate the rest of a response that has reached its expected length.
 
-    As much again, as far as its limit allows: or else the longer it is, the sooner it would seem to
-    leave its seat and its room to others.
+    The expected length again: otherwise long responses would seem nearest to their end.
     """
     foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
     more = foreseen - seen % foreseen

@@ -1,20 +1,13 @@
-"""Workers kept out by their breakers, and when too few are left for that: panic, as in Envoy.
+"""Workers kept out by their breakers, and panic mode as in Envoy.
 
-Idea: a breaker moves load from a worker that fails to workers that do not. Where most of a pool's
-breakers are open, either the requests break the workers or the rest can't carry the load. Below a
-share of the pool with closed breakers (`routing.panic_threshold`) the breakers of the pool are
-ignored: requests go to every worker that is up. So breakers never keep out more than the rest of
-that share. Only breakers that opened for failures are ignored, and only they count as out: a
-worker that says it is busy is left alone. Workers that are down by their probes are not part of the
-pool. A pool is the workers of one model that serve requests whole, or the workers that prefill for
-them. A pool of one worker panics whenever its breaker opens: no other worker could take the load.
+Idea: if the share of closed breakers in a pool falls below `routing.panic_threshold`, the breakers
+are ignored, because the other workers could not carry the load. Breakers of busy workers always
+apply. A pool is the live workers of one model that serve whole requests, or its prefill workers.
+During panic each request to a worker with an open breaker is a trial.
 
-While a pool panics, each request to a worker with an open breaker is a trial: its first token
-closes the breaker, its failure keeps it open. Once enough are closed, open ones are heeded again.
+Cost: none while all breakers are closed.
 
-Cost: nothing while all breakers are closed; a look at the open ones when one opens or closes. How
-it fails: workers that hang, all of them, have every client wait for a timeout instead of a quick
-503; probes are to find those.
+How it fails: if all workers hang, clients wait for a timeout, until probes fail.
 """
 
 from __future__ import annotations
@@ -26,30 +19,29 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 
 PREFILL = Role.PREFILL
-Key = tuple[str, bool]  # a model, and whether its workers prefill only
+Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    """What is told of workers that are left alone for a while."""
+    """Receives changes of breakers and pools."""
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Note that a worker is left alone from now on."""
+        """Note an opened breaker."""
 
     def is_back(self, worker: Worker) -> None:
-        """Note that a worker is given requests again."""
+        """Note a closed breaker."""
 
     def has_left(self, worker: Worker) -> None:
-        """Note that a worker was taken out, resting or not."""
+        """Note a removed worker."""
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:
-        """Note that a pool's breakers are ignored from now on: `out` of `live` are open."""
+        """Note that a pool panics: `out` of `live` breakers are open."""
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Note that a pool's breakers are heeded again."""
+        """Note the end of a panic."""
 
 
 def key_of(worker: Worker) -> Key:
-    """Return the pool of a worker."""
     return worker.model, worker.role is PREFILL
 
 
@@ -58,7 +50,7 @@ def _is_live(worker: Worker) -> bool:
 
 
 class Ejections:
-    """Of one fleet."""
+    """The open breakers and panicking pools of a fleet."""
 
     __slots__ = (
         "_clock",
@@ -79,24 +71,24 @@ class Ejections:
         moved: Callable[[Worker], None],
         clock: Callable[[], float],
     ) -> None:
-        self.threshold = 0.0  # below which share of closed breakers a pool panics; 0: never
-        self.resting: set[Worker] = set()  # with a breaker that is not closed
+        self.threshold = 0.0  # least share of closed breakers; 0: no panic
+        self.resting: set[Worker] = set()  # with an open breaker
         self.panics: set[Key] = set()
-        self.started: dict[Key, int] = {}  # how often each pool began to panic
+        self.started: dict[Key, int] = {}  # panics per pool
         self.witness: BreakerListener | None = None
         self._workers = workers
         self._moved = moved
         self._clock = clock
-        self._live: dict[Key, int] = {}  # workers of each pool that are up, where that was counted
-        self._out: dict[Key, set[Worker]] = {}  # of each pool, the resting that failed
+        self._live: dict[Key, int] = {}  # workers that are up, cached
+        # workers that failed
+        self._out: dict[Key, set[Worker]] = {}
 
     def set_threshold(self, threshold: float) -> None:
-        """Take what the operator states."""
         self.threshold = threshold
         self.live_changed()
 
     def judged(self, worker: Worker, now: float) -> None:
-        """Take a change of a worker's breaker, and note when it begins to rest and when it ends."""
+        """Note a change of a breaker."""
         resting, witness = self.resting, self.witness
         rested = worker in resting
         rests = not worker.breaker.closed and self._workers.get(worker.name) is worker
@@ -123,13 +115,13 @@ class Ejections:
             self._weigh(key)
 
     def left(self, worker: Worker) -> None:
-        """Forget a worker that was taken out; `live_changed` follows."""
+        """Forget a removed worker; `live_changed` must follow."""
         self.resting.discard(worker)
         if self.witness is not None:
             self.witness.has_left(worker)
 
     def live_changed(self) -> None:
-        """Count anew: workers came, went, or became others."""
+        """Recount after workers came, went, or changed."""
         self._live.clear()
         self._out.clear()
         if not self.resting and not self.panics:
@@ -146,7 +138,7 @@ class Ejections:
             self._weigh(key)
 
     def _weigh(self, key: Key) -> None:
-        """Let a pool panic, or have its breakers heeded again."""
+        """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
             same = (each for each in self._workers.values() if key_of(each) == key)

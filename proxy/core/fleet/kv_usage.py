@@ -1,25 +1,17 @@
-"""What the requests on a worker take of its KV cache, together.
+"""The KV cache that a worker's requests take together.
 
-An engine keeps a prompt's blocks once, however many of the requests that it runs begin with them: a
-hundred agents with one long system prompt take little more than one of them. What is cached and
-held by nobody takes nothing, until somebody comes who begins with it.
+Idea: an engine stores a common prefix once, so the prefix is charged once. Hashes of body blocks
+stand for token blocks. The decode leg of a hand-over shares from its first token on.
 
-Idea: blocks of bodies stand for those of tokens, as in `prefix`. Per worker it is known what those
-in flight begin with (`stems`): it is charged once, for as long as anybody holds it, and the rest of
-a request to itself. Of what is shared, as much is charged again as was found `missing`. The decode
-half of a hand-over shares from its first token on: until then its blocks are on the way.
+The worker's metrics page corrects the charges. Without a queue, the page plus the output to come
+may be less than the charge: the rest is `kv_spare`. With a queue and a full cache, waiting requests
+count like running ones. A higher sum means less sharing, which `kv_apart` learns. Usage beyond the
+charge is `kv_more`.
 
-All this is belief, and the worker's own page decides. While none wait there, it holds what the page
-says, what is still to be written, and what has not shown a first token yet; if that is less than
-what is charged, so much is spare. While some wait and its cache is full, each of those is taken to
-need as much as one that runs: if that is more than what is charged, what was thought to be shared
-is not. So it is learnt what part of it each has for itself all the same. What it holds beyond that,
-whoever waits, is strangers', or of answers longer than was foreseen: so much less room is there for
-a hand-over.
+Cost: that of `PrefixTree`. Prompts under 2 KB share nothing.
 
-Cost: that of the stems, and nothing for prompts of less than 2 KB, which share none, nor where a
-worker does not tell how large its cache is. How it fails: blocks are coarse further in, and of
-several processes each charges a block that all of them hold, until the next page.
+How it fails: blocks are coarse further into a prompt. Several processes each charge a common block
+until the next page.
 """
 
 from __future__ import annotations
@@ -34,14 +26,14 @@ if TYPE_CHECKING:
     from proxy.core.model.specs import Gauges
     from proxy.core.model.types import RequestInfo
 
-KV_FULL = 0.95  # of a KV cache: beyond it a request would wait for room
-HASTE = 0.5  # of what a page says of how much is shared, so much is believed from then on
-FEW = 4  # blocks: of a prompt with fewer it is not worth knowing
-HEEDED_S = 5.0  # after which a page says nothing of now
+KV_FULL = 0.95  # full: new requests wait
+SHARING_LEARNING_RATE = 0.5  # of `kv_apart`
+MIN_SHARED_BLOCKS = 4
+MAX_PAGE_AGE_S = 5.0
 
 
 def take(lease: Lease, now: float, *, together: bool = True) -> None:
-    """Charge what a lease says to its worker's cache; `together`: with what others hold."""
+    """Charge a lease; `together`: its prefix may be shared."""
     worker = lease.worker
     before = worker.kv_tokens
     worker.kv_tokens += lease.kv_tokens
@@ -51,12 +43,12 @@ def take(lease: Lease, now: float, *, together: bool = True) -> None:
     worker.kv_coming += lease.kv_coming
     if worker.kv_spare:
         gauges = worker.gauges
-        if gauges is None or now - gauges.at > HEEDED_S:
+        if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
             worker.kv_spare = 0
 
 
 def came(lease: Lease) -> None:
-    """Note that a lease's prompt is in the cache."""
+    """Note that the prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
     if lease.prefill is not None and lease.holds is None:
@@ -64,7 +56,6 @@ def came(lease: Lease) -> None:
 
 
 def give(lease: Lease) -> None:
-    """Give back all that was charged."""
     worker = lease.worker
     worker.kv_tokens -= lease.kv_tokens
     worker.kv_coming -= lease.kv_coming
@@ -75,33 +66,30 @@ def give(lease: Lease) -> None:
         stems.let_go(lease.holds)
         worker.kv_tokens -= before - stems.tokens
         lease.holds = None
-        # Each of those that stay takes no more than it would alone, be there another page or not.
+        # Without sharing, the rest takes no more than its own size.
         worker.kv_spare = max(worker.kv_spare, -stems.saved)
 
 
 def more(worker: Worker, now: float) -> int:
-    """Say how many tokens a worker's cache holds beyond what is charged, by its last page.
-
-    They are strangers', or of answers that are longer than was foreseen.
-    """
+    """Return the tokens in the cache beyond the charges."""
     gauges = worker.gauges
-    return worker.kv_more if gauges is not None and now - gauges.at <= HEEDED_S else 0
+    return worker.kv_more if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S else 0
 
 
 def shares(worker: Worker, ask: RequestInfo) -> int:
-    """Reckon how many tokens of a prompt a worker's cache holds for others, and need not twice."""
+    """Estimate the prompt tokens that other requests hold in the cache."""
     prefix = ask.prefix
-    if len(prefix) < FEW:
+    if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
     found = worker.stems.shared(prefix)
     return found - int(found * max(worker.pace.missing, worker.kv_apart))
 
 
 def _join(lease: Lease) -> None:
-    """Have a lease's beginning charged with those of others, where they are the same."""
+    """Charge the prefix together with equal ones."""
     ask, worker = lease.ask, lease.worker
     prefix, stems = ask.prefix, worker.stems
-    if len(prefix) < FEW or not worker.kv_capacity:
+    if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:
         return
     per_byte = ask.prompt_tokens / ask.prefix_bytes
     before = stems.tokens
@@ -113,7 +101,7 @@ def _join(lease: Lease) -> None:
 
 
 def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
-    """Take what a page says of the cache, and how many wait for room there."""
+    """Learn from a page; `queued`: requests waiting for room."""
     worker.kv_spare = worker.kv_more = 0
     capacity = worker.kv_capacity
     if not capacity or not gauges.kv_usage:
@@ -130,5 +118,5 @@ def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
         worker.kv_spare = min(charged - int(min(told, most)), 0)
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
-        apart = worker.kv_apart - HASTE * worker.kv_spare / saved
+        apart = worker.kv_apart - SHARING_LEARNING_RATE * worker.kv_spare / saved
         worker.kv_apart = min(max(apart, 0.0), 1.0)

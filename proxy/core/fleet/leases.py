@@ -1,4 +1,4 @@
-"""What was decided on a request, and what was charged for it."""
+"""Routing decisions and their charges."""
 
 from __future__ import annotations
 
@@ -12,31 +12,27 @@ from proxy.core.model.types import Reason, RequestInfo
 
 @dataclass(slots=True)
 class HandoverDecision:
-    """The half of a decision that only a hand-over has."""
-
-    prefill: Worker  # who prefills; the decision's worker decodes
-    cached_tokens: int  # of the prompt, in the prefill worker's cache
-    tokens: int  # to transfer: those that the decode worker should not have; 0 if nothing can be
-    prefill_s: float  # until the prefill worker has answered, predicted
+    prefill: Worker  # the decision's worker decodes
+    cached_tokens: int  # on the prefill worker
+    tokens: int  # to transfer; 0 if there is nothing to transfer
+    prefill_s: float  # predicted
     transfer_s: float
-    transferred_s: float | None = None  # the same as it was seen, where the answer is a stream
+    transferred_s: float | None = None  # observed, of a stream
 
 
 @dataclass(slots=True)
 class Decision:
-    """Where a request goes and why."""
-
     worker: Worker
     reason: Reason
     predicted_ttft_s: float | None = None
-    scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
-    cached_tokens: int = 0  # of the prompt, that the worker should have in its cache
+    scores: tuple[Score, ...] = ()  # kept on request only
+    cached_tokens: int = 0  # expected on the worker
     handover: HandoverDecision | None = None
-    whether: str = ""  # it is handed over, or why not: `handover.Why`; "" where nobody could
+    whether: str = ""  # why it is handed over or not
 
     @property
     def route(self) -> str:
-        """Name who serves it: `w0`, or `p0>d0` where it is handed over."""
+        """Return `w0`, or `p0>d0` for a hand-over."""
         handover = self.handover
         name = self.worker.name
         return name if handover is None else f"{handover.prefill.name}>{name}"
@@ -44,35 +40,35 @@ class Decision:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A worker's capacity, charged for one request until released. Made by `Fleet.charge` alone.
+    """A worker's capacity, charged for one request until released.
 
-    Of a hand-over it is the decode worker's, and holds the prefill worker's.
+    A hand-over's lease is on the decode worker, and holds the prefill worker's.
     """
 
     ask: RequestInfo
     decision: Decision
-    worker: Worker  # whom it was charged to: the decision's
+    worker: Worker
     charged_at: float
-    prefill_tokens: int  # still charged as prefill; 0 once the first token was seen
-    decode_tokens: int  # still charged as output to come
-    kv_tokens: int  # prompt and output it may hold in the KV cache, less what it shares there
-    ahead_tokens: float = 0.0  # to prefill before its own, by what was charged and the time since
-    behind_long: float = 0.0  # of longs, if it is short itself: it may be let past them
-    trial: bool = False  # the one request let through to a worker whose breaker was open
-    decoding_before: int = 0  # samples that decoded there when its first token came
-    seen_tokens: int = 0  # output tokens seen so far, all samples together
+    prefill_tokens: int  # 0 after the first token
+    decode_tokens: int  # output to come
+    kv_tokens: int  # less the shared part
+    ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
+    behind_long: float = 0.0  # of these, those of long requests
+    trial: bool = False  # sent on trial to an open breaker
+    decoding_before: int = 0  # samples decoding at the first token
+    seen_tokens: int = 0  # of all samples
     first_token_at: float | None = None
-    begun_at: float | None = None  # when a tenant's answer began, be it with no token
+    begun_at: float | None = None  # first byte of a tenant's response
     released: bool = False
-    decoding: int = 0  # samples that count as decoding there
-    kv_coming: int = 0  # tokens that its cache was charged with, until the first one is written
-    holds: PrefixNode | None = None  # where its prompt ends, if charged with what others begin with
-    prefill: Lease | None = None  # of a hand-over, the prefill worker's
+    decoding: int = 0  # samples counted as decoding
+    kv_coming: int = 0  # cache tokens charged until the first token
+    holds: PrefixNode | None = None  # end of the prompt in `Worker.stems`
+    prefill: Lease | None = None  # prefill leg of a hand-over
     sent: bool = True  # False on a decode worker until the prefill is done
-    pins: bool = False  # whether the prefill worker still holds what it computed
+    pins: bool = False  # the prefill worker holds blocks
 
     @property
     def under_way(self) -> Lease:
-        """The lease of the leg that runs: of a hand-over the prefill's, until that is done."""
+        """The running leg."""
         first = self.prefill
         return self if first is None or first.released else first

@@ -1,11 +1,11 @@
-"""The live workers of a model, so kept that a decision among a thousand looks at a few.
+"""The live workers of one model, grouped by role and context length.
 
-Workers of one role and context length form a group. Of a small group all are looked at; a large one
-is kept in order of what its routing rule calls load, moved about as requests come and go, and only
-its head is looked at, besides those that may hold the request's prefix.
+A decision looks at every worker of a small group. A large group is sorted by the rule's load key: a
+decision looks at its first workers and at prefix holders.
 
-Cost: a change in load moves one entry of a sorted list. How it fails: the order knows nothing of
-the request, so in a large group the best of the first few is not always the best of all.
+Cost: a change in load moves one entry of a sorted list.
+
+How it fails: the first workers need not include the best one for a request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proxy.core.fleet.worker import NO_LIMIT, Group, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
-HOLDERS = 4  # and so many of those that hold the most of a prefix
+MAX_PREFIX_HOLDERS = 4  # that a decision looks at
 
 
 class Pool:
-    """What is live of one model; made anew whenever that changes."""
+    """The live workers of one model. Changes make a new pool."""
 
     __slots__ = (
         "all",
@@ -58,8 +58,8 @@ class Pool:
         self.ranked = any(group.ranked for group in self.groups)
         limits = sorted({group.limit for group in self.groups})
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
-        self.boundaries = limits[:-1]  # where a longer request has fewer workers
-        # The largest context there is, be its workers down or about to leave.
+        self.boundaries = limits[:-1]
+        # Includes workers that are down or draining.
         whole = [worker.limit for worker in workers if worker.role.serves_whole]
         self.limit = max(whole, default=NO_LIMIT)
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
@@ -72,7 +72,7 @@ class Pool:
     def holding(self, ask: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
 
-        Where an estimate leaves it open for all, the longest should try.
+        An uncertain request goes to the largest context.
         """
         needs, error = ask.needs, ask.prompt_error
         sure = [group for group in self.groups if needs + error <= group.limit]
@@ -83,8 +83,8 @@ class Pool:
     def open_to(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
-        """Return the workers to look at for a request, each of which may be given it."""
-        if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # nearly always
+        """Return the workers that can take a request."""
+        if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:

@@ -1,17 +1,11 @@
 """Charges on a worker that this process did not make.
 
-They come from other router processes, or from requests that a removed worker with the same address
-still has in flight.
+Other router processes made them, or the worker's predecessor. A worker's charges include them, so
+rules and limits do not depend on the number of processes. An increase acts as a charge, a decrease
+as a first token. A breaker's state is copied from its last writer.
 
-Idea: a worker's charges include those of all processes, so that rules, limits and the comparison
-with the worker's own metrics do not depend on the number of processes. The part of the other
-processes is kept separately. Each `RemoteLoad.look` replaces it, and the charges change by the
-difference: more tokens to prefill act as a charge does, fewer as a first token does.
-
-The state of a breaker is copied whole from the process that wrote it last.
-
-A removed worker may still have requests in flight. A new worker at its address is the same server,
-so these requests are charged to the new worker, the heir, until they end.
+A new worker at the address of a removed one is the same server. It is the heir of requests still in
+flight.
 """
 
 from __future__ import annotations
@@ -23,20 +17,20 @@ from proxy.core.fleet.worker_load import WorkerLoad
 
 
 class RemoteLoad(Protocol):
-    """The other processes, as the fleet needs them."""
+    """The other router processes."""
 
     def look(self, now: float) -> None:
-        """Take in what they have charged."""
+        """Take in their charges."""
 
     def changed(self, worker: Worker) -> None:
-        """Tell them soon of a worker whose charges or breaker have changed here."""
+        """Publish a worker's change soon."""
 
     def have_filled(self, worker: Worker, now: float) -> bool:
-        """Whether a worker that was chosen is full by now, through them; then that is taken in."""
+        """Return whether remote charges fill a chosen worker; then take them in."""
 
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
-    """Return what this process has charged to a worker, in the order of a `WorkerLoad`."""
+    """Return this process's charges in the order of `WorkerLoad`."""
     theirs = worker.elsewhere
     return (
         worker.requests - theirs[0],
@@ -53,12 +47,10 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
 
 
 def own(worker: Worker) -> WorkerLoad:
-    """Return what this process has charged to a worker."""
     return WorkerLoad._make(own_numbers(worker))
 
 
 def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
-    """Have a worker charged by others with so much, in place of what it was."""
     before, worker.elsewhere = worker.elsewhere, load
     if grown := _shift(worker, before, load):
         token_s = worker.pace.token_s
@@ -68,8 +60,8 @@ def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
             worker.free_at = now + token_s * worker.prefill_tokens
 
 
-def inherit(heir: Worker, before: Worker) -> None:
-    """Have a worker charged with what is charged to one that had its address before."""
+def inherit_load(heir: Worker, before: Worker) -> None:
+    """Charge the heir with its predecessor's requests."""
     load = own(before)
     had, heir.inherited = heir.inherited, load
     if grown := _shift(heir, had, load):
@@ -79,7 +71,7 @@ def inherit(heir: Worker, before: Worker) -> None:
 
 
 def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
-    """Charge one load in place of another; return how much more that is to prefill."""
+    """Replace a load; return the increase in prefill tokens."""
     worker.requests += load[0] - before[0]
     worker.sequences += load[1] - before[1]
     worker.long_tokens += load[3] - before[3]

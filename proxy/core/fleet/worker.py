@@ -1,4 +1,4 @@
-"""One worker as the router sees it: what it is, how it fares, and what is charged to it."""
+"""One worker as the router sees it: spec, health, and charges."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import RequestInfo
 from proxy.errors import a_few
 
-# Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
-# one that takes longer than predicted has not vanished.
-LEAST_WAIT_SHARE = 0.2
-STALL = 0.3  # of a prefill's time that those who decode beside it lose
+# Least share of the wait while a prefill is overdue.
+MIN_WAIT_SHARE = 0.2
+PREFILL_STALL_SHARE = 0.3  # share of a prefill's time that decoding loses
 NO_LIMIT = sys.maxsize
-FEW = 3  # of the models that a worker lists, to be told of
-OVERBOOKED = 2
-WORKS_S = 30.0  # of no progress on its own page: longer than a step, and than most prefills
-# How badly a role suits a short and a long, where costs are equal.
+MAX_NAMED_MODELS = 3  # in `why`
+KV_OVERBOOKING = 2
+MAX_IDLE_PAGE_S = 30.0  # longer than most prefills
+# For shorts and longs, at equal costs.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
-# So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
-Held = list[tuple[int, int]]
-# Of a model what was loaded for it, and of an adapter the model that it is for.
+# Tokens and worker masks, descending.
+PrefixHolders = list[tuple[int, int]]
+# Loaded model, and base model of an adapter.
 Origin = tuple[str | None, str | None]
 
 
-MAX_UNRANKED = 32  # workers of a group that a decision looks at whole
-MAX_LOOKED_AT = 8  # workers of a larger group that a decision looks at
+MAX_UNRANKED = 32  # largest group looked at whole
+MAX_LOOKED_AT = 8  # of a larger group
 
 
 class Worker:
-    """A worker. Only the fleet changes one."""
+    """A worker. Only the fleet changes it."""
 
     __slots__ = (
         "awaited_since",
@@ -104,67 +103,65 @@ class Worker:
     )
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
-        self.index = index  # its bit in the prefix index; another's once it is gone
+        self.index = index  # bit in the prefix index, reused after removal
         self.bit = 1 << index
         self.name = spec.name
-        self.told_max_model_len: int | None = None  # by its /v1/models
+        self.told_max_model_len: int | None = None  # from /v1/models
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
-        self.origins: dict[str, Origin] = {}  # of those, as far as it says
+        self.origins: dict[str, Origin] = {}  # of `models`
 
-        self.awaited_since = 0.0  # for its first word; -inf: no more
+        self.awaited_since = 0.0  # for a model list; -inf: no wait
         self.up = False
-        self.up_since = 0.0  # when it came up last, or was seen to have been started anew
-        self.probed = False  # until the first probe answers, nothing is known
-        self.trouble = ""  # what was wrong with the last probe that failed, for people
+        self.up_since = 0.0  # or restarted
+        self.probed = False  # any probe ended
+        self.trouble = ""  # of the last failed probe
         self.draining = False
         self.good_probes = self.failed_probes = 0  # in a row
         self.breaker = Breaker()
-        self.in_panic = False  # whether its breaker is ignored: see `ejection`
+        self.in_panic = False  # its breaker is ignored
         self.pace = LatencyModel()
         self.gauges: Gauges | None = None
-        self.kv_capacity = 0  # tokens; 0 = not known
-        self.strangers = self.strangers_before = 0  # requests on it that are not the router's
-        # Tokens that it has to prefill for them, where it tells; of those, the longs'.
+        self.kv_capacity = 0  # 0: unknown
+        self.strangers = self.strangers_before = 0  # other clients' requests
+        # Of these requests, if reported.
         self.strange_tokens = self.strange_tokens_before = self.strange_long = 0.0
         self.reports_cache = False
-        self.queued = self.queued_before = 0  # requests that wait in its own queue
-        self.seats = inf  # requests that it has room for, as far as that queue tells
+        self.queued = self.queued_before = 0  # on the worker
+        self.seats = inf  # slots learnt from its queue
 
         self.requests = 0
-        self.sequences = 0  # as the engine counts: one for each prompt, and each of its samples
-        self.prefill_tokens = 0  # of requests that wait for their first token
-        self.long_tokens = 0  # of those, the longs'
-        self.decode_tokens = 0  # still to be written
-        self.kv_tokens = 0  # in its cache, or promised to be
-        self.kv_coming = 0  # of those, of requests without a first token
-        self.kv_spare = 0  # of them all, that it does not hold, by its own page; < 0: it holds more
-        self.kv_more = 0  # that its page shows beyond what is charged
-        self.stems = PrefixTree()  # that prompts on it begin with, and so share
-        self.kv_apart = 0.0  # of what they should share, the part that is each one's own, learnt
-        self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
-        self.decoding = 0  # sequences past their first token
-        self.written = 0  # tokens it has streamed, since ever
-        self.worked_at = -inf  # when its own page showed last that it had computed something
-        self.free_at = 0.0  # when its prefills should be done
-        self.due_at = 0.0  # when one of them should have shown, since anything was heard
-        self.elsewhere: WorkerLoad = NO_LOAD  # of all this, what other processes have charged
-        self.inherited: WorkerLoad = NO_LOAD  # and what is for who had its address before it
-        self.heir: Worker | None = None  # who came to its address once it was taken out
+        self.sequences = 0  # prompts times samples
+        self.prefill_tokens = 0  # before the first token
+        self.long_tokens = 0  # of these
+        self.decode_tokens = 0  # output to come
+        self.kv_tokens = 0  # cached or promised
+        self.kv_coming = 0  # before the first token
+        self.kv_spare = 0  # charged but not held; negative: held but not charged
+        self.kv_more = 0  # beyond the charges
+        self.stems = PrefixTree()  # prefixes of its requests
+        self.kv_apart = 0.0  # learnt share of prefixes that is not shared
+        self.pinned = 0  # hand-overs not fetched yet
+        self.decoding = 0  # after the first token
+        self.written = 0  # total
+        self.worked_at = -inf  # when its page last showed progress
+        self.free_at = 0.0  # when its prefills are done
+        self.due_at = 0.0  # next progress is due
+        self.elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
+        self.inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
+        self.heir: Worker | None = None  # new worker at its address after removal
 
         self.reprice()
 
-        self.served = 0  # when it was last given a request, in requests of the whole fleet
-        self.shut = False  # full, or its breaker keeps requests from it
+        self.served = 0  # order of its last request
+        self.shut = False  # full or barred
         self.ranked_in: tuple[Group, ...] = ()
-        self.key = 0.0  # its place there
+        self.key = 0.0  # sort key in groups
 
     def __repr__(self) -> str:
-        """Name it: what the eye wants in a failing test."""
         return f"<Worker {self.name} {self.role} {self.requests} requests>"
 
     def respecify(self, spec: WorkerSpec) -> None:
-        """Take what the operator states."""
         self.spec = spec
         self.role = spec.role
         self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
@@ -173,126 +170,113 @@ class Worker:
         self.max_model_len = min(lengths, default=None)
 
     def is_meant_by(self, spec: WorkerSpec) -> bool:
-        """Whether this is of it; at another address or of another model it is a namesake."""
+        """Return whether the address and model are the same."""
         return (spec.url, spec.model) == (self.url, self.model)
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return self.spec.url
 
     @property
     def model(self) -> str:
-        """The name it goes by in the fleet file."""
         return self.spec.model
 
     @property
     def strays(self) -> bool:
-        """Whether it lists models, and that which it is here for is not among them."""
+        """Return whether its model list lacks its model."""
         return self.spec.model not in self.models
 
     @property
     def why(self) -> str:
-        """Say what keeps its own model's requests from it, as probes found it; empty if nothing."""
+        """Return why its model is not served; empty if it is."""
         if self.up and self.strays:
-            return f"serves {a_few(self.models, FEW)}, not {self.spec.model}"
+            return f"serves {a_few(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
     @property
     def max_requests(self) -> int | None:
-        """How many requests it may have in flight."""
         return self.spec.max_requests
 
     def works(self, now: float) -> bool:
-        """Whether it is known to compute: one that does not answer yet is slow then, and no more.
+        """Return whether its page showed progress lately.
 
-        To be up says less: an engine may hang under a server that answers probes.
+        An engine may hang under a server that still answers probes.
         """
-        return self.up and now - self.worked_at <= WORKS_S
+        return self.up and now - self.worked_at <= MAX_IDLE_PAGE_S
 
     @property
     def live(self) -> bool:
-        """Whether it may be given anything at all."""
+        """Return whether it may decode."""
         return self.up and not self.draining and self.role.serves_whole
 
     @property
     def prefills(self) -> bool:
-        """Whether it may be given the prefill of a hand-over."""
+        """Return whether it may prefill for others."""
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
     def limit(self) -> int:
-        """The context that it can hold, as far as is known."""
         return self.max_model_len or NO_LIMIT
 
     @property
     def full(self) -> bool:
-        """Whether it has as many requests as it may.
+        """Return whether it has all requests allowed.
 
-        Where nobody said how many: as many as twice its KV cache would hold, so that its own
-        queue is never empty and the rest waits where it may still go elsewhere.
+        By default twice the KV cache: its queue is never empty, and other requests can still go
+        elsewhere.
         """
         if self.requests >= self.most:
             return True
         room = self.kv_capacity
-        return self.most is NO_LIMIT and 0 < OVERBOOKED * room <= self.kv_held
+        return self.most is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
 
     @property
     def kv_held(self) -> int:
-        """How many tokens its KV cache holds or should soon, as far as anybody knows."""
         return max(self.kv_tokens - self.kv_spare, self.kv_coming)
 
     @property
     def barred(self) -> bool:
-        """Whether its breaker keeps requests from it, but for trials."""
+        """Return whether only trials pass."""
         breaker = self.breaker
         return not breaker.closed and (breaker.busy or not self.in_panic)
 
     def lets_pass(self, now: float) -> bool:
-        """Whether its breaker lets a request pass, be it as a trial."""
         return not self.barred or self.breaker.lets_pass(now)
 
     def takes(self, now: float) -> bool:
-        """Whether it has room and its breaker lets a request pass."""
         return not self.shut or (not self.full and self.lets_pass(now))
 
     def may_hold(self, ask: RequestInfo) -> bool:
-        """Whether it can hold a request if the estimate is too high by as much as it may be."""
+        """Return whether the low estimate fits."""
         return ask.needs - ask.prompt_error <= self.limit
 
     def surely_holds(self, ask: RequestInfo) -> bool:
-        """Whether it can hold a request even if the estimate is as low as it may be."""
+        """Return whether the high estimate fits."""
         return ask.needs + ask.prompt_error <= self.limit
 
-    def cached(self, held: Held) -> int:
-        """Reckon how many tokens of a prompt it should have cached."""
+    def cached(self, held: PrefixHolders) -> int:
+        """Return the prompt tokens it should have cached."""
         for tokens, holders in held:
             if holders & self.bit:
                 return tokens
         return 0
 
     def reprice(self) -> None:
-        """Reckon what a token costs here now, in seconds: its own time, and that of others.
-
-        Those that decode beside a prefill lose some of its time, and each step is the longer for
-        one more sequence. The third price is what a token saves that should be cached.
-        """
+        """Update the cost of a token in seconds, including delays to decoding requests."""
         pace, others = self.pace, self.decoding + self.strangers
         self.flat_price = pace.fixed_s
-        self.prompt_price = pace.token_s * (1.0 + STALL * others)
+        self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
         self.output_price = pace.each_s * others
         self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
     def ttft_s(self, ask: RequestInfo, now: float, cached: int) -> float:
-        """Predict a request's time to first token, with so many of its tokens cached."""
         wait = self.wait_s(now, for_long=ask.long)
         return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
-        """Predict how long the prefills charged to it, and strangers', keep a new one waiting.
+        """Predict the delay by earlier prefills.
 
-        What is overdue is taken to last as long again: it may be cached and cost nothing, and its
-        worker hang.
+        An overdue prefill is assumed to take as long again: the worker may hang.
         """
         pace = self.pace
         strange = self.strange_tokens
@@ -304,8 +288,8 @@ class Worker:
         wait = self.free_at - now
         if wait > most:
             wait = most
-        elif wait < most * LEAST_WAIT_SHARE:
-            wait = most * LEAST_WAIT_SHARE
+        elif wait < most * MIN_WAIT_SHARE:
+            wait = most * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
@@ -313,12 +297,12 @@ class Worker:
         return wait + pace.token_s * strange
 
     def heard(self, now: float) -> None:
-        """Note a sign of life, or that it was given a prefill while it had none."""
+        """Note progress, or a first prefill."""
         pace = self.pace
         self.due_at = (
             now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.strange_tokens)
         )
-        if self.heir is not None:  # it is the same server
+        if self.heir is not None:
             self.heir.heard(now)
 
 
@@ -336,15 +320,13 @@ class Group:
             self.ranked = sorted((w.key, w.index, w) for w in workers)
 
     def drop(self, worker: Worker) -> None:
-        """Take a worker from its place."""
         del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
 
     def put(self, worker: Worker) -> None:
-        """Put a worker in its place."""
         insort(self.ranked, (worker.key, worker.index, worker))
 
     def first(self) -> list[Worker]:
-        """Those to look at, none of them full or resting."""
+        """Return the workers to look at."""
         if not self.ranked:
             return [w for w in self.workers if not w.shut]
         return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.shut]

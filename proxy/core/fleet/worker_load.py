@@ -1,4 +1,4 @@
-"""The charges on a worker as numbers, in the form that processes exchange."""
+"""Charges as numbers that processes exchange."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class WorkerLoad(NamedTuple):
-    """Charges on one worker, under the names of the attributes of `Worker`."""
+    """Charges, named as in `Worker`."""
 
     requests: int = 0
     sequences: int = 0
@@ -17,7 +17,7 @@ class WorkerLoad(NamedTuple):
     decoding: int = 0
     pinned: int = 0
     kv_coming: int = 0
-    written: int = 0  # a total, so it only grows
+    written: int = 0  # total
 
 
 NO_LOAD = WorkerLoad()

@@ -1,47 +1,37 @@
-"""How fast a worker is, learnt from what it did.
-
-Two forms are assumed, each of a fixed part and parts that grow:
+"""Latency of one worker, learnt from observations.
 
     time to first token = fixed + seconds per prefill token x tokens, its own and those ahead
     time of a step      = base  + seconds per decoding sequence x sequences
 
-Two kinds of tokens count for a share only, which is learnt like the rest. Those of longs ahead of
-a short count for `passing`: a worker may let shorts past, as vllm-sched's `long_prompt` policy
-does, and then a busy long worker is a good place for them. Those of its own that the worker was
-sent before count for `missing`: it may have evicted them, or keep no cache at all, and must not
-drown in prompts that were thought to cost nothing.
+Long requests ahead of a short one count by `passing`, because shorts may overtake. Cached tokens
+count by `missing`, because of evictions.
 
-Idea: compare each observation with its prediction, and multiply each part by the ratio to the power
-of that part's share in the prediction: what made up most of the time takes most of the blame. Parts
-stay positive, short and long requests teach their own part, and a bounded ratio keeps an outlier
-(the compilation behind a first request) from doing lasting harm.
+Idea: multiply each part by the bounded ratio of observation to prediction, to the power of its
+share.
 
-Cost: a few exponentials per observation, none per prediction. How it fails: attention makes tokens
-far into a prompt dearer than the first ones, so a worker of mixed lengths is predicted too slow for
-shorts, equally on all like it; two parts that always grow together can't be told apart, and need
-not be.
+Cost: a few exponentials per observation.
+
+How it fails: attention makes late tokens dearer, so shorts on mixed workers are predicted too slow.
 """
 
 from __future__ import annotations
 
 from math import exp, log
 
-# Before anything was seen. Only their order of magnitude matters, and not for long.
+# First values; only the order of magnitude matters.
 FIXED_S, TOKEN_S = 0.02, 1e-4
 STEP_S, EACH_S = 0.02, 2e-4
-LEAST = 1e-9
-LEAST_SHARE = 0.01
-MISSING = 0.05
-MOST_BLAME = log(8.0)
-LEAST_RATE = 0.08  # of an observation's say, once many were seen
-REST_S, YOUNG = 0.01, 50  # after so many observations, a hundred a second are enough
-SLOWLY = 0.1
+MIN_VALUE = 1e-9
+MIN_SHARE = 0.01
+MISSING_SHARE = 0.05
+MAX_LOG_RATIO = log(8.0)
+MIN_LEARNING_RATE = 0.08
+LEARNING_INTERVAL_S, UNTHROTTLED_OBSERVATIONS = 0.01, 50  # the interval applies after these
+SLOW_LEARNING_RATE = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
 class LatencyModel:
-    """One worker's."""
-
     __slots__ = (
         "base_s",
         "each_s",
@@ -61,26 +51,21 @@ class LatencyModel:
         self.fixed_s = FIXED_S
         self.token_s = TOKEN_S
         self.passing = 1.0
-        self.missing = MISSING
+        self.missing = MISSING_SHARE
         self.base_s = STEP_S
         self.each_s = EACH_S
-        self.length = 0.0  # of a prompt that it was handed lately, in tokens; 0 = it had none
-        self.prefills = 0.0  # how much was seen of each form
+        self.length = 0.0  # mean prompt of hand-overs
+        self.prefills = 0.0  # weight
         self.steps = 0.0
-        self.seen_at = 0.0  # when a first token was last learnt from
-        self.first_due = 0.0  # from when on the next first token, and the next end, may teach it
+        self.seen_at = 0.0  # last first token
+        self.first_due = 0.0  # next time to learn
         self.end_due = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Predict the time of a step with so many sequences decoding."""
         return self.base_s + self.each_s * sequences
 
     def first_token_s(self, tokens: float, behind: float = 0.0, cached: float = 0.0) -> float:
-        """Predict the time to a first token.
-
-        With so many tokens to prefill until then, those of longs ahead (`behind`) and those that
-        should be cached apart.
-        """
+        """Predict the time to first token; `behind`: longs' tokens."""
         counted = tokens + self.passing * behind + self.missing * cached
         return self.fixed_s + self.token_s * counted
 
@@ -93,11 +78,10 @@ class LatencyModel:
         now: float,
         weight: float = 1.0,
     ) -> None:
-        """Learn from a time to first token."""
         self.prefills += weight
         self.seen_at = now
-        if self.prefills > YOUNG:
-            self.first_due = now + REST_S
+        if self.prefills > UNTHROTTLED_OBSERVATIONS:
+            self.first_due = now + LEARNING_INTERVAL_S
         predicted = self.first_token_s(tokens, behind, cached)
         blame = _blame(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
@@ -105,19 +89,18 @@ class LatencyModel:
             self.passing = _share(self.passing, blame * token_s * self.passing * behind)
         if cached:
             self.missing = _share(self.missing, blame * token_s * self.missing * cached)
-        self.token_s = max(token_s * exp(blame * token_s * tokens), LEAST)
-        self.fixed_s = max(flat * exp(blame * flat), LEAST)
+        self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
+        self.fixed_s = max(flat * exp(blame * flat), MIN_VALUE)
 
     def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
-        """Learn from the mean time of a request's steps."""
         self.steps += weight
-        if self.steps > YOUNG:
-            self.end_due = now + REST_S
+        if self.steps > UNTHROTTLED_OBSERVATIONS:
+            self.end_due = now + LEARNING_INTERVAL_S
         predicted = self.step_s(sequences)
         blame = _blame(predicted, seconds, weight, self.steps) / predicted
         grown = self.each_s * sequences
-        self.each_s = max(self.each_s * exp(blame * grown), LEAST)
-        self.base_s = max(self.base_s * exp(blame * (predicted - grown)), LEAST)
+        self.each_s = max(self.each_s * exp(blame * grown), MIN_VALUE)
+        self.base_s = max(self.base_s * exp(blame * (predicted - grown)), MIN_VALUE)
 
     def saw_whole(
         self,
@@ -129,7 +112,7 @@ class LatencyModel:
         seconds: float,
         now: float,
     ) -> None:
-        """Learn from a request of which only the end was seen: each form takes its share."""
+        """Learn from a total time, split as predicted."""
         first, step = self.first_token_s(tokens, behind, cached), self.step_s(sequences)
         whole = first + steps * step
         ratio, share = seconds / whole, first / whole
@@ -138,26 +121,23 @@ class LatencyModel:
             self.saw_steps(sequences, step * ratio, now, 1.0 - share)
 
     def saw_cached(self, had: float) -> None:
-        """Learn what share of the tokens that should be cached was, where a worker says so."""
-        self.missing = _share(self.missing + SLOWLY * (1.0 - had - self.missing), 0.0)
+        self.missing = _share(self.missing + SLOW_LEARNING_RATE * (1.0 - had - self.missing), 0.0)
 
     def saw_length(self, tokens: int) -> None:
-        """Note how long the prompts are by which it is known."""
-        self.length += (tokens - self.length) * (SLOWLY if self.length else 1.0)
+        self.length += (tokens - self.length) * (SLOW_LEARNING_RATE if self.length else 1.0)
 
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
-        """Move towards another's: all the way for a worker of which nothing is known."""
+        """Move towards another model."""
         for part in PARTS:
             mine, theirs = getattr(self, part), getattr(other, part)
             setattr(self, part, mine ** (1.0 - share) * theirs**share)
 
 
 def _blame(predicted: float, seconds: float, weight: float, seen: float) -> float:
-    """How far to move, as a logarithm."""
-    ratio = log(max(seconds, LEAST) / predicted)
-    rate = max(weight / max(seen, 1.0), LEAST_RATE * weight)
-    return rate * min(max(ratio, -MOST_BLAME), MOST_BLAME)
+    ratio = log(max(seconds, MIN_VALUE) / predicted)
+    rate = max(weight / max(seen, 1.0), MIN_LEARNING_RATE * weight)
+    return rate * min(max(ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)
 
 
 def _share(share: float, move: float) -> float:
-    return min(max(share * exp(move), LEAST_SHARE), 1.0)
+    return min(max(share * exp(move), MIN_SHARE), 1.0)

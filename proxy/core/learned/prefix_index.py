@@ -1,20 +1,14 @@
-"""Which worker may still hold the beginning of a prompt in its cache.
+"""Index of prompt prefixes that workers may have cached.
 
-Idea: a body's prompt part is cut into blocks at fixed places, small ones first and larger ones
-further in, and each block's hash is seeded with the one before. Two prompts share as many hashes as
-they share blocks. For each hash a bit mask says which workers were sent it; walking a chain and
-and-ing masks gives every worker's match at once, however many workers there are.
+Idea: prompts are cut into blocks that grow with depth. Each hash is seeded with the previous one,
+so equal hashes mean equal prefixes. Each hash has a bit mask of workers.
 
-Memory: two generations of `GENERATION` hashes; when the young one is full the old one goes, so what
-is used stays and what is not is forgotten in time. An entry is about 105 bytes with few workers and
-240 with a thousand: 7 to 16 MB in all, and never more. Cost: a hash and two look-ups per block, at
-most 96 blocks (1.3 MB of prompt; a longer one is as good as unique by then). Who is gone is left
-out at once, and taken out of all masks (10 ms) when a place of the gone is taken again: once for a
-thousand.
+Memory: two generations of `MAX_GENERATION_HASHES` hashes, at most 16 MB. A full young generation
+replaces the old one.
 
-How it fails: bytes are not tokens, so equal prompts written with other spaces do not match; a
-worker that evicted a prefix is still believed to hold it, which is why it is learnt how much of
-what should be cached is missing (`Pace.missing`).
+Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB).
+
+How it fails: whitespace matters. Evictions are unseen; `LatencyModel.missing` learns their share.
 """
 
 from __future__ import annotations
@@ -25,32 +19,29 @@ from itertools import accumulate
 
 from xxhash import xxh3_64_intdigest
 
-GENERATION = 32_768
+MAX_GENERATION_HASHES = 32_768
 BLOCKS = (512,) * 32 + (2048,) * 24 + (8192,) * 24 + (65_536,) * 16
 ENDS = tuple(accumulate(BLOCKS))
-FEW = 8
-COVERED = (0, *ENDS)  # bytes that so many blocks stand for
-Matches = list[tuple[int, int]]  # so many blocks, and a mask of the workers that hold at least them
+MAX_COPIED_BLOCKS = 8
+COVERED = (0, *ENDS)  # bytes per number of blocks
+Matches = list[tuple[int, int]]  # block counts, and worker masks
 
 
 class PrefixIndex:
-    """Hashes of prompt blocks, and the workers that were sent them."""
-
-    def __init__(self, generation: int = GENERATION) -> None:
+    def __init__(self, generation: int = MAX_GENERATION_HASHES) -> None:
         self._generation = generation
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._gone = 0  # workers whose bits are still in them, and mean nothing
+        self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
-        # Where several processes serve: tells the others what is recorded here.
+        # Set to publish records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:
-        """Count the hashes held."""
         return len(self._young) + len(self._old)
 
     def hashes(self, model: str, body: bytes, start: int = 0) -> tuple[int, ...]:
-        """Hash the whole blocks of a body from where its prompt starts."""
+        """Hash the whole blocks of a prompt."""
         blocks = bisect_right(ENDS, len(body) - start)
         if not blocks:
             return ()
@@ -61,7 +52,9 @@ class PrefixIndex:
                 self._seeds[model] = seed
         if blocks == 1:
             return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
-        view = body if blocks < FEW else memoryview(body)  # to copy a little is cheaper
+        view = (
+            body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
+        )  # copying a little is cheaper
         chain = []
         for size in BLOCKS[:blocks]:
             seed = xxh3_64_intdigest(view[start : start + size], seed)
@@ -70,7 +63,7 @@ class PrefixIndex:
         return tuple(chain)
 
     def matches(self, hashes: tuple[int, ...]) -> Matches:
-        """Return how many leading blocks are held, and by whom: the deepest first."""
+        """Return the deepest matches first."""
         found: Matches = []
         young, old = self._young, self._old
         alive = ~self._gone
@@ -88,13 +81,12 @@ class PrefixIndex:
         return found
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Note that a worker was sent these blocks."""
         young, old = self._young, self._old
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
         if hashes and young.get(hashes[-1], 0) & bit:
-            return  # and with it all that is in front of it
+            return  # with its earlier blocks
         for block in hashes:
             holders = young.get(block)
             if holders is None:
@@ -108,11 +100,10 @@ class PrefixIndex:
             self._old, self._young = young, {}
 
     def forget(self, worker: int) -> None:
-        """Drop a worker from every block: it is gone, or has restarted with an empty cache."""
-        self._gone |= 1 << worker  # many may be gone at a time: see `_sweep`
+        """Drop a worker that was removed or restarted."""
+        self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
-        """Take who is gone out of every block, before one of them is in any again."""
         keep, self._gone = ~self._gone, 0
         for generation in (self._young, self._old):
             for block, holders in list(generation.items()):
@@ -122,8 +113,8 @@ class PrefixIndex:
                     del generation[block]
 
 
-def deepest(matches: Matches, most: int) -> list[int]:
-    """Name some of those that hold the most."""
+def workers_of_deepest(matches: Matches, most: int) -> list[int]:
+    """Return workers of the deepest match."""
     holders = matches[0][1] if matches else 0
     named: list[int] = []
     while holders and len(named) < most:

@@ -1,12 +1,8 @@
-"""What the requests on a worker begin with: a tree in which each beginning stands once.
+"""Prefix tree of the requests on one worker.
 
-A stem is as many blocks as the same requests go through together; where the first goes another way,
-or ends, it is split. Each hash of a chain stands for all blocks up to its own (`prefix`), so how
-far two prompts are alike is found by halving, and a prompt that nobody shares is one stem, however
-long it is.
+Chained hashes allow binary search for the depth at which two prompts diverge.
 
-Cost: a look-up for each stem, and for the last one of those shared seven comparisons. Memory: of
-each request in flight two stems at most.
+Cost: a look-up per node, seven comparisons for the last one. Memory: two nodes per request.
 """
 
 from __future__ import annotations
@@ -15,21 +11,19 @@ from proxy.core.learned.prefix_index import COVERED
 
 
 class PrefixNode:
-    """Blocks that the same requests go through."""
-
     __slots__ = ("above", "begin", "below", "blocks", "end", "holders", "tokens")
 
     def __init__(
         self, above: PrefixNode | None, blocks: tuple[int, ...], begin: int, end: int, tokens: int
     ) -> None:
-        self.above = above  # None: this is the root
-        self.blocks, self.begin, self.end = blocks, begin, end  # of a whole prompt, these
+        self.above = above  # None: root
+        self.blocks, self.begin, self.end = blocks, begin, end  # a part of a whole prompt
         self.tokens = tokens
         self.holders = 1  # requests
-        self.below: dict[int, PrefixNode] = {}  # by their first block
+        self.below: dict[int, PrefixNode] = {}  # by first block
 
     def split(self, above: PrefixNode, at: int) -> PrefixNode:
-        """Cut off what is in front of a block; return that."""
+        """Split off and return the blocks before `at`."""
         begin, tokens = self.begin, self.share(at)
         front = PrefixNode(above, self.blocks, begin, at, tokens)
         front.holders = self.holders
@@ -40,23 +34,21 @@ class PrefixNode:
         return front
 
     def share(self, at: int) -> int:
-        """Say how many of its tokens are in front of a block."""
+        """Return the tokens before a block."""
         begin = COVERED[self.begin]
         return self.tokens * (COVERED[at] - begin) // (COVERED[self.end] - begin)
 
 
 class PrefixTree:
-    """The beginnings of one worker's requests."""
-
     __slots__ = ("_root", "saved", "tokens")
 
     def __init__(self) -> None:
         self._root = PrefixNode(None, (), 0, 0, 0)
-        self.tokens = 0  # of all of them, each counted once
-        self.saved = 0  # that they would take besides, if each request had its own
+        self.tokens = 0
+        self.saved = 0  # saved by sharing
 
     def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
-        """Count one more that begins so; return where it ends, and how many tokens others hold."""
+        """Add a request; return its last node and the tokens held before."""
         stem, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last:
             below = stem.below.get(blocks[depth])
@@ -77,7 +69,7 @@ class PrefixTree:
         return stem, found
 
     def shared(self, blocks: tuple[int, ...]) -> int:
-        """Say how many tokens of one that begins so are held already."""
+        """Return the held tokens of a prefix."""
         stem, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last and (below := stem.below.get(blocks[depth])) is not None:
             end = below.end
@@ -88,7 +80,7 @@ class PrefixTree:
         return found
 
     def let_go(self, stem: PrefixNode) -> None:
-        """Count one less that ends there."""
+        """Remove a request that ends at this node."""
         while (above := stem.above) is not None:
             stem.holders -= 1
             if stem.holders:
@@ -100,7 +92,7 @@ class PrefixTree:
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
-    """Return how many blocks two chains share, at least `low` and at most `high`."""
+    """Return the common length of two chains."""
     while low < high:
         middle = (low + high) // 2
         if one[middle] == other[middle]:

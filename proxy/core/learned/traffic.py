@@ -1,20 +1,15 @@
-"""What has been asked lately, per model: the tide that the pools' reserve follows.
-
-Two counts that fade with the same memory: shorts asked, and seconds of prefill that longs brought.
-"""
+"""Recent traffic of a model, fading exponentially."""
 
 from __future__ import annotations
 
 from math import exp
 
 MEMORY_S = 20.0
-TICK_S = 0.5  # fine enough to count by
-LATELY = 0.05  # a long counts as late news until so much of it is left: three memories
+TICK_S = 0.5
+MIN_RECENT_LONGS = 0.05  # rest of a long request, after three memories
 
 
 class Traffic:
-    """One model's."""
-
     __slots__ = ("_at", "_long_s", "_longs", "_shorts", "long_s_ever", "longs_ever", "shorts_ever")
 
     def __init__(self) -> None:
@@ -22,7 +17,7 @@ class Traffic:
         self._shorts = 0.0
         self._longs = 0.0
         self._long_s = 0.0
-        self.shorts_ever = self.longs_ever = 0  # asked here
+        self.shorts_ever = self.longs_ever = 0
         self.long_s_ever = 0.0
 
     def _fade(self, now: float) -> None:
@@ -35,18 +30,15 @@ class Traffic:
 
     @property
     def any_long(self) -> bool:
-        """Whether there ever was a long."""
         return self._longs > 0.0
 
     def saw_short(self, now: float) -> None:
-        """Count a short."""
         if now - self._at > TICK_S:
             self._fade(now)
         self._shorts += 1.0
         self.shorts_ever += 1
 
     def saw_long(self, now: float, prefill_s: float) -> None:
-        """Count a long, and how long its prefill will keep a worker."""
         self._fade(now)
         self._longs += 1.0
         self._long_s += prefill_s
@@ -54,25 +46,22 @@ class Traffic:
         self.long_s_ever += prefill_s
 
     def saw_elsewhere(self, now: float, shorts: int, longs: int, long_s: float) -> None:
-        """Count what other processes were asked."""
         self._fade(now)
         self._shorts += shorts
         self._longs += longs
         self._long_s += long_s
 
     def shorts_per_s(self, now: float) -> float:
-        """How often shorts are asked."""
         self._fade(now)
         return self._shorts / MEMORY_S
 
     def long_share(self, now: float) -> float:
-        """How many workers' whole time the longs' prefill takes."""
+        """Return the workers that long prefills occupy."""
         self._fade(now)
         return self._long_s / MEMORY_S
 
     def longs_lately(self, now: float) -> bool:
-        """Whether a long came not long ago."""
         if not self._longs:
             return False
         self._fade(now)
-        return self._longs > LATELY
+        return self._longs > MIN_RECENT_LONGS

@@ -1,40 +1,32 @@
-"""How long a KV transfer takes, learnt from what was seen.
+"""Time of a KV transfer: seconds = fixed + seconds per token x tokens.
 
-    seconds = fixed + seconds per token x tokens
+Observed: start of the decode leg to first token, less one step.
 
-Seen is the time from when the decode leg was sent to its first token, less one step, which it would
-have taken anyhow. Idea: least squares over observations that fade, each weighed by its prediction,
-so that short transfers count as much as long ones. What lies far off what is known is moved nearer
-first: the handshake behind a first transfer does no lasting harm. Where some take very long that is
-the mean, and most are faster; so a factor follows the median: it grows a little with each transfer
-that takes longer, by whatever that is, and shrinks with each that does not.
+Idea: fading least squares, weighted by predictions. A factor moves the mean towards the median.
+Each pair of workers learns; the model's estimate stands in first.
 
-Each pair of workers has its own, as links differ: within a host, a rack, or across. Until it has
-seen a few, the whole model's stands in for it.
+Cost: forty multiplications per observation.
 
-Cost: some forty multiplications per observation, one and a look-up per prediction. How it fails: of
-P x D pairs each learns for itself, so the first few transfers of each are predicted as the others'.
+How it fails: P x D pairs learn separately.
 """
 
 from __future__ import annotations
 
 from math import exp, log
 
-# Before anything was seen: a handshake is done, and the network is decent.
+# First values.
 FIXED_S, TOKEN_S = 0.01, 1e-6
-LEAST_S = 1e-6
-KEPT = 0.98  # of the weight of what was seen, with each observation
-FARTHEST = 4.0  # times what was predicted, or that part of it
-STEP, NEAR = 0.02, 0.1  # of the factor; what is no farther off moves it by less
-LEAST_FACTOR, MOST_FACTOR = 0.5, 1.5
-MOST_PAIRS = 10_000
-YOUNG = 4  # so many observations are believed whatever they say
-DISTINCT = 1e-3  # how different sizes have to be, to tell the two parts from each other
+MIN_S = 1e-6
+FADING = 0.98  # weight kept per observation
+MAX_RATIO = 4.0
+FACTOR_STEP, FULL_STEP_ERROR = 0.02, 0.1  # of the factor
+MIN_FACTOR, MAX_FACTOR = 0.5, 1.5
+MAX_PAIRS = 10_000
+UNCLAMPED_TRANSFERS = 4
+MIN_SIZE_SPREAD = 1e-3  # relative
 
 
 class TransferTime:
-    """One pair's, or one model's."""
-
     __slots__ = ("_n", "_nn", "_nt", "_t", "_weight", "factor", "fixed_s", "seen", "token_s")
 
     def __init__(self) -> None:
@@ -45,31 +37,29 @@ class TransferTime:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Predict the transfer of so many tokens."""
         return self.factor * (self.fixed_s + self.token_s * tokens)
 
     def saw(self, tokens: float, seconds: float) -> None:
-        """Learn from a transfer."""
         self.seen += 1
         predicted = self.fixed_s + self.token_s * tokens
-        seconds = max(seconds, LEAST_S)
-        off = log(seconds / (self.factor * predicted)) / NEAR
-        factor = self.factor * exp(STEP * min(max(off, -1.0), 1.0))
-        self.factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-        if self.seen > YOUNG:
-            seconds = min(max(seconds, predicted / FARTHEST), predicted * FARTHEST)
-        weight = 1.0 / max(predicted, LEAST_S) ** 2
-        self._weight = KEPT * self._weight + weight
-        self._n = KEPT * self._n + weight * tokens
-        self._nn = KEPT * self._nn + weight * tokens * tokens
-        self._t = KEPT * self._t + weight * seconds
-        self._nt = KEPT * self._nt + weight * tokens * seconds
+        seconds = max(seconds, MIN_S)
+        off = log(seconds / (self.factor * predicted)) / FULL_STEP_ERROR
+        factor = self.factor * exp(FACTOR_STEP * min(max(off, -1.0), 1.0))
+        self.factor = min(max(factor, MIN_FACTOR), MAX_FACTOR)
+        if self.seen > UNCLAMPED_TRANSFERS:
+            seconds = min(max(seconds, predicted / MAX_RATIO), predicted * MAX_RATIO)
+        weight = 1.0 / max(predicted, MIN_S) ** 2
+        self._weight = FADING * self._weight + weight
+        self._n = FADING * self._n + weight * tokens
+        self._nn = FADING * self._nn + weight * tokens * tokens
+        self._t = FADING * self._t + weight * seconds
+        self._nt = FADING * self._nt + weight * tokens * seconds
         self._fit()
 
     def _fit(self) -> None:
         weight, n, nn, t, nt = self._weight, self._n, self._nn, self._t, self._nt
         spread = weight * nn - n * n
-        if spread <= DISTINCT * weight * nn:  # all of one size: both parts by one factor
+        if spread <= MIN_SIZE_SPREAD * weight * nn:  # equal sizes: scale both parts
             factor = t / (weight * self.fixed_s + n * self.token_s)
             self.fixed_s *= factor
             self.token_s *= factor
@@ -78,28 +68,25 @@ class TransferTime:
         fixed_s = (t - token_s * n) / weight
         if fixed_s <= 0.0:
             fixed_s, token_s = 0.0, nt / nn
-        self.fixed_s, self.token_s = max(fixed_s, LEAST_S), token_s
+        self.fixed_s, self.token_s = max(fixed_s, MIN_S), token_s
 
 
 class TransferTimes:
-    """One model's, by the names of prefill and decode worker."""
-
     def __init__(self) -> None:
         self.all = TransferTime()
         self._pairs: dict[tuple[str, str], TransferTime] = {}
 
     def of(self, prefill: str, decode: str) -> TransferTime:
-        """Return what is known of a pair, or if that is next to nothing of all."""
+        """Return a pair's estimate, or the model's."""
         if not self._pairs:
             return self.all
         found = self._pairs.get((prefill, decode))
-        return found if found is not None and found.seen >= YOUNG else self.all
+        return found if found is not None and found.seen >= UNCLAMPED_TRANSFERS else self.all
 
     def saw(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
-        """Learn from a transfer."""
         found = self._pairs.get((prefill, decode))
         if found is None:
-            if len(self._pairs) >= MOST_PAIRS:  # of workers that left long ago, most likely
+            if len(self._pairs) >= MAX_PAIRS:  # probably of removed workers
                 del self._pairs[next(iter(self._pairs))]
             found = self._pairs[prefill, decode] = TransferTime()
         self.all.saw(tokens, seconds)

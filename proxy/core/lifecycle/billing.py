@@ -1,4 +1,4 @@
-"""What a tenant's request takes of its limits and of its share: when it comes, and when it ends."""
+"""A request's charges to its tenant's limits and share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_pr
 from proxy.core.tenants.limits import LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
-DONE = Outcome.DONE  # looked up once: see reading.py
-BEGINS_WITH_TOKEN = route_names(lambda route: route.begins_with_token)
-UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
+DONE = Outcome.DONE  # faster than an enum look-up
+# Routes with a stream that begins with the first token; a chat sends the role first.
+FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
+STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
 def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
-    """Let a request in, or say which limit keeps it out; `again`: another worker is to try it.
+    """Admit a request, or return the limit that it exceeds; `again`: a retry.
 
-    `uncounted`: a worker is to count its prompt first, and then it is asked about once more. To
-    count is work, so all limits hold for it; that of a prompt, as far as no count could help.
+    `uncounted`: a worker counts the prompt first, then `enter` is called again. Counting is work,
+    so all limits apply.
     """
     tenant = ask.tenant
     if tenant is None:
@@ -30,7 +31,7 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
     ledger = tenant.ledger
     breach: LimitExceeded | None = None
     tokens = ask.prompt_tokens + ask.expected_output * ask.samples
-    if ask.bill.entered >= 0:  # it was let in to be counted
+    if ask.bill.entered >= 0:  # admitted for counting
         breach = ledger.too_long(_sure(ask))
     elif again:
         ledger.enter_again(now, tokens)
@@ -47,16 +48,13 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
 
 
 def _sure(ask: RequestInfo) -> int:
-    """Say how many tokens its largest prompt has at least.
-
-    To be cut off where a context ends makes it no shorter for its tenant.
-    """
+    """Return the least size of the largest prompt."""
     sure = ask.sure_prompt
     return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
-def spent(tenant: Tenant, now: float) -> Refusal | None:
-    """Say which limit keeps out whatever a tenant asks now: so it need not be read."""
+def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
+    """Return the limit that refuses every request now."""
     breach = tenant.ledger.spent(now)
     if breach is None:
         return None
@@ -64,14 +62,14 @@ def spent(tenant: Tenant, now: float) -> Refusal | None:
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
 
 
-def was_read(tenant: Tenant, now: float) -> None:
-    """Have a tenant pay for a request that was refused for what it is."""
+def charge_refused(tenant: Tenant, now: float) -> None:
+    """Charge a refused request."""
     tenant.ledger.was_read(now)
     tenant.change()
 
 
-def visit(tenant: Tenant, now: float) -> Refusal | None:
-    """Let in what no worker is asked for, or say which limit keeps it out; `left` when it ends."""
+def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
+    """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
         tenant.change()
@@ -80,8 +78,7 @@ def visit(tenant: Tenant, now: float) -> Refusal | None:
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
 
 
-def left(tenant: Tenant, now: float) -> None:
-    """Let out what was let in by `visit`."""
+def leave_without_worker(tenant: Tenant, now: float) -> None:
     tenant.ledger.leave(now, 0, 0)
     tenant.change()
 
@@ -92,7 +89,6 @@ def _count(tenant: Tenant, breach: LimitExceeded) -> None:
 
 
 def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
-    """Let a request out, with the tokens it used."""
     if ask.tenant is not None and ask.bill.entered >= 0:
         ask.tenant.ledger.leave(now, ask.bill.entered, used)
         ask.tenant.change()
@@ -102,7 +98,7 @@ def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
 def settle(
     settings: FairnessSettings, lease: Lease, now: float, outcome: Outcome, usage: Usage | None
 ) -> None:
-    """Have a tenant pay for what it got, and no more: a worker's failure is not its expense."""
+    """Charge a tenant; worker failures are free."""
     ask = lease.ask
     tenant = ask.tenant
     if tenant is None:
@@ -110,12 +106,12 @@ def settle(
     prompt = output = 0
     if outcome is DONE and usage is not None:
         prompt, output = usage.prompt_tokens, usage.completion_tokens
-        if not ask.pinned:  # else most of it was said in turns before, and is cached
+        if not ask.pinned:  # most is cached
             charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
     elif outcome is DONE:
         prompt = ask.prompt_tokens
         output = max(lease.seen_tokens or ask.bill.prepaid, _written(lease, now))
-    elif outcome in UNREAD:
+    elif outcome in STOPPED_EARLY:
         prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
@@ -131,11 +127,9 @@ def settle(
 
 
 def _written(lease: Lease, now: float) -> int:
-    """Reckon what was written of an answer of which no usage is known, by how long it was decoded.
+    """Estimate output without usage, by decoding time.
 
-    Were it free to leave before the end, or were events all that counts, the fleet would be theirs
-    who always leave, or who get many tokens in an event: an engine that speculates or writes in
-    intervals, a call of a tool or hidden reasoning that comes in one piece.
+    Otherwise disconnects, or many tokens per event, would be free.
     """
     ask, worker = lease.ask, lease.worker
     if not ask.generates or not lease.sent:
@@ -150,23 +144,22 @@ def _written(lease: Lease, now: float) -> int:
     return min(steps, most) * ask.samples
 
 
-def shown_since(lease: Lease) -> float | None:
-    """When a stream's first token came, be it hidden, as far as the router has seen."""
-    if lease.begun_at is not None and lease.ask.route in BEGINS_WITH_TOKEN:
+def first_token_time(lease: Lease) -> float | None:
+    """Return the time of the first token, even a hidden one."""
+    if lease.begun_at is not None and lease.ask.route in FIRST_EVENT_IS_TOKEN:
         return lease.begun_at
     return lease.first_token_at
 
 
 def _decoded_since(lease: Lease) -> float:
-    """When an answer's first token was written, or should have been.
+    """Return when the first token was or should have been written; inf if never.
 
-    Never, of a stream that has not begun: it was waited for in vain. Of one that has, the first
-    token that was seen may be late: some are hidden, others held back until they call a tool.
+    The first visible token may be late.
     """
     ask, pace = lease.ask, lease.worker.pace
     first_at, begun_at = lease.first_token_at, lease.begun_at
-    if ask.stream and (begun_at is None or ask.route in BEGINS_WITH_TOKEN):
-        since = shown_since(lease)
+    if ask.stream and (begun_at is None or ask.route in FIRST_EVENT_IS_TOKEN):
+        since = first_token_time(lease)
         return inf if since is None else since
     cached, halves = lease.decision.cached_tokens, lease.decision.handover
     if halves is None:
@@ -175,12 +168,12 @@ def _decoded_since(lease: Lease) -> float:
     else:
         since = lease.charged_at + halves.transfer_s
     if ask.stream and begun_at is not None:
-        since = max(since, begun_at)  # typed streams tell of an answer before it is begun
+        since = max(since, begun_at)  # typed streams announce a response early
     return since if first_at is None else min(since, first_at)
 
 
 def _worked_until(worker: Worker, since: float, now: float) -> float:
-    """When a worker was known last to compute: nobody pays for the time in which one hangs."""
+    """Return when a worker last computed; a hung worker is free."""
     gauges, worked_at = worker.gauges, worker.worked_at
     hangs = gauges is not None and worked_at > -inf and gauges.at > max(worked_at, since)
     return min(now, worked_at) if hangs else now

@@ -1,22 +1,22 @@
-"""What a finished request says of its worker."""
+"""What a finished request teaches about its worker."""
 
 from __future__ import annotations
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.lifecycle.billing import shown_since
+from proxy.core.lifecycle.billing import first_token_time
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 
-ENOUGH_STEPS = 4  # fewer say little of a step's time
+MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
-A_500 = "500"  # what it erred with
-# By these a worker has said nothing.
-SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
+STATUS_500 = "500"
+# They say nothing of the worker.
+INCONCLUSIVE = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
-def judge(
+def update_breaker(
     fleet: Fleet,
     lease: Lease,
     now: float,
@@ -24,13 +24,13 @@ def judge(
     retry_after_s: float | None,
     why: str = "",
 ) -> None:
-    """Tell the breaker. Only the trial closes one that is open: others were sent before."""
+    """Update the breaker; only a trial may close it."""
     worker = lease.worker
-    if outcome not in SILENT and lease.ask.computes:
+    if outcome not in INCONCLUSIVE and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
-    elif outcome is ERRED or outcome in SILENT:
+    elif outcome is ERRED or outcome in INCONCLUSIVE:
         if outcome is ERRED:
             lease.ask.erred_on += (worker.name,)
         if lease.trial:
@@ -40,45 +40,41 @@ def judge(
         fleet.succeeded(worker)
 
 
-def blame(fleet: Fleet, ask: RequestInfo, now: float) -> None:
-    """Hold a 500 against a worker, now that another one could do what it could not.
+def count_500(fleet: Fleet, ask: RequestInfo, now: float) -> None:
+    """Count a 500 against a worker once another worker has succeeded.
 
-    Until then it may be the request that no worker survives: whoever sends such requests must not
-    have every worker shut to everybody else.
+    Until then the request may be at fault, and must not open every breaker.
     """
     for name in ask.erred_on:
         if (worker := fleet.get(name)) is not None:
-            fleet.failed(worker, now, why=A_500)
+            fleet.failed(worker, now, why=STATUS_500)
     ask.erred_on = ()
 
 
-def written(lease: Lease) -> int:
-    """Say how many tokens a stream wrote that told no usage: its events, 0 where they may mislead.
+def tokens_by_events(lease: Lease) -> int:
+    """Return a stream's tokens by events; 0 if unreliable.
 
-    Of a call of a tool many tokens may come in one event. Elsewhere too, if an engine speculates or
-    writes in intervals: then fewer and longer steps are learnt, that take as long all together.
+    A tool call puts many tokens into one event.
     """
     ask = lease.ask
     return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
-    """Learn the worker's pace, and whether it has cached what it should have."""
     learn_pace(lease, now, usage.completion_tokens, decoding)
-    if lease.prefill is None:  # else it is the prefill worker that had so much cached
+    if lease.prefill is None:  # the prefill worker had these tokens cached
         saw_cached(lease.worker, lease.decision.cached_tokens, usage)
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
-    """Learn the worker's pace from an answer of so many tokens."""
     ask, cached = lease.ask, lease.decision.cached_tokens
     pace = lease.worker.pace
     if ask.generates:
         steps = tokens // max(ask.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
         if lease.first_token_at is not None:
-            since = shown_since(lease)
-            if ask.stream and steps >= ENOUGH_STEPS and since is not None:
+            since = first_token_time(lease)
+            if ask.stream and steps >= MIN_STEPS and since is not None:
                 pace.saw_steps(beside, (now - since) / steps, now)
         elif not ask.stream and steps >= 0:
             seconds = now - lease.charged_at
@@ -86,25 +82,23 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
             if halves is None:
                 ahead = lease.ahead_tokens + ask.prompt_tokens - cached
                 pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
-            elif (
-                steps >= ENOUGH_STEPS and halves.tokens
-            ):  # its first token is one more, after the transfer
+            elif steps >= MIN_STEPS and halves.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
                 pace.saw_steps(beside, decode_s / (steps + 1), now)
 
 
 def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
-    """Learn from a client that did not wait for its answer: it would have taken longer still.
+    """Learn from a client that left before its response.
 
-    A worker that hangs would look idle and as quick as ever to whoever comes next, time and again.
+    Otherwise a hung worker would look fast.
     """
     ask, worker = lease.ask, lease.worker
     pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not ask.computes:
         return
-    if lease.prefill is not None:  # a transfer's time is learnt from those that come about
+    if lease.prefill is not None:  # successful transfers teach
         return
-    if now < pace.first_due:  # many leave at once, and say the same
+    if now < pace.first_due:  # many clients leave at once
         return
     seconds = now - lease.charged_at
     tokens = lease.ahead_tokens + ask.prompt_tokens - cached
@@ -115,7 +109,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
         pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
     else:
         if ask.output_tokens is None or ask.samples > 1:
-            return  # how long all of it should have taken is not known
+            return  # unknown total
         beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
@@ -125,7 +119,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
-    """Learn whether a worker has cached what it should have, where it says so."""
+    """Learn the missing cache share, if reported."""
     if usage.cached_tokens:
         worker.reports_cache = True
     if worker.reports_cache and cached:

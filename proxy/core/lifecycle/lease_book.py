@@ -1,4 +1,4 @@
-"""What becomes of a request that was placed: its legs, its tokens, its end."""
+"""A placed request: its legs, tokens and end."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from proxy.core.request.sizing import Sizer
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
 
-DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
+DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # faster than enum look-ups
 
 
 class LeaseBook(Placer):
-    """The floor between placing and turns."""
+    """Lease operations, between placement and queue."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         super().__init__(settings, fleet)
         self.sizer = Sizer()
 
     def first_token(self, lease: Lease, now: float) -> None:
-        """Note the first token of a stream, or the first byte where nothing is generated."""
+        """Note the first token, or the first byte without generation."""
         if lease.prefill is not None and lease.sent and lease.first_token_at is None:
             self._transferred(lease, now)
             self._has_come(lease)
         self.fleet.first_token(lease, now)
         if lease.ask.erred_on:
-            feedback.blame(self.fleet, lease.ask, now)
+            feedback.count_500(self.fleet, lease.ask, now)
 
     def began(self, lease: Lease, now: float) -> None:
-        """Note the first byte of a tenant's answer, whatever it says: see `accounts`."""
         if lease.begun_at is None:
             lease.begun_at = now
 
     def _transferred(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
-        if lease.worker.queued_before:  # it may have waited there for something else
+        if lease.worker.queued_before:  # may include its queue
             return
         if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
@@ -48,23 +47,22 @@ class LeaseBook(Placer):
             self.transfer_times(lease.ask.model).saw(first, second, handover.tokens, seconds)
 
     def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
-        """Note that the prefill of a hand-over is done, and the request goes on to be decoded."""
+        """Note that the prefill leg is done."""
         first, halves = lease.prefill, lease.decision.handover
         if first is None or halves is None or first.released:
             return
         self.fleet.hand_over(lease, now)
-        feedback.judge(self.fleet, first, now, DONE, None)
+        feedback.update_breaker(self.fleet, first, now, DONE, None)
         if usage is not None:
             feedback.saw_cached(first.worker, halves.cached_tokens, usage)
 
     def reconsider(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
-        """Between the legs, look at the decode worker again; False if none is good for the rest.
+        """Check the decode worker between the legs; False if none can decode.
 
-        `may_move`: whether what the prefill left behind is there for any decode worker. `spent_s`:
-        for how long it has been there.
+        `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
         """
         goes_on = self._finds_one(lease, now, self.settings.transfer_within_s - spent_s, may_move)
-        if goes_on and not lease.ask.stream:  # which shows no first token
+        if goes_on and not lease.ask.stream:  # it shows no first token
             self._has_come(lease)
         return goes_on
 
@@ -74,7 +72,7 @@ class LeaseBook(Placer):
             return True
         other = self._another(lease, now, within_s) if may_move else None
         if other is None:
-            # To be down may be a probe's mistake: where there is nobody else, it is asked.
+            # Probes may be wrong: without an alternative it is tried.
             return stands or not (
                 within_s <= 0.0 or handover_cost.is_well(lease) or self.has_another(lease)
             )
@@ -89,16 +87,14 @@ class LeaseBook(Placer):
         return other
 
     def _has_come(self, lease: Lease) -> None:
-        """Know that a decode worker has a prompt that was prefilled elsewhere.
+        """Record the prefix on the decode worker.
 
-        Not before: whoever else has that prompt, or begins with it, would be taken for one that is
-        cached there, and the decode worker would compute all of it, beside its streams.
+        Earlier, other requests would count it as cached.
         """
         if lease.ask.prefix:
             self.prefixes.record(lease.ask.prefix, lease.worker.index)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        """Note output tokens."""
         self.fleet.tokens(lease, count)
         ask = lease.ask
         if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
@@ -108,11 +104,10 @@ class LeaseBook(Placer):
             ask.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
-        """Whether the usage of a request that ends now would be heeded."""
+        """Return whether its usage may teach."""
         return now >= lease.worker.pace.end_due
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
-        """Whether it is worth reading: to be learnt from, or to settle with a tenant."""
         return lease.ask.tenant is not None or self.may_learn(lease, now)
 
     def finish(
@@ -124,10 +119,9 @@ class LeaseBook(Placer):
         retry_after_s: float | None = None,
         why: str = "",
     ) -> None:
-        """Release what was charged, and learn from how it went.
+        """Release the lease and learn from the running leg's outcome.
 
-        Of a hand-over the outcome is that of the leg under way. `why` it failed, if it did, is for
-        people: a status, or a trouble's name.
+        `why`: an HTTP status or an error's name.
         """
         worker = lease.worker
         decoding = worker.decoding
@@ -139,44 +133,42 @@ class LeaseBook(Placer):
         self.queue.freed(now)
         if lease.ask.tenant is not None:
             billing.settle(self.settings.fairness, lease, now, outcome, usage)
-        if first is not None:  # it ended in its prefill
-            feedback.judge(self.fleet, first, now, outcome, retry_after_s, why)
-            feedback.judge(self.fleet, lease, now, Outcome.MOOT, None)
+        if first is not None:  # the prefill leg failed
+            feedback.update_breaker(self.fleet, first, now, outcome, retry_after_s, why)
+            feedback.update_breaker(self.fleet, lease, now, Outcome.MOOT, None)
             return
-        feedback.judge(self.fleet, lease, now, outcome, retry_after_s, why)
+        feedback.update_breaker(self.fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
             feedback.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:
-            feedback.blame(self.fleet, lease.ask, now)
+            feedback.count_500(self.fleet, lease.ask, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
-        """Learn from an answer that came to its end."""
         may_learn = self.may_learn(lease, now)
         if usage is not None:
-            # The answers of other tenants must not take all chances to learn from a tenant's.
+            # Tenants must not use up each other's chances.
             if may_learn or self.sizer.knows_little(lease.ask):
                 self.sizer.learn(lease.ask, usage)
             if may_learn:
                 feedback.learn(lease, now, usage, decoding)
-        elif may_learn and (written := feedback.written(lease)) > 0:
+        elif may_learn and (written := feedback.tokens_by_events(lease)) > 0:
             self.sizer.wrote(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
-        """Whether somebody holds more than a lease's worker."""
         ask = lease.ask
         return not ask.pinned and lease.worker.limit < self.fleet.pool(ask.model).most
 
     def outgrew(self, lease: Lease) -> None:
-        """Take a worker's word that it is too small for a request."""
+        """Note that a worker was too small."""
         ask = lease.ask
         self.sizer.outgrew(ask, lease.worker.limit)
         ask.long = ask.budget > self.settings.short_limit
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        """Whether somebody but a lease's prefill worker could do its prefill."""
+        """Return whether another worker could prefill."""
         ask, first = lease.ask, lease.prefill
         pool = self.fleet.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker,))
@@ -186,6 +178,6 @@ class LeaseBook(Placer):
         return best is not None
 
     def has_another(self, lease: Lease) -> bool:
-        """Whether a worker other than a lease's could do all of it."""
+        """Return whether another worker could serve all of it."""
         others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
         return any(not w.barred and w.may_hold(lease.ask) for w in others)

@@ -1,13 +1,10 @@
-"""How many retries the fleet can bear.
+"""Retry budget of the fleet.
 
-Each request of the last seconds earns a share of a retry and a retry spends one, so that a fleet
-which fails every request is not asked three times over. A few are there from the start and come
-back with time: one failure on a quiet fleet is always worth another try.
+Requests within `WINDOW_S` earn shares of retries, and a reserve refills with time. A worker that
+dies fails all its requests at once: the first one pays for its retry, the others there retry for
+free, once.
 
-A worker that dies fails all that it has at once, and that may be more than any share. So it is one
-event: the first to fail there pays for it, and whoever was there by then goes elsewhere for
-nothing, once. How it fails: many workers that are ill at a time would have their requests made
-twice; once half of the fleet has fallen so, the others' requests pay again.
+How it fails: many failing workers double the load, so at most half of the workers get free retries.
 """
 
 from __future__ import annotations
@@ -19,50 +16,45 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-# Workers that may drop one request: it may be the request that makes them die.
+# The request may cause it.
 MAX_DROPS = 2
-AT_REST = 10.0
-PER_S = 1.0
+MIN_RESERVE = 10.0
+RESERVE_PER_S = 1.0
 WINDOW_S = 10
-AT_ONCE_S = 1.0  # a failure that stayed the only one for so long was no fall
+CRASH_WINDOW_S = 1.0
 
 
 class RetryBudget:
-    """The whole fleet's."""
-
     def __init__(self, share: float) -> None:
         self.share = share
-        self._saved = AT_REST
+        self._saved = MIN_RESERVE
         self._at = 0.0
         self._requests = 0  # since the last turn
-        self._turn = -inf  # of the next second
-        self._before: deque[tuple[float, int]] = deque()  # seconds that ended, and theirs
+        self._turn = -inf  # next second
+        self._before: deque[tuple[float, int]] = deque()  # ended seconds, and their requests
 
     def earn(self, now: float) -> None:
-        """Count a request that was not a retry."""
         if now >= self._turn:
             self._turn_over(now)
         self._requests += 1
         self._saved += self.share
 
     def affords(self, now: float) -> bool:
-        """Whether there is a retry left."""
         if self.share <= 0:
             return False
         self._turn_over(now)
-        self._saved = min(self._saved + max(now - self._at, 0.0) * PER_S, self._most())
+        self._saved = min(self._saved + max(now - self._at, 0.0) * RESERVE_PER_S, self._most())
         self._at = now
         return self._saved >= 1.0
 
     def spend(self, now: float) -> bool:
-        """Take a retry; False when there is none left."""
+        """Take a retry, if one is left."""
         if not self.affords(now):
             return False
         self._saved -= 1.0
         return True
 
     def _turn_over(self, now: float) -> None:
-        """Begin another second; forget the requests of those that are long over."""
         before = self._before
         if self._requests and now >= self._turn:
             before.append((self._turn, self._requests))
@@ -74,32 +66,27 @@ class RetryBudget:
             self._turn = now + 1.0
 
     def _most(self) -> float:
-        """Return what may be saved: as much as the requests of the last seconds have earned."""
         lately = self._requests + sum(requests for _, requests in self._before)
-        return max(self.share * lately, AT_REST)
+        return max(self.share * lately, MIN_RESERVE)
 
 
 class WorkerFailureEvent:
-    """A worker that has begun to fail."""
-
     __slots__ = ("at", "beside", "is_large")
 
     def __init__(self, at: float, beside: int) -> None:
         self.at = at
-        self.beside = beside  # the workers there were then, itself among them
-        self.is_large = False  # whether more than one of its requests has failed
+        self.beside = beside  # live workers
+        self.is_large = False  # several requests failed
 
 
 class WorkerFailureEvents:
-    """The workers that fell lately."""
-
     def __init__(self) -> None:
         self._of: dict[Worker, WorkerFailureEvent] = {}
 
     def spare(self, worker: Worker, since: float, now: float, beside: int) -> bool:
-        """Note that a request failed which a worker had since then; whether that costs nothing.
+        """Count a failed request; return whether its retry is free.
 
-        `beside`: how many live workers there are for such a request.
+        `since`: when it was sent. `beside`: live workers for it.
         """
         if self._last(worker, now) is None:
             lately = ((who, each) for who, each in self._of.items() if now - each.at <= WINDOW_S)
@@ -112,9 +99,8 @@ class WorkerFailureEvents:
         return True
 
     def would_spare(self, worker: Worker, since: float, now: float) -> bool:
-        """Whether it would cost nothing if a request failed that a worker had since then."""
         fall = self._last(worker, now)
-        if fall is None or since > fall.at:  # sent to a worker that was known to fail
+        if fall is None or since > fall.at:  # sent after the failure
             return False
         if fall.is_large:
             return True
@@ -123,6 +109,6 @@ class WorkerFailureEvents:
 
     def _last(self, worker: Worker, now: float) -> WorkerFailureEvent | None:
         fall = self._of.get(worker)
-        if fall is None or now - fall.at > (WINDOW_S if fall.is_large else AT_ONCE_S):
+        if fall is None or now - fall.at > (WINDOW_S if fall.is_large else CRASH_WINDOW_S):
             return None
         return fall

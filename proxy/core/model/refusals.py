@@ -1,4 +1,4 @@
-"""The router's own answers, in the words of OpenAI's and vLLM's."""
+"""The router's error responses, worded as OpenAI's and vLLM's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.tenants.limits import Limit, LimitExceeded
 from proxy.errors import a_few, short
 
-OF_LIMITS = {
+LIMIT_NAMES = {
     Limit.REQUESTS: "requests per minute (RPM)",
     Limit.TOKENS: "tokens per minute (TPM)",
     Limit.CONCURRENCY: "requests at a time",
@@ -17,44 +17,39 @@ OF_LIMITS = {
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:
-    """400: the body is not what it should be."""
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 
 
 def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
-    """405: the path has others."""
     others = ", ".join(allowed)
-    message = f"{path[:200]} takes {others}, not {method[:20]}"
+    message = f"{path[:200]} accepts {others}, not {method[:20]}"
     return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
-def repeated(param: str) -> Refusal:
-    """400: a body has a member twice of which it may have one."""
-    return bad_request(f"The body has `{param}` more than once; give it once.", param)
+def duplicate_field(param: str) -> Refusal:
+    return bad_request(f"The body has `{param}` more than once; send it once.", param)
 
 
-def steers(param: str) -> Refusal:
-    """400: the body says what is not taken from clients."""
-    message = f"`{param[:100]}` is not taken from clients here; leave it out."
+def forbidden_field(param: str) -> Refusal:
+    message = f"`{param[:100]}` is not accepted from clients; leave it out."
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
-def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
-    """Refuse what nobody is known to serve; `all_told`: nobody more is waited for to say so."""
+def model_not_served(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
+    """Refuse an unknown model; `all_told`: all model lists are known."""
     return (unknown_model if all_told else not_known_yet)(model, known)
 
 
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
-    """404: no worker is for that model."""
     message = f"The model `{model[:200]}` does not exist. This fleet serves: {_listed(known)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
-    """503: it may be for that model who has yet to say what it serves."""
+    """503: model lists are missing."""
     message = (
-        f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
-        f"serve. Known so far: {_listed(known)}."
+        f"The model `{model[:200]}` is not known yet: some workers have not listed their "
+        f"models. Known models: {_listed(known)}."
     )
     return Refusal(503, Reason.NOT_KNOWN_YET, message, "not_known_yet", retry_after_s=1.0)
 
@@ -64,7 +59,6 @@ def _listed(models: Iterable[str]) -> str:
 
 
 def too_long(ask: RequestInfo, limit: int) -> Refusal:
-    """400: no worker can hold it."""
     about = "" if ask.counted else "about "
     output = ask.output_tokens or 0
     asked = f"you requested {about}{ask.largest_prompt + output} tokens "
@@ -78,67 +72,59 @@ def too_long(ask: RequestInfo, limit: int) -> Refusal:
 
 
 def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
-    """503: nobody is there to serve it now."""
     message = f"No worker of the model `{short(model)}` can take this request now."
     rest_s = max(retry_after_s or 0.0, 1.0)
     return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
 
-def nobody_left(why: str, retry_after_s: float | None = None) -> Refusal:
-    """502: workers failed, and no further one may be tried."""
+def no_worker_left(why: str, retry_after_s: float | None = None) -> Refusal:
     message = f"The request failed on its worker, and {why}."
     return Refusal(502, Reason.NO_WORKER, message, retry_after_s=retry_after_s)
 
 
 def dropped() -> Refusal:
-    """502: `MAX_DROPS` workers closed the connection instead of answering.
+    """502: `MAX_DROPS` workers closed the connection.
 
-    OpenAI's and Anthropic's clients send a request again unless this header says that they should
-    not. Without a time in Retry-After no client is told to.
+    Without Retry-After, and with this header, official clients do not retry.
     """
     message = (
-        "Two workers closed the connection before they answered this request. It is not sent to "
-        "another: the request may be what makes them fail."
+        "Two workers closed the connection before they responded to this request. It is not sent "
+        "to another worker, because the request may cause the failures."
     )
     headers = (("x-should-retry", "false"),)
     return Refusal(502, Reason.NO_WORKER, message, "request_dropped", headers=headers)
 
 
-def unfinished(seconds: float) -> Refusal:
-    """504: its worker is well, and slower than an answer may be that is not streamed."""
+def response_timeout(seconds: float) -> Refusal:
+    """504: an unstreamed response is too long."""
     message = (
-        f"The answer was not finished within {seconds:g} s. Please stream it, or ask for fewer "
+        f"The response was not finished within {seconds:g} s. Please stream it, or request fewer "
         "tokens."
     )
     return Refusal(504, Reason.NO_WORKER, message, "unfinished")
 
 
-def out_of_time(seconds: float) -> Refusal:
-    """504: the whole request has taken as long as one may take."""
-    message = f"The request was not done within the {seconds:g} s that a request may take here."
+def request_timeout(seconds: float) -> Refusal:
+    message = f"The request exceeded the time limit of {seconds:g} s."
     return Refusal(504, Reason.TIME_LIMIT, message, "time_limit")
 
 
-def came_late(seconds: float) -> Refusal:
-    """408: the request was not all there within the time that a request may take."""
-    message = f"The request had not arrived within the {seconds:g} s that a request may take here."
+def request_late(seconds: float) -> Refusal:
+    message = f"The request did not arrive within the time limit of {seconds:g} s."
     return Refusal(408, Reason.TIME_LIMIT, message, "time_limit")
 
 
 def slow_body(bytes_per_s: int) -> Refusal:
-    """408: the body comes at too low a rate."""
-    message = f"The body came at less than {bytes_per_s} bytes a second. Please send it again."
+    message = f"The body arrived at less than {bytes_per_s} bytes per second. Please send it again."
     return Refusal(408, Reason.SLOW_BODY, message, "slow_body")
 
 
 def queue_full(retry_after_s: float) -> Refusal:
-    """429: as many wait as may."""
     message = "Every worker is busy and the queue is full. Retry after the time given."
     return Refusal(429, Reason.QUEUE_FULL, message, "queue_full", retry_after_s=retry_after_s)
 
 
-def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
-    """429: its time in the queue is up."""
+def queue_timeout(seconds: float, retry_after_s: float) -> Refusal:
     message = f"Every worker stayed busy for the {seconds:g} s that a request may wait."
     return Refusal(
         429, Reason.WAITED_TOO_LONG, message, "queue_timeout", retry_after_s=retry_after_s
@@ -146,18 +132,16 @@ def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
 
 
 def router_full() -> Refusal:
-    """503: the router's machine has no room for another connection to a worker."""
+    """503: no room for a connection."""
     message = "The router has no room for another connection. Retry after the time given."
     return Refusal(503, Reason.ROUTER_FULL, message, "router_full", retry_after_s=1.0)
 
 
 def draining() -> Refusal:
-    """503: the router is about to stop."""
     return Refusal(503, Reason.DRAINING, "The router is shutting down.", retry_after_s=1.0)
 
 
 def no_key() -> Refusal:
-    """401: nobody says who asks."""
     message = (
         "You didn't provide an API key. You need to provide your API key in an Authorization "
         "header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
@@ -166,8 +150,8 @@ def no_key() -> Refusal:
 
 
 def bad_key() -> Refusal:
-    """401: the key is nobody's; it is not repeated, for answers are logged."""
-    message = "Incorrect API key provided. Ask whoever runs this service for one."
+    """401; responses are logged, so the key is not repeated."""
+    message = "Incorrect API key provided. Ask the operator of this service for a key."
     return Refusal(401, Reason.BAD_KEY, message, "invalid_api_key", headers=CHALLENGE)
 
 
@@ -175,38 +159,36 @@ CHALLENGE = (("WWW-Authenticate", "Bearer"),)
 
 
 def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
-    """403: the model is there, but not for this key."""
     message = f"Your key may not use the model `{model[:200]}`. It may use: {_listed(allowed)}."
     return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
 
 
-def not_for_pages(origin: str) -> Refusal:
-    """403: a page from elsewhere, in a browser on this machine."""
+def origin_not_allowed(origin: str) -> Refusal:
+    """403: a page of another origin."""
     message = (
-        f"This router has no keys and takes no requests from web pages of `{origin[:200]}`. Give "
-        "it tenants with keys, or router.allow_anonymous: true."
+        f"This router has no API keys and refuses requests from web pages of `{origin[:200]}`. "
+        "Configure tenants with keys, or set router.allow_anonymous: true."
     )
     return Refusal(403, Reason.NOT_ALLOWED, message, "origin_not_allowed")
 
 
 def no_response(response_id: str) -> Refusal:
-    """404: this router knows of no such response of this tenant's."""
     message = f"Response with id '{response_id[:200]}' not found."
     return Refusal(404, Reason.NOT_ALLOWED, message, "response_not_found", "response_id")
 
 
 def not_isolated(route: str) -> Refusal:
-    """400: workers would cache its prompt among everybody's."""
-    message = f"/{route} can't be kept apart from other tenants here, and is not served."
+    """400: tenants would share a prompt cache."""
+    message = f"/{route} is not served here: tenants would share its prompt cache."
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
 def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
-    """429: a tenant's limit, and when to come back; 400 where that is never."""
+    """429, or 400 if waiting does not help."""
     if breach.retry_after_s is None:
         about = "" if ask.counted else "about "
         message = (
-            f"Your key takes prompts of up to {breach.most} tokens; this one has {about}"
+            f"Your key allows prompts of up to {breach.most} tokens; this prompt has {about}"
             f"{ask.largest_prompt}. Please reduce the length of the prompt."
         )
         param = BY_NAME[ask.route].prompt_param
@@ -215,9 +197,9 @@ def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
 
 
 def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
-    """429: a tenant's limit, and when to come back."""
+    """429, with headers."""
     wait = f"{retry_after_s:.3g}s"
-    message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "
+    message = f"Rate limit reached for {LIMIT_NAMES[breach.limit]}: Limit {breach.most}. "
     message += f"Please try again in {wait}."
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", breach.requests), ("tokens", breach.tokens)):
@@ -239,9 +221,9 @@ def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
 
 
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
-    """429: it would wait for too long, and is told so now."""
+    """429: the first token would be late."""
     message = (
-        f"The first token would come after about {wait_s:.1f} s, and has to within {target_s:g} s. "
+        f"The first token would take about {wait_s:.1f} s; the limit is {target_s:g} s. "
         "Retry after the time given."
     )
     return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)

@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """The requests that a worker is for."""
-
     SHORT = "short"
     LONG = "long"
     GENERAL = "general"
@@ -16,5 +14,5 @@ class Role(StrEnum):
 
     @property
     def serves_whole(self) -> bool:
-        """True if the worker may serve a request from its prompt to its last token."""
+        """Return whether the worker may serve whole requests."""
         return self is not Role.PREFILL

@@ -1,4 +1,4 @@
-"""What the operator chose of the router's core."""
+"""Settings of the router's core."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from typing import Final
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
 
-# So many times what is called short had short workers better hold: sizes are estimated.
+# Of `short_limit`, for short workers: sizes are estimates.
 HEADROOM: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """All of it."""
-
     policy: str = "adaptive"
     short_limit: int = 10_000
     prefix_affinity: bool = True
     tokenize: bool = True
-    cut_output: bool = False  # by the largest worker, where nobody has room for all of it
+    cut_output: bool = False  # to the largest worker's context
     max_attempts: int = 3
     retry_budget: float = 0.2
-    panic_threshold: float = 0.5  # a pool's share of closed breakers below which they are ignored
+    panic_threshold: float = 0.5  # of closed breakers
     queue_requests: int = 1024
     queue_bytes: int = 256 * 2**20
     queue_wait_s: float = 30.0
     queue_tokens: int | None = None
     fairness: FairnessSettings = field(default_factory=FairnessSettings)
     admission: AdmissionSettings | None = None
-    transfer: bool = False  # whether KV moves from prefill to decode workers
-    disaggregate_above: int | None = None  # tokens to prefill; None: where it costs less
+    transfer: bool = False  # KV moves between workers
+    disaggregate_above: int | None = None  # tokens to prefill; None: by cost
     allow_client_kv_transfer: bool = False
-    client_priority: bool = False  # whether tenants may say `priority` themselves,
+    client_priority: bool = False  # tenants may set `priority`
     client_arguments: bool = False  # and `vllm_xargs`
-    pass_priority: bool = False  # whether workers are told the class of a tenant
-    transfer_within_s: float = inf  # of a prefill's end its transfer has to be done
+    pass_priority: bool = False  # workers get the tenant class
+    transfer_within_s: float = inf  # time for a transfer after the prefill

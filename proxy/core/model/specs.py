@@ -1,7 +1,4 @@
-"""What leaves this process as it is: pickled for its siblings, or as JSON.
-
-Such a class has to be the same for who writes it and who reads it, so none of this is compiled.
-"""
+"""Types that leave the process, pickled or as JSON. They are not compiled."""
 
 from __future__ import annotations
 
@@ -15,28 +12,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the operator states of a worker."""
-
     name: str
     url: str
     role: Role
     model: str
-    max_model_len: int | None = None  # None = as the worker says
-    max_requests: int | None = None  # in flight; None = no limit of its own
+    max_model_len: int | None = None  # None: as the worker reports
+    max_requests: int | None = None  # in flight
     api_key: str | None = field(default=None, repr=False)
-    tls: WorkerTlsConfig | None = None  # None = plain HTTP
-    seats: int | None = None  # sequences that it runs at once; None = it is not known
+    tls: WorkerTlsConfig | None = None
+    seats: int | None = None  # sequences at once; None: unknown
 
 
 @dataclass(slots=True)
 class Gauges:
-    """What a worker's own /metrics said last."""
+    """A worker's last /metrics."""
 
     at: float = 0.0
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    kv_capacity_tokens: int | None = None  # blocks times block size, where it tells
+    kv_capacity_tokens: int | None = None
     prompt_tokens_total: float = 0.0
     generation_tokens_total: float = 0.0
     preemptions_total: float = 0.0
@@ -44,19 +39,19 @@ class Gauges:
 
     @property
     def computed(self) -> float:
-        """Tokens that it has prefilled and written since it was started."""
+        """Return all tokens since the start."""
         return self.prompt_tokens_total + self.generation_tokens_total
 
 
 @dataclass(slots=True, frozen=True)
 class Score:
-    """What one worker would have meant for a request; seconds."""
+    """A worker's cost for a request, in seconds."""
 
     worker: str
     total: float
-    wait_s: float = 0.0  # for what is ahead of it
-    prefill_s: float = 0.0  # its own, less what is cached
-    harm_s: float = 0.0  # done to those that run
+    wait_s: float = 0.0  # for earlier requests
+    prefill_s: float = 0.0  # of the part not cached
+    harm_s: float = 0.0  # delay of running requests
     cached_tokens: int = 0
-    note: str = ""  # why it was no candidate, if so
-    prefill_by: str = ""  # the worker that would prefill for it, if another
+    note: str = ""
+    prefill_by: str = ""  # prefill worker of a hand-over

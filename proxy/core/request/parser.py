@@ -133,7 +133,7 @@ class RequestParser:
             return self._by_id(route, request_id, tenant)
         if shape is FORM:
             if named := forbidden_form(body, content_type, tenants=tenants, may=self.may):
-                return refusals.steers(named)
+                return refusals.forbidden_field(named)
             fields: Any = form_fields(body, content_type)
             if tenant is not None and tenant.spec.models is not None:
                 fields["model"] = plain_model(body, content_type)
@@ -151,9 +151,9 @@ class RequestParser:
             if type(fields) is not dict:
                 return refusals.bad_request("The body must be a JSON object.")
             if named := forbidden(fields, body, tenants=tenants, may=self.may):
-                return refusals.steers(named)
+                return refusals.forbidden_field(named)
             if named := repeated(fields, body):
-                return refusals.repeated(named)
+                return refusals.duplicate_field(named)
         model = fields.get("model")
         if type(model) is not str or not self._fleet.serves(model):
             model = self._only_model(model, tenant)
@@ -235,7 +235,7 @@ class RequestParser:
                 return known[0]
             return refusals.bad_request("The body must name a `model`.", "model")
         if type(named) is str:
-            return refusals.nobody_serves(named, known, all_told=self._fleet.all_told(named))
+            return refusals.model_not_served(named, known, all_told=self._fleet.all_told(named))
         return refusals.bad_request("`model` must be a string.", "model")
 
     def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:

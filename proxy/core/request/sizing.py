@@ -12,7 +12,7 @@ from __future__ import annotations
 from sys import maxsize
 from typing import Any
 
-from proxy.core.learned.bytes_per_token import MOST_PER_TOKEN, LearnedSizes
+from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, LearnedSizes
 from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, RequestMedia
 from proxy.core.learned.tenant_prior import TenantPrior
 from proxy.core.model.route_table import PromptFields, Route, route_names
@@ -98,7 +98,7 @@ class Sizer:
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
-        longest = max(MOST_PER_TOKEN, LONGER * learnt.bytes_per_token)
+        longest = max(MAX_BYTES_PER_TOKEN, LONGER * learnt.bytes_per_token)
         ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # template and image tokens are guesses

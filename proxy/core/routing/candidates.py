@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision
-from proxy.core.fleet.pool import HOLDERS, Pool
-from proxy.core.fleet.worker import Held, Worker
-from proxy.core.learned.prefix_index import COVERED, deepest
+from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
+from proxy.core.fleet.worker import PrefixHolders, Worker
+from proxy.core.learned.prefix_index import COVERED, workers_of_deepest
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
 from proxy.core.model.role import Role
@@ -33,7 +33,7 @@ def look(
 ) -> View:
     """Return the candidates and their cached prefixes."""
     pool = fleet.pool(ask.model)
-    held: Held = []
+    held: PrefixHolders = []
     holders: list[Worker] = []
     if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
         per_byte = ask.prompt_tokens / ask.prefix_bytes
@@ -42,7 +42,11 @@ def look(
             for blocks, workers in matches
         ]
         if pool.ranked:
-            holders = [fleet.by_index[i] for i in deepest(matches, HOLDERS) if i in fleet.by_index]
+            holders = [
+                fleet.by_index[i]
+                for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
+                if i in fleet.by_index
+            ]
     if ask.pinned:
         worker = fleet.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
@@ -131,7 +135,7 @@ def hopeless(
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
     left = [w for w in live if w not in tried]
     if live and not left:
-        return refusals.nobody_left("no other worker can take it")
+        return refusals.no_worker_left("no other worker can take it")
     if any(_will_do(w, ask, tried) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)

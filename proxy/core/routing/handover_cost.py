@@ -22,7 +22,7 @@ from typing import Final
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.worker import Held, Worker
+from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.core.routing.view import View, fits
@@ -62,7 +62,7 @@ def choose_prefill(
     workers: Iterable[Worker],
     ask: RequestInfo,
     now: float,
-    held: Held,
+    held: PrefixHolders,
     tried: frozenset[Worker],
     links: KvLinks,
     decodes: Iterable[Worker],
@@ -113,7 +113,7 @@ def instead(
         and worker is not lease.worker
         and worker.takes(now)
         and worker.may_hold(ask)
-        and not slots.are_taken(worker, now)
+        and not slots.must_wait(worker, now)
         and fits(worker, ask, now)
         and not links.is_shut(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s

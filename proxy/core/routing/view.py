@@ -12,7 +12,7 @@ from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.kv_usage import KV_FULL, more
 from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.fleet.pool import Pool
-from proxy.core.fleet.worker import STALL, Held, Worker
+from proxy.core.fleet.worker import PREFILL_STALL_SHARE, PrefixHolders, Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
@@ -36,7 +36,7 @@ class View:
     candidates: list[Worker]  # never empty
     pool: Pool  # the model's live workers
     traffic: Traffic
-    held: Held  # cached prefix lengths and their workers
+    held: PrefixHolders  # cached prefix lengths and their workers
     longs_waiting: bool  # queued, of this model
     tried: frozenset[Worker]
     explain: bool
@@ -87,7 +87,7 @@ class HandoverOffer:
         if there.length and there.token_s > token_s:
             token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
         prefill_s = token_s * tokens
-        lost_s = max(prefill_s - here.step_s(worker.decoding), STALL * prefill_s)
+        lost_s = max(prefill_s - here.step_s(worker.decoding), PREFILL_STALL_SHARE * prefill_s)
         others_s = lost_s * (worker.decoding + worker.strangers)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
         tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
@@ -121,7 +121,7 @@ class HandoverOffer:
 
     def is_seated(self, worker: Worker, view: View) -> bool:
         """Return whether a slot is free by the end of the prefill."""
-        return self.stands or not slots.are_taken(worker, view.now, self.prefill_s)
+        return self.stands or not slots.must_wait(worker, view.now, self.prefill_s)
 
     def may_begin(self, worker: Worker, view: View) -> bool:
         """Return whether room is free now, and a slot by the end of the prefill."""

@@ -1,17 +1,14 @@
-"""How much a tenant may ask for: requests and tokens a minute, at once, and in one prompt.
+"""Tenant limits: requests and tokens per minute, concurrency, prompt size.
 
-Idea: a bucket that refills at a steady rate and holds a minute's worth (GCRA: all of its state is
-one number, the moment at which it will be full again). So any `t` seconds let through at most a
-minute's limit and `t` times the rate. What a request will take is estimated when it comes and
-corrected when it ends; a bucket may then owe, which time makes good.
+Idea: a GCRA bucket holds one minute's limit. Its state is the time at which it will be full.
+Requests are charged by estimate and corrected at their end.
 
-Cost: under a microsecond. How it fails: a client that sends its whole minute at once may, having
-paused before, have twice the limit within sixty seconds.
+Cost: under a microsecond.
 
-The numbers lie in `cells`, which may be any writable sequence of floats: where several processes
-share a limit, a part of memory that they share. Clocks must then agree, as the system's monotonic
-one does. Two that write at the same moment may lose one of the two; what is in flight can't stand
-that, so each counts its own, and `elsewhere` is what the others have.
+How it fails: a burst after a pause may take twice the limit.
+
+Processes share `cells` and a monotonic clock. Concurrent writes may lose an update, so each process
+counts its own requests in flight.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from enum import StrEnum
 from typing import Protocol
 
 MINUTE = 60.0
-CELLS = 2  # that one tenant's ledger takes
-REQUESTS, TOKENS = range(CELLS)
-State = tuple[int, int, float]  # the limit, what is left, and the seconds until all of it is
-TINY = 1e-6  # seconds, that sums of many small numbers may be off by
-AGAIN_S = 1.0  # after which one who has too much in flight may try again: nobody knows better
+CELLS_PER_TENANT = 2
+REQUESTS, TOKENS = range(CELLS_PER_TENANT)
+State = tuple[int, int, float]  # limit, rest, seconds to full
+ROUNDING_S = 1e-6
+CONCURRENCY_RETRY_S = 1.0
 
 
 class Limit(StrEnum):
-    """Which limit was met; labels of a metric."""
+    """A metric label."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -41,7 +38,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the operator allows a tenant; None: no limit."""
+    """None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -51,18 +48,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
-    """A limit that a request does not keep."""
-
     limit: Limit
     most: int
-    retry_after_s: float | None = None  # None: it is no use
+    retry_after_s: float | None = None  # None: never
     requests: State | None = None
     tokens: State | None = None
 
 
 class TokenBucket:
-    """So much per minute."""
-
     __slots__ = ("_at", "_cells", "_each_s", "per_minute")
 
     def __init__(
@@ -74,48 +67,41 @@ class TokenBucket:
         self._at = at
 
     def left(self, now: float) -> float:
-        """How much may be taken; less than nothing where it owes."""
+        """Return the rest; may be negative."""
         return self.per_minute - self.reset_s(now) / self._each_s
 
     def reset_s(self, now: float) -> float:
-        """How long until it is full."""
         return max(self._cells[self._at] - now, 0.0)
 
     def wait_s(self, now: float, amount: float) -> float:
-        """How long until so much could be taken; more than it holds passes when it is full."""
+        """Return the time until available; larger amounts need a full bucket."""
         wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
-        return wait if wait > TINY else 0.0
+        return wait if wait > ROUNDING_S else 0.0
 
     def take(self, now: float, amount: float) -> float:
-        """Take so much, or nothing; return how long to wait, 0 if it was taken."""
         wait = self.wait_s(now, amount)
         if not wait:
             self.charge(now, amount)
         return wait
 
     def charge(self, now: float, amount: float) -> None:
-        """Take so much, even if it is not there; give back where it is less than nothing."""
+        """Take or return an amount unconditionally."""
         cells, at = self._cells, self._at
         cells[at] = max(cells[at], now) + amount * self._each_s
 
     def shown(self, now: float) -> State:
-        """Tell how it stands."""
         return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
 
 
 class RemoteUsage(Protocol):
-    """Other processes, which count for the same limit."""
-
     def running(self) -> int:
-        """Say how many they have in flight at this moment."""
+        """Return their requests in flight."""
 
     def told(self, running: int) -> None:
-        """Hear how many this one has."""
+        """Publish this process's number."""
 
 
 class TenantUsage:
-    """What one tenant has taken, and has in flight."""
-
     __slots__ = (
         "_cells",
         "_held",
@@ -128,32 +114,30 @@ class TenantUsage:
     )
 
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
-        self.running = 0  # in flight and waiting, in this process
-        self.elsewhere = 0  # the same in others, as far as they have told
+        self.running = 0  # includes queued ones
+        self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
-        self._held = 0  # places of those that leave, and enter again at once
-        self._cells = array("d", [0.0] * CELLS) if cells is None else cells
+        self._held = 0  # places kept for retries
+        self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
         self.limit(limits)
 
     def limit(self, limits: Limits) -> None:
-        """Take other limits; of what was taken, as many seconds stay to be waited for."""
+        """Set the limits, keeping debts in seconds."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self._requests = None if requests is None else TokenBucket(requests, self._cells, REQUESTS)
         self._tokens = None if tokens is None else TokenBucket(tokens, self._cells, TOKENS)
 
     def share(self, cells: MutableSequence[float]) -> None:
-        """Go on with numbers that lie elsewhere."""
         for at, number in enumerate(self._cells):
             cells[at] = max(cells[at], number)
         self._cells = cells
         self.limit(self._limits)
 
     def enter(self, now: float, tokens: int, prompt: int) -> LimitExceeded | None:
-        """Let a request in, or say which limit keeps it out; then nothing was taken.
+        """Admit a request, or return the exceeded limit.
 
-        But for a prompt that is too long: it takes a request, for it was read. `prompt` is the
-        least that the largest one may have.
+        Too long prompts cost a request, because they were read. `prompt`: its least size.
         """
         if (breach := self.too_long(prompt)) is not None:
             self.was_read(now)
@@ -161,12 +145,11 @@ class TenantUsage:
         most = self._limits.concurrency
         others = None if most is None else self.others
         if others is not None:
-            # Of a crowd each process has a part. Whoever would enter says so before it looks: of
-            # two at the same moment neither passes unseen, though both may find no room.
+            # Publish first: two concurrent processes see each other, though both may fail.
             others.told(self.running + 1)
             self.elsewhere = others.running()
         if most is not None and self.running + self.elsewhere >= most:
-            breach = self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+            breach = self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         else:
             breach = self._take(now, tokens)
         if breach is None:
@@ -176,14 +159,14 @@ class TenantUsage:
         return breach
 
     def spent(self, now: float) -> LimitExceeded | None:
-        """Say which limit would keep out whatever came now; nothing is taken."""
+        """Return the limit that refuses every request now."""
         most, others, requests, bucket = (
             self._limits.concurrency, self.others, self._requests, self._tokens,
         )  # fmt: skip
         if most is not None:
             elsewhere = self.elsewhere if others is None else others.running()
             if self.running + elsewhere >= most:
-                return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+                return self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.wait_s(now, 0)) > 0:
@@ -191,14 +174,11 @@ class TenantUsage:
         return None
 
     def was_read(self, now: float) -> None:
-        """Take a request for one that was read, and came to nothing by what it is."""
         if self._requests is not None:
             self._requests.charge(now, 1)
 
     def _take(self, now: float, tokens: int) -> LimitExceeded | None:
-        """Take what a request will have a minute, or say what keeps it out."""
         requests, bucket = self._requests, self._tokens
-        # Both are asked before either is taken from.
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.take(now, tokens)) > 0:
@@ -213,7 +193,6 @@ class TenantUsage:
             self.others.told(self.running + self._held)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
-        """Say whether a prompt that has at least so many tokens may have as many."""
         most = self._limits.max_prompt_tokens
         return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
 
@@ -222,7 +201,6 @@ class TenantUsage:
         return LimitExceeded(limit, most, wait, requests, tokens)
 
     def left(self, now: float) -> tuple[State | None, State | None]:
-        """Tell how requests and tokens stand."""
         requests, tokens = self._requests, self._tokens
         return (
             None if requests is None else requests.shown(now),
@@ -230,24 +208,21 @@ class TenantUsage:
         )
 
     def enter_again(self, now: float, tokens: int) -> None:
-        """Let one in that was in before: another worker is to try."""
         self._held = 0
         self._count(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
 
     def hold(self) -> None:
-        """Keep the place of one that leaves now and may enter again: no other process has it."""
+        """Keep the place for a retry."""
         self._held = 1
 
     def let_go(self) -> None:
-        """Keep it no longer, where nobody entered again."""
         if self._held:
             self._held = 0
             self._count(0)
 
     def leave(self, now: float, taken: int, used: int) -> None:
-        """Let one out: of the tokens taken for it, so many were used."""
         self._count(-1)
         if self._tokens is not None and taken != used:
             self._tokens.charge(now, used - taken)

@@ -1,8 +1,6 @@
-"""Who asks: tenants, known by their keys.
+"""Tenants and their keys.
 
-Of a key only its SHA-256 is kept. Keys are long and random (`vllm-sched key` makes them), so a
-plain hash is as good as a slow one, which each request would pay for. A presented key is looked up
-by its hash and compared in constant time: how long it takes tells nothing of the keys there are.
+Keys are long and random, so plain SHA-256 hashes are enough. Digests are compared in constant time.
 """
 
 from __future__ import annotations
@@ -16,15 +14,15 @@ from hashlib import sha256
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.tenants.limits import Limits, TenantUsage
 
-SALTED = b"vllm-sched cache\0"
+SALT_PREFIX = b"vllm-sched cache\0"
 
 
 class Rank(IntEnum):
-    """Whose turn comes first. Within one, tenants have shares."""
+    """Tenant classes by precedence."""
 
     INTERACTIVE = 0
     STANDARD = 1
-    BATCH = 2  # in the gaps that the others leave
+    BATCH = 2  # when no other class waits
 
 
 RANKS = {rank.name.lower(): rank for rank in Rank}
@@ -32,43 +30,36 @@ RANKS = {rank.name.lower(): rank for rank in Rank}
 
 @dataclass(frozen=True, slots=True)
 class TenantSpec:
-    """What the operator states of a tenant."""
-
     name: str
     rank: Rank = Rank.STANDARD
     weight: float = 1.0
     limits: Limits = field(default_factory=Limits)
     models: frozenset[str] | None = None  # None: all
-    salted: bool = False  # whether its prefixes are cached apart from others'
-    explain: bool = False  # whether it may know of workers
+    salted: bool = False  # separate prefix cache
+    explain: bool = False  # may see workers
 
 
 @dataclass(slots=True)
 class TenantTotals:
-    """What was counted of a tenant since the router began; stays when the tenant goes."""
+    """Counters that outlive the tenant."""
 
-    prompt_tokens: int = 0  # of requests that are over
+    prompt_tokens: int = 0  # of finished requests
     output_tokens: int = 0
-    limited: dict[str, int] = field(default_factory=dict)  # requests that met a limit, by which
+    limited: dict[str, int] = field(default_factory=dict)  # per limit
 
 
 class ChangedTenants:
-    """Who has changed since somebody looked: so nobody need look at all there are."""
-
     __slots__ = ("changed",)
 
     def __init__(self) -> None:
         self.changed: set[Tenant] = set()
 
     def take(self) -> set[Tenant]:
-        """Return them, and begin anew."""
         changed, self.changed = self.changed, set()
         return changed
 
 
 class Tenant:
-    """A tenant: its share, and what it has of it."""
-
     __slots__ = (
         "beside_salted",
         "charged",
@@ -90,54 +81,50 @@ class Tenant:
         self.spec = spec
         self.totals = totals or TenantTotals()
         self.ledger = TenantUsage(spec.limits)
-        self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
-        # By class, of these what others waited for, and what it was away for: whose is the least
-        # goes next. They are the sum of the two below, and of what other processes charged.
+        self.virtual = 0.0  # by weight, see `fairness`
+        # Per class: charges of all processes that were not free, and lifts. The least is next.
         self.standings = [0.0] * len(Rank)
-        self.charged = [0.0] * len(Rank)  # by this process, since ever, and not free
-        # Of `standings`, the estimates of requests in flight: all of them, and this process's.
+        self.charged = [0.0] * len(Rank)  # by this process
+        # Estimates within `standings`: of all processes, and of this one.
         self.unsettled = [0.0] * len(Rank)
         self.own_unsettled = [0.0] * len(Rank)
-        self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
-        # By model and route, the last used at the end: see `sizing`.
+        self.lifts = [0.0] * len(Rank)  # by any process
+        # By model and route, the last used at the end.
         self.learnt: dict[tuple[str, str], LearnedSizes] = {}
-        self.beside_salted = False  # whether one of all is salted: no other may name its salt
-        self.waiting = 0  # in the queue
-        self.waits = 0  # a bit for each class in which it waits here
-        self.watches: set[ChangedTenants] = set()  # that are told of each change
+        self.beside_salted = False  # a tenant is salted: no client may set its own salt
+        self.waiting = 0  # requests in the queue
+        self.waits = 0  # a bit per class
+        self.watches: set[ChangedTenants] = set()
 
     def __repr__(self) -> str:
-        """Name it."""
         return f"<Tenant {self.spec.name}>"
 
     @property
     def name(self) -> str:
-        """What the operator calls it."""
         return self.spec.name
 
     def change(self) -> None:
-        """Have those know who watch it: for whoever changes it but by its methods."""
+        """Notify the watches."""
         for watch in self.watches:
             watch.changed.add(self)
 
     def settled(self, rank: int) -> float:
-        """Return the standing in a class without the estimates of requests in flight."""
         return self.standings[rank] - self.unsettled[rank]
 
     def lift(self, rank: Rank, floor: float) -> None:
-        """Raise the settled standing in a class to the settled standings of others."""
+        """Raise the settled standing to `floor`."""
         if (lacks := floor - self.settled(rank)) > 0:
             self.lifted_to(rank, self.lifts[rank] + lacks)
 
     def lifted_to(self, rank: int, lift: float) -> None:
-        """Have been lifted by that in all, here or elsewhere: the same lift counts once."""
+        """Apply a total lift once."""
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown
             self.change()
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
-        """Count tokens that it is served here, in a class; `free`: nobody waits for them."""
+        """Charge tokens; `free`: no other tenant waits."""
         share = tokens / self.spec.weight
         self.virtual += share
         if not free:
@@ -147,65 +134,54 @@ class Tenant:
             self.change()
 
     def estimate(self, tokens: float, rank: Rank) -> float:
-        """Mark tokens that were just charged as an estimate; return their share, for `settle`."""
+        """Mark charged tokens as an estimate; return their share."""
         share = tokens / self.spec.weight
         self.unsettled[rank] += share
         self.own_unsettled[rank] += share
         return share
 
     def settle(self, share: float, rank: Rank) -> None:
-        """Take a share for settled: its request has ended, and its usage is charged."""
         self.unsettled[rank] -= share
         self.own_unsettled[rank] -= share
         self.change()
 
     def charged_elsewhere(self, share: float, unsettled: float, rank: int) -> None:
-        """Add what other processes charged, and by how much their estimates in flight changed."""
         self.virtual += share
         self.standings[rank] += share
         self.unsettled[rank] += unsettled
         self.change()
 
     def may_use(self, model: str) -> bool:
-        """Whether a model is for it."""
         models = self.spec.models
         return models is None or model in models
 
     def salt(self, own: str = "") -> str:
-        """Return what keeps its cached prefixes apart; `own` is a salt that the client gave.
+        """Return the cache salt; `own`: the client's.
 
-        No secret is needed: where anybody is salted, no client sets it itself.
+        No secret is needed: clients cannot set another tenant's salt.
         """
-        return sha256(SALTED + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
+        return sha256(SALT_PREFIX + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
 
 
 class Tenants:
-    """All of them, and their keys. With none at all nobody is asked for a key."""
-
     def __init__(self) -> None:
-        self.totals: dict[str, TenantTotals] = {}  # of those that are gone too
+        self.totals: dict[str, TenantTotals] = {}  # including removed tenants
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[bytes, tuple[bytes, Tenant]] = {}
-        self.open = True  # no keys
-        self.edition = 0  # counts the changes: what was found before one must be looked up anew
+        self.open = True
+        self.edition = 0  # changes with each `replace`
 
     def __iter__(self) -> Iterator[Tenant]:
-        """List them."""
         return iter(self._tenants.values())
 
     def __len__(self) -> int:
-        """Count them."""
         return len(self._tenants)
 
     def get(self, name: str) -> Tenant | None:
-        """Find one by its name."""
         return self._tenants.get(name)
 
     def replace(self, specs: Iterable[TenantSpec], keys: Mapping[bytes, str]) -> None:
-        """Take what the operator states now; `keys` are hashes, and whose each is.
-
-        Those that stay keep what was counted of them.
-        """
+        """Apply the operator's tenants; counters stay."""
         before, self._tenants = self._tenants, {}
         for spec in specs:
             tenant = before.get(spec.name)
@@ -223,7 +199,6 @@ class Tenants:
         self.edition += 1
 
     def of_key(self, presented: bytes) -> Tenant | None:
-        """Find whose key this is."""
         digest = sha256(presented).digest()
         known, tenant = self._keys.get(digest, (b"", None))
         return tenant if hmac.compare_digest(known, digest) else None

@@ -22,7 +22,7 @@ from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.shared_memory import BREAKS, MOST_WORKERS, ProcessSheet, SharedTable
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.breaker import Told
+    from proxy.core.fleet.breaker import BreakerSnapshot
     from proxy.core.fleet.charges import Fleet
     from proxy.core.fleet.worker import Worker
 
@@ -30,7 +30,7 @@ LOOK_S = 0.002
 SURE_S = 2.0  # after which all rows are read, whatever was told
 # A row is given to another worker when nobody can have missed that the last one is gone.
 REST_S = 60.0
-NEW: Told = (True, False, 0.0, 0, 0, 0.0, "")
+NEW: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
 
 
 class LoadPeer:
@@ -73,7 +73,8 @@ class SharedLoad:
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
-        self._breakers: dict[Worker, tuple[float, Told]] = {}  # as we know that they were told
+        # as we know that they were told
+        self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}
         self._taking = self._telling = False
         self._next = self._next_sure = 0.0
 

@@ -21,7 +21,7 @@ import os
 from struct import Struct, pack, unpack_from
 from typing import NamedTuple
 
-from proxy.core.fleet.breaker import Told
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.queue.buckets import LastDispatch
 from proxy.core.tenants.tenants import Rank
 from proxy.wire.worker.connection import WorkerError
@@ -191,7 +191,7 @@ class ProcessSheet:
         requests: int = ONE_COUNT.unpack_from(self._memory, self._rows + row * ROW_BYTES)[0]
         return requests
 
-    def write_breaker(self, row: int, at: float, told: Told) -> None:
+    def write_breaker(self, row: int, at: float, told: BreakerSnapshot) -> None:
         """Say what became of a worker's breaker, and when."""
         closed, busy, until, failures, openings, tried_at, why = told
         flags = closed | busy << 1 | _number_of(why) << 2
@@ -200,7 +200,7 @@ class ProcessSheet:
         _store(self._memory, place, BREAKER.pack(0.0, flags, until, failures, openings, tried_at))
         _store(self._memory, place, ONE_TIME.pack(at))
 
-    def read_breaker(self, row: int) -> tuple[float, Told]:
+    def read_breaker(self, row: int) -> tuple[float, BreakerSnapshot]:
         """Read that; the moment is 0 where nothing was ever said."""
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         at, flags, until, failures, openings, tried_at = BREAKER.unpack_from(self._memory, place)

@@ -96,7 +96,7 @@ def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refu
     """Show one of them; or say what a request for it would be told."""
     known = [each for each in fleet.models() if tenant is None or tenant.may_use(each)]
     if not fleet.serves(name):
-        return refusals.nobody_serves(name, known, all_told=fleet.all_told())
+        return refusals.model_not_served(name, known, all_told=fleet.all_told())
     if name not in known:
         return refusals.not_allowed(name, known)
     served = fleet.contexts()

@@ -26,7 +26,7 @@ PAGES = ("http", "https")
 def page_refusal(head: RequestHead) -> Refusal | None:
     """Refuse what pages from elsewhere send."""
     origin = head.special.get(b"origin", b"").decode("latin-1")
-    return refusals.not_for_pages(origin) if origin and not _may_ask(origin) else None
+    return refusals.origin_not_allowed(origin) if origin and not _may_ask(origin) else None
 
 
 def _may_ask(origin: str) -> bool:

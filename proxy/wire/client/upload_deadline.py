@@ -49,7 +49,7 @@ class UploadDeadline:
         """Return the refusal for a request that has passed a deadline."""
         request_s = settings.request_s
         if request_s is not None and now > self._came_at + request_s:
-            return refusals.came_late(request_s)
+            return refusals.request_late(request_s)
         if now > self._body_due(settings):
             return refusals.slow_body(settings.body_min_bytes_per_s)
         return Refusal(408, Reason.BAD_REQUEST, "the request took too long to come")

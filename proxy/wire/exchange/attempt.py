@@ -285,7 +285,7 @@ class Attempt:
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
         if error is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
-            refusal = refusals.unfinished(MOST * wire.settings.first_byte_s)
+            refusal = refusals.response_timeout(MOST * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
         response = self.response

@@ -252,7 +252,7 @@ class Exchange(AttemptOwner):
         if attempt is not None and attempt.ends_whole(now):
             return
         self._stop(now)
-        refusal = refusals.out_of_time(self._limit_s)
+        refusal = refusals.request_timeout(self._limit_s)
         response = None if attempt is None else attempt.response
         if response is None or not response.has_begun:
             self.refuse(now, refusal)

@@ -16,7 +16,7 @@ import pytest
 from vllm_sched.cli.main import main
 from vllm_sched.cost import profiles
 from vllm_sched.sim.planning import plan as planning
-from vllm_sched.sim.planning import search
+from vllm_sched.sim.planning import trials
 from vllm_sched.sim.planning.search import FleetSearch
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]
 
 
-SHORT_RUNS = {"COARSE_MOST": 600, "FINE_MOST": 900}
+SHORT_RUNS = {"MAX_COARSE_REQUESTS": 600, "MAX_FINE_REQUESTS": 900}
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a few hundred requests at a time: what is printed of them does not depend on that."""
     for name, requests in SHORT_RUNS.items():
-        monkeypatch.setattr(search, name, requests)
+        monkeypatch.setattr(trials, name, requests)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -120,8 +120,8 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
     code = (
         "import sys; from vllm_sched.cli.main import main; "
-        "from vllm_sched.sim.planning import search; "
-        f"vars(search).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
+        "from vllm_sched.sim.planning import trials; "
+        f"vars(trials).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True
@@ -190,9 +190,9 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
         ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
         (
             [*TARGETS, "--gpus", "1000000"],
-            "--gpus 1000000: one simulation of all that they and a worker more compute would have",
+            "--gpus 1000000: one simulation of these GPUs and one more worker would have",
         ),
-        (["--goodput", "ttft:1e9"], "requests, and has at most 10,000,000; give a shorter"),
+        (["--goodput", "ttft:1e9"], "requests, at most 10,000,000 are possible; give a shorter"),
         ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
         (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
         ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),

@@ -267,7 +267,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
 ) -> None:
     words = ["--workload", "100x2000", "--concurrency", "1", "--num-requests", "2"]
     assert main(["simulate", str(fleet), *words, "--timeout", "1"]) == 1
-    assert "2 failed: no whole answer within 1 s" in capsys.readouterr().out
+    assert "2 failed: no complete response within 1 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.batches.spare_capacity import gap
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.roster import WAITED_S
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.model.role import Role
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits
@@ -62,7 +62,7 @@ def test_nor_for_ever_after_one_that_never_comes_up() -> None:
     for name in ("a", "dead"):
         fleet.add(spec(name))
     fleet.probe_ok("a", now)
-    now += WAITED_S - 1
+    now += MAX_MODEL_LIST_WAIT_S - 1
     assert not gap(router, "nothing", now)
     now += 1
     assert gap(router, "nothing", now)

@@ -9,7 +9,7 @@ from typing import Any
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.roster import still
+from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
@@ -37,7 +37,7 @@ def spec(
     return WorkerSpec(name, f"http://{name}", role, model, limit, most)
 
 
-def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = still) -> Fleet:
+def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Fleet:
     """Make a fleet whose workers are all up."""
     fleet = Fleet(clock=clock)
     for one in specs:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.ejection import Key, key_of
-from proxy.core.fleet.kv_usage import HEEDED_S
+from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
@@ -228,7 +228,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
         assert not prefill.barred or (first.trial and self.now >= prefill.breaker.until)
         told = decode.gauges
-        known = told is not None and self.now - told.at <= HEEDED_S
+        known = told is not None and self.now - told.at <= MAX_PAGE_AGE_S
         if known and decode.kv_capacity and decode.kv_held > lease.kv_tokens:  # else it had nothing
             assert decode.kv_held <= decode.kv_capacity, "its decode has room"
         assert lease.under_way is first

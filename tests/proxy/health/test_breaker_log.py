@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S, TRIAL_S
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S, TRIAL_INTERVAL_S
 from proxy.health.breaker_log import TROUBLES, BreakerLog, why_it_rests
 from proxy.wire.worker.connection import WorkerError
 from tests.proxy.core.making import fleet_of, spec
@@ -35,7 +35,7 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
         fleet.failed(worker, now, 20.0, busy=True, why="503")
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [
-        ("WARNING", f"worker a is left alone for {FIRST_REST_S:g} s: it answered 502"),
+        ("WARNING", f"worker a is left alone for {MIN_OPEN_S:g} s: it answered 502"),
         ("INFO", "worker a answers, and is given requests again"),
         ("INFO", "worker a is left alone for 20 s: it answered 503"),
     ]
@@ -65,7 +65,7 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
         for second in range(100):
             now = float(second)
             for worker in fleet:
-                for _ in range(FAILURES):
+                for _ in range(FAILURES_TO_OPEN):
                     fleet.failed(worker, now, why="502")
             for worker in fleet:
                 fleet.succeeded(worker)
@@ -93,15 +93,15 @@ def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
 def test_operators_are_told_when_it_is_asked_again() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet
-    for _ in range(FAILURES):
+    for _ in range(FAILURES_TO_OPEN):
         fleet.failed(worker, 10.0, why="timeout")
     late = "it did not answer in time"
     assert why_it_rests(worker, 10.0) == f"{late}; left alone for 0.5 s more"
     assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
     worker.breaker.sent(11.0)
     assert why_it_rests(worker, 11.5) == f"{late}; a request tries it now"
-    assert why_it_rests(worker, 11.0 + TRIAL_S) == f"{late}; the next request tries it"
-    fleet.failed(worker, 14.0, LONGEST_REST_S)
+    assert why_it_rests(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
+    fleet.failed(worker, 14.0, MAX_OPEN_S)
     assert why_it_rests(worker, 14.0) == "requests failed there; left alone for 30 s more"
     fleet.succeeded(worker)
     fleet.failed(worker, 14.0, 250.0)

@@ -15,7 +15,7 @@ import pytest
 
 from proxy.config import ProbeConfig
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.slots import HEEDED_S
+from proxy.core.fleet.slots import MAX_PAGE_AGE_S
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
@@ -260,7 +260,7 @@ async def test_a_page_that_comes_no_more_is_believed_for_a_while(bench: Bench) -
     bench.double.metrics = b""
     assert await bench.ups(1) == [True]
     assert bench.worker.gauges is not None
-    bench.prober.clock = lambda: time.monotonic() + 2 * HEEDED_S
+    bench.prober.clock = lambda: time.monotonic() + 2 * MAX_PAGE_AGE_S
     assert await bench.ups(1) == [True]
     assert bench.worker.gauges is None
 

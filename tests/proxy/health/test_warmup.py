@@ -142,7 +142,7 @@ async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
     async with stage() as here:
         failing(here.kv, 5)
         prefill = here.worker("p0")
-        note = "prefills nothing for d0 yet: no first transfer came about"
+        note = "prefills nothing for d0 yet: the first transfer failed"
         async with here.running():
             assert here.is_cold("p0", "d0")
             for number, pause_s in enumerate((AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S), 1):

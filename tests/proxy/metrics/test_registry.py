@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MIN_OPEN_S
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.model.role import Role
@@ -233,13 +233,13 @@ def test_how_breakers_are_and_how_often_they_opened(
 
     assert states() == {}
     assert openings("s0", "failed") == openings("s0", "busy") == 0
-    for _ in range(FAILURES):
+    for _ in range(FAILURES_TO_OPEN):
         router.fleet.failed(s0, 0.0)
     router.fleet.failed(l0, 0.0, busy=True)
     assert states() == {"s0": "open", "l0": "busy"}
     assert (openings("s0", "failed"), openings("s0", "busy")) == (1, 0)
     assert (openings("l0", "failed"), openings("l0", "busy")) == (0, 1)
-    now = FIRST_REST_S
+    now = MIN_OPEN_S
     assert states() == {"s0": "half_open", "l0": "busy"}
 
 

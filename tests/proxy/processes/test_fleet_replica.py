@@ -11,7 +11,7 @@ import pytest
 from proxy.config import parse
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.roster import WAITED_S
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
@@ -112,7 +112,7 @@ def test_workers_come_change_and_go(pair: tuple[Process, Process]) -> None:
 def test_all_wait_for_who_never_comes_up_for_as_long(pair: tuple[Process, Process]) -> None:
     leader, other = pair
     leader.fleet.add(spec("dead"))
-    leader.now += WAITED_S - 1
+    leader.now += MAX_MODEL_LIST_WAIT_S - 1
     other.now = leader.now  # a process that was started anew
     pass_on(leader, other)
     assert (leader.fleet.all_told(), other.fleet.all_told()) == (False, False)

@@ -7,7 +7,7 @@ from collections import Counter
 import orjson
 import pytest
 
-from proxy.core.fleet.breaker import FAILURES
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank, TenantSpec
@@ -110,7 +110,7 @@ def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet
-    for _ in range(FAILURES):
+    for _ in range(FAILURES_TO_OPEN):
         router.fleet.failed(w4, 1.0, why="reset")
         router.fleet.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from proxy.core.learned.prefix_index import ENDS
-from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, namer, prefix_hashes
+from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes, token_namer
 
 
 def alike(
     one: tuple[tuple[str, int], ...], other: tuple[tuple[str, int], ...], length: int = 200
 ) -> int:
     """Count the tokens up to which two texts have the same names."""
-    first, second = namer(1, one), namer(2, other)
+    first, second = token_namer(1, one), token_namer(2, other)
     same = [first(end) == second(end) for end in range(1, length + 1)]
     assert same == sorted(same, reverse=True)
     return sum(same)
@@ -28,8 +28,8 @@ def test_texts_are_alike_as_far_as_their_pieces() -> None:
 
 def test_one_text_is_itself() -> None:
     shared = (("a", 50),)
-    assert [namer(1, shared)(end) for end in range(1, 99)] == [
-        namer(1, shared)(end) for end in range(1, 99)
+    assert [token_namer(1, shared)(end) for end in range(1, 99)] == [
+        token_namer(1, shared)(end) for end in range(1, 99)
     ]
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vllm_sched.bench.results.stats import percentile_of_sorted
-from vllm_sched.sim.engines.quantile_sketch import WIDTH, QuantileSketch
+from vllm_sched.sim.engines.quantile_sketch import BIN_WIDTH, QuantileSketch
 
 
 def samples(count: int = 20_000) -> list[float]:
@@ -23,9 +23,9 @@ def test_quantiles_are_within_half_a_bin() -> None:
         sketch.add(value)
     for share in (0.01, 0.5, 0.9, 0.99, 0.999):
         exact = percentile_of_sorted(drawn, share * 100)
-        assert sketch.quantile(share) == pytest.approx(exact, rel=WIDTH)
+        assert sketch.quantile(share) == pytest.approx(exact, rel=BIN_WIDTH)
         assert sketch.at_most(exact) == pytest.approx(share, abs=0.01)
-    assert sketch.quantile(1.0) == pytest.approx(drawn[-1], rel=WIDTH)
+    assert sketch.quantile(1.0) == pytest.approx(drawn[-1], rel=BIN_WIDTH)
     assert sketch.most == drawn[-1]
     assert sketch.mean == pytest.approx(sum(drawn) / len(drawn))
     assert len(sketch.bins) < 1500
@@ -36,8 +36,8 @@ def test_weights_count_as_so_many_samples() -> None:
     sketch.add(0.01, 99)
     sketch.add(5.0)
     assert sketch.count == 100
-    assert sketch.quantile(0.98) == pytest.approx(0.01, rel=WIDTH)
-    assert sketch.quantile(0.995) == pytest.approx(5.0, rel=WIDTH)
+    assert sketch.quantile(0.98) == pytest.approx(0.01, rel=BIN_WIDTH)
+    assert sketch.quantile(0.995) == pytest.approx(5.0, rel=BIN_WIDTH)
     assert sketch.at_most(1.0) == pytest.approx(0.99)
 
 

@@ -140,7 +140,7 @@ def test_clients_that_wait_too_long_leave_nothing_behind(workers: Any) -> None:
     fleet = simulated(*workers, timeout_s=0.5, **blocks)
     played = play(fleet, Request(0.0, "a", 1000, 20), Request(0.0, "b", 1000, 3000))
     assert played.outcomes[0].error == ""
-    assert played.outcomes[1].error == "no whole answer within 0.5 s"
+    assert played.outcomes[1].error == "no complete response within 0.5 s"
     for name, engine in fleet.engines.items():
         while (at := engine.next_at()) < float("inf"):
             engine.advance(at)

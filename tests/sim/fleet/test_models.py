@@ -81,8 +81,8 @@ def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
         ("--gpu-memory-utilization=2", "at most 1"),
         ("--gpu-memory-utilization=most", "at most 1"),
         ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
-        ("--tensor-parallel-size=4", "h100-8b is a worker of 1"),
-        ("-tp=4", "h100-8b is a worker of 1"),
+        ("--tensor-parallel-size=4", "h100-8b is a worker with 1"),
+        ("-tp=4", "h100-8b is a worker with 1"),
     ],
 )
 def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:

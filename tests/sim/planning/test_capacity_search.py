@@ -9,8 +9,13 @@ import pytest
 
 from tests.present import present
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult, together
-from vllm_sched.sim.planning.capacity_search import STEP, CapacitySearch, CapacityVerdict, rate_at
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult, merge_results
+from vllm_sched.sim.planning.capacity_search import (
+    RUNG_RATIO,
+    CapacitySearch,
+    CapacityVerdict,
+    rate_at,
+)
 from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
 SHAPE = FleetShape(general=1)
@@ -53,7 +58,7 @@ def test_a_rate_that_one_draw_bears_by_luck_is_not_named(start: float) -> None:
     # Each of them bears 17.9 or so, three of them no more than 13 to 15 otherwise: see `plan`.
     draws = Draws({1: 14.0, 2: 13.0, 3: 15.0, 4: 18.5}, lucky={1: 17.9, 2: 16.2})
     found = present(draws.highest(start))
-    assert 13.0 / STEP < found.rate <= 13.0
+    assert 13.0 / RUNG_RATIO < found.rate <= 13.0
     assert len(found.runs) == 4
     assert (found.run.all.arrived, found.run.all.met) == (40, 36)
 
@@ -83,7 +88,7 @@ def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
     del played[:]
     limits[6] = 11.0  # as another fleet may have it
     found = present(judge.highest(SHAPE, 13.0))
-    assert 11.0 / STEP < found.rate <= 11.0
+    assert 11.0 / RUNG_RATIO < found.rate <= 11.0
     # The first four need not be played where the fifth has enough and the sixth has not.
     assert sorted(played[-6:]) == [1, 2, 3, 4, 5, 6]
     assert set(played[:-6]) == {5, 6}
@@ -95,14 +100,14 @@ def test_no_rate_is_named_below_the_least_or_above_the_most() -> None:
     assert min(rate for rate, _ in draws.played) >= 10.1
     assert draws.highest(1.0, least=12.0, most=11.0) is None
     found = present(draws.highest(30.0, most=7.0))
-    assert 7.0 / STEP < found.rate <= 7.0
+    assert 7.0 / RUNG_RATIO < found.rate <= 7.0
     at_least = present(draws.highest(1.0, least=9.6))
     assert at_least.rate >= 9.6
 
 
 def test_together_they_have_to_have_enough_too() -> None:
     found = Draws({1: 20.0, 2: 20.0}).highest(30.0, alike=12.0)
-    assert 12.0 / STEP < present(found).rate <= 12.0
+    assert 12.0 / RUNG_RATIO < present(found).rate <= 12.0
 
 
 def test_what_nobody_bears_has_an_end() -> None:
@@ -118,7 +123,7 @@ def test_rates_are_those_that_are_printed() -> None:
 
 
 def test_of_several_runs_the_worst_queue_counts() -> None:
-    whole = together([run(9, 0.01), run(7, 0.05)])
+    whole = merge_results([run(9, 0.01), run(7, 0.05)])
     assert (whole.all.arrived, whole.all.met, whole.growth) == (20, 16, 0.05)
     assert whole.classes["long"].arrived == 2
     assert (whole.span_s, whole.duration_s, whole.rate) == (2.0, 4.0, 10.0)

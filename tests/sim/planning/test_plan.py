@@ -38,15 +38,9 @@ from vllm_sched.sim.planning.fleet_shapes import (
     shapes,
 )
 from vllm_sched.sim.planning.plan import machine_of, plan, workers_of, write
-from vllm_sched.sim.planning.search import (
-    LONG,
-    REST,
-    FleetSearch,
-    PlanQuestion,
-    ServedRate,
-    longest_kept,
-    ordered,
-)
+from vllm_sched.sim.planning.question import PlanQuestion
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
+from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,7 +152,7 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     search = FleetSearch(asked)
     shape = FleetShape(short=1, long=1, short_limit=2000)
     served = present(search.rate_of(shape, 2.0))
-    beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
+    beyond = search.trials.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
 
@@ -177,7 +171,7 @@ def test_the_longest_are_told_apart_where_many_are_as_long(
     workload: str, of_300: str, of_20000: str
 ) -> None:
     search = FleetSearch(question(workload, "ttft:2500"))
-    assert [search.class_of(tokens) for tokens in (300, 20_000)] == [of_300, of_20000]
+    assert [search.trials.class_of(tokens) for tokens in (300, 20_000)] == [of_300, of_20000]
 
 
 @pytest.mark.parametrize("targets", ["ttft:250", "ttft:1000 tpot:12", "e2el:1500", "itl:60"])
@@ -188,9 +182,11 @@ def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> 
     spared = 0
     for load in (1.0, 1.15, 3.0):
         rate = load * served.rate
-        run, whole = (search.play(shape, rate, fine=False, whole=each) for each in (False, True))
+        run, whole = (
+            search.trials.play(shape, rate, fine=False, whole=each) for each in (False, True)
+        )
         assert not whole.failed
-        assert search.enough(run, strict=False) == search.enough(whole, strict=False)
+        assert search.trials.enough(run, strict=False) == search.trials.enough(whole, strict=False)
         if run.failed:
             spared += whole.all.done - run.all.done
         else:
@@ -209,8 +205,8 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     def served(rate: float) -> int:
         """Count those of six others that have enough in time."""
         others = (FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106))
-        runs = [each.play(shape, rate, fine=True) for each in others]
-        return sum(search.enough(run, strict=False) for run in runs)
+        runs = [each.trials.play(shape, rate, fine=True) for each in others]
+        return sum(search.trials.enough(run, strict=False) for run in runs)
 
     good = served(found.rate)
     assert good >= 3  # on average six in seven
@@ -254,10 +250,10 @@ def test_few_of_the_longest_say_little() -> None:
         )
 
     # Of nine in ten, 44 are 4.5 % more or less by chance.
-    assert search.enough(run(38, 44), strict=False)
-    assert not search.enough(run(38, 44))
-    assert not search.enough(run(37, 44), strict=False)
-    assert search.enough(run(40, 44))
+    assert search.trials.enough(run(38, 44), strict=False)
+    assert not search.trials.enough(run(38, 44))
+    assert not search.trials.enough(run(37, 44), strict=False)
+    assert search.trials.enough(run(40, 44))
 
 
 # What cannot be had
@@ -316,7 +312,9 @@ def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
         searched, judging = (
             sum(each.prompt_tokens > 300 for each in islice(search.question.shapes(draw), count))
             / count
-            for draw, count in enumerate(search.count(1.0, fine=fine) for fine in (False, True))
+            for draw, count in enumerate(
+                search.trials.count(1.0, fine=fine) for fine in (False, True)
+            )
         )
         if (judging < 0.1 < searched) if borne else (searched < 0.1 < judging):
             break
@@ -334,8 +332,8 @@ def test_who_all_come_at_once_are_no_matter_of_an_idle_worker() -> None:
     search = FleetSearch(asked)
     search.check()
     # One worker is never in time with them, forty are.
-    assert search.serves(FleetShape(general=1), 0.2) is None
-    assert search.serves(FleetShape(general=40), 0.2) is not None
+    assert search.trials.serves(FleetShape(general=1), 0.2) is None
+    assert search.trials.serves(FleetShape(general=40), 0.2) is not None
 
 
 def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
@@ -441,19 +439,19 @@ def test_real_schedulers_are_asked_of_the_longest_too(
     told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking[:1])
-    assert "and as many of the longest, at" in refusal(asked, exact=True)
+    assert "of all and of the longest requests in time, at" in refusal(asked, exact=True)
 
 
 def test_what_was_kept_is_counted_as_in_the_search() -> None:
     search = FleetSearch(question(LONGS, "ttft:250 tpot:100", effort=0.1))
-    alone_s = search.borne_s(40_000)
+    alone_s = search.trials.borne_s(40_000)
     assert alone_s > 0.25
 
     def answered(prompt: int, ttft: float, gap: float = 0.05, *, error: str = "") -> Outcome:
         ticks = [10 + ttft, 10 + ttft + gap]
         return Outcome(10.0, "", prompt, 2, ticks=ticks, completed=2, error=error)
 
-    run = planning.counted(
+    run = planning.count_outcomes(
         search,
         [
             answered(300, 0.2), answered(300, 0.3), answered(300, 0.2, error="gone"),
@@ -466,14 +464,14 @@ def test_what_was_kept_is_counted_as_in_the_search() -> None:
     assert (run.classes[LONG].met, run.classes[LONG].kept) == (1, 2)
     assert (run.classes[REST].arrived, run.classes[REST].kept) == (3, 1)
     assert longest_kept(run) == 0.5
-    assert not search.enough(run)
+    assert not search.trials.enough(run)
 
 
 def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
     monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
-    assert "none of the best fleets has 90% in time" in refusal(asked, 1, exact=True)
+    assert "none of the best fleets has 90% of all" in refusal(asked, 1, exact=True)
 
 
 # Shapes
@@ -535,7 +533,7 @@ def test_of_equals_the_simplest_is_best() -> None:
     equal = served(9.8, general=2, policy=BOTH)
     plain = served(9.7, general=2)
     behind = served(5.0, general=2, policy=CHUNKS)
-    assert ordered([behind, far, equal, plain]) == [plain, equal, far, behind]
+    assert rank_fleets([behind, far, equal, plain]) == [plain, equal, far, behind]
 
 
 def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +582,7 @@ def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_traffic_is_known_by_its_requests() -> None:
-    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).traffic
+    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
     assert traffic.largest == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
@@ -625,15 +623,15 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
 def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
     search = FleetSearch(question("1500x100", targets, policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
-    allowed = 2 * search.traffic.most_each
+    allowed = 2 * search.trials.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
     served = present(search.judged(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
     # Nor is more asked of it, where it has to beat another.
-    runs = search.runs
+    runs = search.trials.runs
     assert search.judged(shape, allowed, least=1.01 * allowed) is None
     assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
-    assert search.runs == runs
+    assert search.trials.runs == runs
 
 
 @pytest.mark.parametrize(("effort", "gpus_each"), [(1.0, 1), (1 / 3, 4), (0.4, 8)])
@@ -659,26 +657,26 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
         plan(asked, fits + gpus_each, gpus_each)
     # What one worker more would serve is played too.
     search = FleetSearch(asked)
-    most = (fits // gpus_each + 1) * search.traffic.most_each
-    assert Schedule(source=asked.source, count=search.count(most, fine=True)).count
+    most = (fits // gpus_each + 1) * search.trials.traffic.most_each
+    assert Schedule(source=asked.source, count=search.trials.count(most, fine=True)).count
 
 
 def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
     # No target sees how long anybody waits for the first token.
     search = FleetSearch(question("1500x100", "itl:80", policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
-    allowed = 2 * search.traffic.most_each
+    allowed = 2 * search.trials.traffic.most_each
     for fine in (False, True):
-        run = search.play(shape, 1.2 * allowed, fine=fine)
+        run = search.trials.play(shape, 1.2 * allowed, fine=fine)
         assert run.all.share == 1.0
         assert 0.14 < run.growth < 0.3
-        assert not search.enough(run)
-        assert search.enough(search.play(shape, 0.8 * allowed, fine=fine))
+        assert not search.trials.enough(run)
+        assert search.trials.enough(search.trials.play(shape, 0.8 * allowed, fine=fine))
 
 
 def test_what_is_in_caches_need_not_be_computed() -> None:
     plain, cached = (
-        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).traffic.most_each
+        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
         for hit in (0.0, 0.8)
     )
     assert 3 < cached / plain < 5
@@ -695,8 +693,8 @@ def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
     )
     for seed in (0, 1):
         search = FleetSearch(question(str(path), "ttft:3000 tpot:60", seed=seed, effort=0.4))
-        assert search.traffic.prompt == pytest.approx(10_150)
-        run = search.play(FleetShape(general=2), 1.0, fine=False, whole=True)
+        assert search.trials.traffic.prompt == pytest.approx(10_150)
+        run = search.trials.play(FleetShape(general=2), 1.0, fine=False, whole=True)
         mean = run.all.prompt_tokens / run.all.done
         assert mean == pytest.approx(10_150, rel=0.25)
 
@@ -705,7 +703,7 @@ def test_a_run_lasts_longer_than_its_target_however_large_the_fleet() -> None:
     search = FleetSearch(question("1500x30", "ttft:5000", effort=1.0))
     for rate in (1.0, 100.0, 1e6):
         for fine in (False, True):
-            assert search.count(rate, fine=fine) >= 20 * rate
+            assert search.trials.count(rate, fine=fine) >= 20 * rate
 
 
 def test_a_measured_machine_is_planned_with(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from vllm_sched.cli.bench import chart
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost.calibration import Calibration, calibrate
-from vllm_sched.cost.fit import PLACES, Kind, kind_of
+from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
@@ -242,7 +242,7 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
         "front_s": whole.front_s,
         "intervals": dict(found.intervals),
         "held_out_error": {
-            "all": found.error(), **{kind: found.error(kind) for kind in PLACES},
+            "all": found.error(), **{kind: found.error(kind) for kind in FEATURE_COEFFICIENTS},
         },
         "whole_prompts": [
             {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()

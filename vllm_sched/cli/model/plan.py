@@ -33,7 +33,8 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
-from vllm_sched.sim.planning.search import DRAWS, FEW_DRAWS, SAME, PlanQuestion
+from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, PlanQuestion
+from vllm_sched.sim.planning.search import SAME
 
 if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import TrafficSource

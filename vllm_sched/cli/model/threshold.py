@@ -22,7 +22,7 @@ from vllm_sched.cost.events import EventRun, play
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
-from vllm_sched.cost.threshold import WORTHWHILE, closed_form, to_run
+from vllm_sched.cost.threshold import MIN_GAIN, closed_form, to_run
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
@@ -124,7 +124,7 @@ class Finding:
         if self.run > 1:
             return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
         most = max(row.throughput for row in self.rows) / self.rows[0].throughput
-        if most < WORTHWHILE:
+        if most < MIN_GAIN:
             gain = f"gains more than {_percent(most)}" if most > 1 else "gains anything"
             return f"{best}; run departures=1: no larger K {gain}"
         return f"{best}; run departures=1: no larger K is within the bounds given"

@@ -1,7 +1,6 @@
-"""Deferred prefill on a plain worker: when admissions are held, and for how long.
+"""Deferred prefill in the fluid engine: when admission is held, and for how long.
 
-As in `policies/deferred_prefill`, of which it is the part that costs and counts decide. What that
-policy learns while it runs is known here: the step's time.
+Same rules as `policies/deferred_prefill`, but the step time is known instead of learned.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ if TYPE_CHECKING:
     from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
-RECKON_EVERY: Final = 64  # admissions
+UPDATE_EVERY_ADMISSIONS: Final = 64  # admissions
 FOREVER: Final = 1 << 40
 
 
 class EngineLoad(Protocol):
-    """The numbers of requests in an engine that a deferral depends on."""
+    """The request counts of an engine."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for admission."""
+        """Requests waiting for admission."""
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
 
     @property
     def decoding(self) -> int:
@@ -43,8 +42,6 @@ class EngineLoad(Protocol):
 
 
 class Deferral:
-    """Whether somebody may enter."""
-
     def __init__(self, model: WorkerModel, way: PolicyEffects) -> None:
         self.on = False
         self.threshold = max(way.departures, 1)
@@ -53,25 +50,26 @@ class Deferral:
         self._since = 0.0
         self._departed = 0
         self._slots_full = True
-        self._full = False  # whether the last step left no slot, or refused somebody
+        self._full = False  # the last step left no slot or no KV room
         self._admitted = self._prompts = 0
         self._ended = self._outputs = 0
 
     def admitted(self, task: Task) -> None:
-        """Learn how long prompts are."""
         self._admitted += 1
         self._prompts += task.left
-        if not self._way.departures and self._admitted % RECKON_EVERY == 0 and self._ended:
+        if (
+            not self._way.departures
+            and self._admitted % UPDATE_EVERY_ADMISSIONS == 0
+            and self._ended
+        ):
             self.threshold = self._reckon()
 
     def departed(self, task: Task) -> None:
-        """Count one that left, and learn how long answers are."""
         self._departed += 1
         self._ended += 1
         self._outputs += task.job.output_tokens
 
     def look(self, now: float, filling: EngineLoad) -> None:
-        """Begin a hold, or end it."""
         if not self.on:
             if self._full and self.threshold > 1 and filling.waiting:
                 self.on, self._since, self._departed = True, now, 0
@@ -84,18 +82,17 @@ class Deferral:
             self.on = False
 
     def filled(self, filling: EngineLoad, *, refused: bool) -> None:
-        """See how full it is after a step's admissions."""
         if not self.on:
             self._slots_full = filling.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused
 
     def steps(self, now: float, filling: EngineLoad) -> int:
-        """How many steps until the hold has to be looked at again."""
+        """Return the steps until the hold must be checked again."""
         if not self.on:
             return FOREVER
         shape = StepShape(decodes=max(filling.decoding, 1), context_tokens=filling.context)
         seconds = self._model.time.seconds(shape)
-        # K falls in the second half of the longest hold: an eighth of it is soon enough.
+        # K falls during the second half of the longest hold; check every eighth.
         due = self._since + self._way.hold_s / 2
         if now >= due:
             due = now + self._way.hold_s / 8

@@ -1,48 +1,42 @@
-"""A worker as a plain model: runs of steps that are all alike, one event each.
+"""The fluid engine: a worker as runs of equal steps, with one event per run.
 
-Idea: between two moments at which a request comes, has its prompt done, or ends, all steps compute
-the same: so many decodes, a chunk so large. Such a run is worked out at once, in the very steps
-that the worker would have made; a request that comes in its midst ends it at a step's end. A
-request is thus some three or four runs, be its answer ten tokens or ten thousand. With `each_token`
-every step is a run, and every token told; the times are the same.
+Idea: between arrivals, finished prompts and ends, all steps have the same decodes and chunks. Such
+a run is computed at once; an arrival cuts the run at the end of a step. A request takes three or
+four runs for any output length. With `each_token` every step is a run; times are the same.
 
-What it keeps: slots, the budget of a step, chunks and who has them, the policies as far as `ways`
-says, room in the KV cache (of what running requests share, once), prefixes (whole, the last used
-longest), transfers one after another, and that the next step is scheduled while one runs.
+Simulated: slots, token budget, chunks, policies (see `policy_effects`), KV room with shared
+prefixes, the prefix cache, serial transfers and asynchronous scheduling.
 
-What it leaves out: blocks and what of them is lost by rounding; preemption (room for the whole
-answer is kept from the start, where vLLM would admit more and take some of it back); what the
-cache gains or loses while one waits, for what of its prompt is cached is settled as it comes; all
-that `ways` leaves out.
+Not simulated: block rounding; preemption (room for the whole output is reserved at admission);
+cache changes while a request waits, because cached tokens are counted on arrival.
 
-Cost per request: a few runs, each O(log n) in its worker's requests. How it fails: near a full KV
-cache it admits too few, and where many answers are of unlike lengths runs are short.
+Cost per request: a few runs of O(log n) in the worker's requests. How it fails: near a full KV
+cache it admits too few requests; many different output lengths make runs short.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.sim.engines.fluid_steps import FluidSteps, growth_of, shape_of
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, Task
+from vllm_sched.sim.engines.kv_transfers import KvTransfers
 from vllm_sched.sim.engines.policy_effects import PolicyEffects
-from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.engines.step_run import NEVER, StepRun
+from vllm_sched.sim.engines.token_gaps import TokenGaps
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+
 PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
-NEVER = math.inf
-PEAKS = 4096  # of gaps remembered: more than a worker has unlike steps in one answer's time
 
 
 class FluidEngine:
-    """See the module's text; the protocol is `Engine`."""
+    """The fluid implementation of `Engine`."""
 
     def __init__(
         self,
@@ -52,50 +46,39 @@ class FluidEngine:
         each_token: bool = False,
         ended: Callable[[Job, float], None] | None = None,
     ) -> None:
-        """Begin with nothing to do; `ended` hears of a request's end with its longest gap."""
-        del seed  # nothing here is left to chance
+        """Start idle; `ended` is called at a request's end with its longest gap."""
+        del seed  # deterministic
         self.model = model
-        self.gaps = QuantileSketch()
         self._each = each_token
         self._ended = ended
         self._tasks: dict[str, Task] = {}
         self._prefixes = CachedPrefixes(model.kv_tokens if model.prefix_caching else 0)
         self._room = KvBlocks(model.kv_tokens, self._prefixes)
         self._filling = FluidSteps(model, PolicyEffects.of(model), self._room)
-        self._decoding: list[tuple[int, int, Task]] = []  # by the decode step that ends it
-        self._kept: dict[str, Task] = {}  # finished prefill legs whose KV is still to be fetched
-        self._fetching: list[tuple[float, int, Task]] = []
-        self._unfetched: deque[Task] = deque()  # without room yet
-        self._link_free = 0.0
+        self._decoding: list[tuple[int, int, Task]] = []  # by last decode step
+        self._kept: dict[str, Task] = {}  # finished prefill legs with unreleased KV
+        self._transfers = KvTransfers(model, self._room)
         self._number = 0
         self._decode_steps = 0
-
-        # The run under way.
-        self._began = 0.0
-        self._end = NEVER
-        self._steps = 0
-        self._parts: list[tuple[Task, int]] = []
-        self._decodes = 0  # that it moves on
-        self._first_s = self._growth_s = 0.0
-        self._paused_s = 0.0  # that decodes have stood still before it
-        # Gaps that were longer than all after them: the decode step that ended each, and its time.
-        self._peak_at: list[int] = []
-        self._peak_s: list[float] = []
-
+        self._run = StepRun()
+        self._gaps = TokenGaps()
         self._busy_s = 0.0
         self._all_steps = 0
         self._computed = self._written = 0
 
+    @property
+    def gaps(self) -> QuantileSketch:
+        return self._gaps.sketch
+
     # The protocol
 
     def submit(self, job: Job, now: float) -> None:
-        """Take a job in."""
         self._number += 1
         task = Task(job, self._number, now, min(self._need(job), self.model.kv_tokens))
         self._tasks[job.id] = task
         if job.leg is DECODE:
-            self._unfetched.append(task)
-            self._fetch(now)
+            self._transfers.waiting.append(task)
+            self._transfers.start(now)
         else:
             cached = self._prefixes.held(job.shared)
             task.cached = min(cached, job.prompt_tokens - 1)
@@ -103,7 +86,6 @@ class FluidEngine:
             self._enter(task, now)
 
     def abort(self, job_id: str, now: float) -> None:
-        """Forget a job."""
         task = self._tasks.pop(job_id, None)
         if task is None:
             self.release(job_id, now)
@@ -112,60 +94,55 @@ class FluidEngine:
         filling = self._filling
         if task.ends_at:
             filling.left_decode(task, self._decode_steps)
-            self._decodes = min(self._decodes, filling.decoding)
+            self._run.decodes = min(self._run.decodes, filling.decoding)
         elif task.fetching:
             self._room.give(task)
         elif task.job.leg is DECODE and not task.holds:
-            self._unfetched.remove(task)  # it never got as far as the queue
-            self._fetch(now)
+            self._transfers.waiting.remove(task)  # not queued yet
+            self._transfers.start(now)
         else:
             filling.drop(task)
         self._wake(now)
 
     def release(self, job_id: str, now: float) -> None:
-        """Let go of a prefill leg's KV."""
         task = self._kept.pop(job_id, None)
         if task is not None:
             self._room.give(task)
             self._wake(now)
 
     def next_at(self) -> float:
-        """When the run ends, or a prompt's KV is here."""
-        if self._fetching and self._fetching[0][0] < self._end:
-            return self._fetching[0][0]
-        return self._end
+        fetching, end = self._transfers.under_way, self._run.end
+        return fetching[0][0] if fetching and fetching[0][0] < end else end
 
     def advance(self, now: float) -> Sequence[Event]:
-        """Go through the runs that are over."""
         events: list[Event] = []
+        fetching = self._transfers.under_way
         while (at := self.next_at()) <= now:
-            if self._fetching and self._fetching[0][0] <= at:
-                task = heappop(self._fetching)[2]
+            if fetching and fetching[0][0] <= at:
+                task = self._transfers.finish()
                 if not task.gone:
                     events.append(Event(task.job.id, at, fetched=True))
                     task.left, task.cached, task.fetching = 1, task.job.prompt_tokens - 1, False
                     self._enter(task, at)
             else:
                 self._end_run(at, events)
-                self._fetch(at)
+                self._transfers.start(at)
                 self._plan(at)
         return events
 
     def gauges(self, now: float) -> Gauges:  # noqa: ARG002
-        """Tell how it fares."""
-        filling = self._filling
+        filling, transfers = self._filling, self._transfers
         return Gauges(
             running=filling.running,
-            waiting=filling.waiting + len(self._unfetched) + len(self._fetching),
+            waiting=filling.waiting + len(transfers.waiting) + len(transfers.under_way),
             kv_usage=min(self._room.used / self._room.tokens, 1.0),
             backlog_tokens=filling.backlog,
             backlog_long_tokens=filling.backlog_long,
             steps=self._all_steps,
-            fetching=len(self._fetching),
+            fetching=len(transfers.under_way),
         )
 
     def facts(self) -> dict[str, Any]:
-        """Tell what it did, and the gaps between tokens that it made."""
         gaps = self.gaps
         return {
             "steps": self._all_steps,
@@ -182,82 +159,43 @@ class FluidEngine:
     def _need(self, job: Job) -> int:
         return job.prompt_tokens + (0 if job.leg is PREFILL else job.output_tokens)
 
-    def _fetch(self, now: float) -> None:
-        """Begin to fetch prompts' KV, one after another, where there is room for all of it."""
-        room = self._room
-        while self._unfetched:
-            task = self._unfetched[0]
-            if not task.gone:
-                if not room.fits(task):
-                    return
-                room.take(task)
-                cached = min(self._prefixes.held(task.job.shared), task.job.prompt_tokens)
-                seconds = self.model.transfer_s(task.job.prompt_tokens - cached)
-                self._link_free = max(self._link_free, now) + seconds
-                task.fetching = True
-                heappush(self._fetching, (self._link_free, task.number, task))
-            self._unfetched.popleft()
-
     def _enter(self, task: Task, now: float) -> None:
-        """Let one wait for its first step; end the run early if that would be in its midst."""
-        filling = self._filling
-        if self._end == NEVER:
+        """Queue a request; cut the run if the request can enter before its end."""
+        filling, run = self._filling, self._run
+        if run.end == NEVER:
             task.ready = self._all_steps
             filling.push(task)
             self._plan(now)
             return
-        passed = self._passed(now - self._began)
+        passed = run.passed(now - run.began)
         passed += self.model.async_scheduling
         task.ready = self._all_steps + passed
         filling.push(task)
-        if passed < self._steps and filling.disturbs(task):
-            self._cut(passed)
+        if passed < run.steps and filling.disturbs(task):
+            run.cut(passed)
 
     def _wake(self, now: float) -> None:
-        self._fetch(now)
-        if self._end == NEVER:
+        self._transfers.start(now)
+        if self._run.end == NEVER:
             self._plan(now)
         elif self._filling.waiting:
-            passed = self._passed(now - self._began) + self.model.async_scheduling
-            if passed < self._steps:
-                self._cut(passed)
+            run = self._run
+            passed = run.passed(now - run.began) + self.model.async_scheduling
+            if passed < run.steps:
+                run.cut(passed)
 
     # Runs
 
-    def _cut(self, steps: int) -> None:
-        self._steps = steps
-        self._end = self._began + self._seconds(steps)
-
-    def _seconds(self, steps: int) -> float:
-        return self._first_s * steps + self._growth_s * (steps * (steps - 1) / 2)
-
-    def _passed(self, seconds: float) -> int:
-        """How many steps of the run, the one under way included, had begun after so long."""
-        first, growth = self._first_s, self._growth_s
-        if growth > 0:
-            half = first - growth / 2
-            steps = int((math.sqrt(half * half + 2 * growth * max(seconds, 0.0)) - half) / growth)
-        else:
-            steps = int(seconds / first) if first else 0
-        steps = max(min(steps, self._steps), 1)
-        while steps > 1 and self._seconds(steps - 1) >= seconds:
-            steps -= 1
-        while steps < self._steps and self._seconds(steps) < seconds:
-            steps += 1
-        return steps
-
     def _plan(self, now: float) -> None:
-        """Make up the next step, and see for how long all after it are like it."""
         filling = self._filling
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding
         if not parts and not decodes:
             if (ready := filling.next_ready(self._all_steps)) is not None:
-                self._all_steps = ready  # no step is under way that it would have to wait for
+                self._all_steps = ready  # idle: no step to wait for
                 self._plan(now)
                 return
-            self._end = NEVER
-            self._steps = 0
+            self._run.stop()
             return
         time, context = self.model.time, filling.context if decodes else 0
         shape = shape_of(parts, decodes, context)
@@ -269,26 +207,26 @@ class FluidEngine:
             growth = 0.0
         if decodes:
             most = min(most, self._decoding[0][0] - self._decode_steps)
-        self._parts, self._decodes = parts, decodes
-        self._first_s, self._growth_s = first, growth
-        self._began = now
-        self._cut(1 if self._each else max(most, 1))
+        run = self._run
+        run.parts, run.decodes, run.began = parts, decodes, now
+        run.first_s, run.growth_s = first, growth
+        run.cut(1 if self._each else max(most, 1))
 
     def _end_run(self, at: float, events: list[Event]) -> None:
-        steps, filling = self._steps, self._filling
+        run, filling = self._run, self._filling
+        steps, decodes = run.steps, run.decodes
         self._all_steps += steps
-        seconds = at - self._began
+        seconds = at - run.began
         self._busy_s += seconds
-        if self._decodes:
-            self._note_gaps(steps, seconds / steps)
+        if decodes:
+            self._gaps.note(self._decode_steps, steps, seconds / steps, decodes)
             self._decode_steps += steps
-            self._written += steps * self._decodes
-            filling.context += steps * self._decodes
-        elif filling.decoding:
-            self._paused_s += seconds
-        if self._decodes:
+            self._written += steps * decodes
+            filling.context += steps * decodes
             self._end_decodes(at, events)
-        for task, part in self._parts:
+        elif filling.decoding:
+            self._gaps.paused_s += seconds
+        for task, part in run.parts:
             if task.gone:
                 continue
             done = part * steps
@@ -313,9 +251,8 @@ class FluidEngine:
             left = 1 if self._each else task.job.output_tokens - 1
             events.append(Event(task.job.id, at, left, finished=True))
             if self._ended is not None:
-                peak = bisect_right(self._peak_at, task.decodes_from)
-                self._ended(task.job, self._peak_s[peak] if peak < len(self._peak_s) else 0.0)
-        # Those that were aborted have no step to be waited for.
+                self._ended(task.job, self._gaps.longest_since(task.decodes_from))
+        # Aborted requests must not limit the next run.
         while decoding and decoding[0][2].gone:
             heappop(decoding)
 
@@ -339,27 +276,3 @@ class FluidEngine:
         self._room.give(task)
         if self._ended is not None:
             self._ended(job, 0.0)
-
-    def _note_gaps(self, steps: int, seconds: float) -> None:
-        """Count a gap per decode and step; the first also has the pause before it."""
-        if self._paused_s:
-            self.gaps.add(self._paused_s + seconds, self._decodes)
-            self._peak(self._decode_steps + 1, self._paused_s + seconds)
-            self._paused_s = 0.0
-            steps -= 1
-            if not steps:
-                return
-            self._peak(self._decode_steps + 1 + steps, seconds)
-        else:
-            self._peak(self._decode_steps + steps, seconds)
-        self.gaps.add(seconds, steps * self._decodes)
-
-    def _peak(self, at: int, seconds: float) -> None:
-        ats, peaks = self._peak_at, self._peak_s
-        while peaks and peaks[-1] <= seconds:
-            peaks.pop()
-            ats.pop()
-        ats.append(at)
-        peaks.append(seconds)
-        if len(ats) > PEAKS:
-            del ats[: PEAKS // 2], peaks[: PEAKS // 2]

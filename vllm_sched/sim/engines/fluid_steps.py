@@ -1,7 +1,7 @@
-"""What a plain worker computes in its next step: who enters, and whose prompt gets how much.
+"""The next step of a fluid engine: admissions and prompt chunks.
 
-`fill` gives the parts of prompts, whether decodes stand still for them, and for how many steps the
-same would come out, if nobody came or went.
+`fill` returns the chunks, whether decodes pause, and for how many steps the result stays the same
+without arrivals and departures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.cost.pace import least_far_on, tiled
+from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.engines.deferral import Deferral
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
-FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
-LOOK_AGAIN: Final = 16  # steps after which it may have become quiet
-SLACK: Final = 0.02  # a chunk that is sized by time is sized anew once its step is longer by that
+FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
+QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
+MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk is sized again
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
 
 
 def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
-    """Say what a step computes."""
     tokens, pairs, read = 0, 0.0, 0
     for task, part in parts:
         tokens += part
@@ -41,23 +40,38 @@ def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
 
 
 def growth_of(time: StepTime, tokens: int) -> float:
-    """By how much a step of one prompt is longer than the one before: it reads more again."""
+    """Return by how much each step of one prompt is longer than the previous step."""
     return (time.pair_s * tokens + time.read_s) * tokens
 
 
-class FluidSteps:
-    """Who waits, who is in prefill, and how many decode."""
+def steps_within(time: StepTime, parts: Parts, seconds: float) -> int:
+    """Return the number of steps without decodes that begin within `seconds`."""
+    shape = shape_of(parts)
+    first = time.seconds(shape)
+    growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
+    half = first - growth / 2
+    divisor = half + math.sqrt(half * half + 2 * growth * seconds)
+    return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
 
+
+def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> int:
+    """Return the number of steps with nearly the first step's length."""
+    shape = shape_of(parts, decodes, context)
+    growth = growth_of(time, shape.prefill_tokens) + time.context_s * decodes
+    return 1 + int(MAX_STEP_GROWTH * time.seconds(shape) / growth) if growth else FOREVER
+
+
+class FluidSteps:
     def __init__(self, model: WorkerModel, way: PolicyEffects, room: KvBlocks) -> None:
         self.model = model
         self.way = way
         self.room = room
         self.decoding = 0
-        self.context = 0  # tokens of those that decode
+        self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
         self.waiting = 0
-        self._holding: deque[Task] = deque()  # with their KV here: no gate is for them
-        self._shorts: deque[Task] = deque()  # or all, where no size is told apart
+        self._holding: deque[Task] = deque()  # with KV here: not subject to policies
+        self._shorts: deque[Task] = deque()  # or all, without long-prompt policy
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
         self._hold = Deferral(model, way)
@@ -66,17 +80,15 @@ class FluidSteps:
         self._last_short = -math.inf
         self._stood_back = 0
         self._refused = False
-        self._hog = False  # whether a prompt takes all there is
+        self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
-        self._soon = FOREVER  # steps until one who waits may enter
+        self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
         return self.decoding + len(self._prefills)
 
     def next_ready(self, step: int) -> int | None:
-        """Return the first step after this one that somebody may enter who may not yet."""
         queues = (self._holding, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
@@ -84,7 +96,6 @@ class FluidSteps:
     # Coming and going
 
     def push(self, task: Task) -> None:
-        """Let one wait."""
         self.waiting += 1
         self.backlog += task.left
         above = self.way.long_above
@@ -98,7 +109,6 @@ class FluidSteps:
         queue.append(task)
 
     def drop(self, task: Task) -> None:
-        """Take out one that waits, or is in prefill."""
         self._settle(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
@@ -109,7 +119,7 @@ class FluidSteps:
                 self.room.give(task)
 
     def computed(self, task: Task, tokens: int) -> bool:
-        """Count what was computed of a prompt; True if that was the last of it."""
+        """Count computed prompt tokens; return True if the prompt is done."""
         self._settle(task, tokens)
         task.left -= tokens
         return not task.left
@@ -120,18 +130,15 @@ class FluidSteps:
             self.backlog_long -= tokens
 
     def began_decode(self, task: Task) -> None:
-        """Count one whose prompt is done."""
         self._prefills.remove(task)
         self.decoding += 1
         self.context += task.job.prompt_tokens + 1
 
     def ended_prefill(self, task: Task) -> None:
-        """Take out one that has nothing to decode."""
         self._prefills.remove(task)
         self._hold.departed(task)
 
     def left_decode(self, task: Task, made: int) -> None:
-        """Take out one that decoded."""
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
@@ -139,7 +146,7 @@ class FluidSteps:
         self._hold.departed(task)
 
     def disturbs(self, task: Task) -> bool:
-        """Whether one who has come would change the step after next."""
+        """Return True if a new request changes the coming steps."""
         if self.running >= self.model.max_num_seqs or self._hold.on:
             return False
         if self.way.batch and not self._forming:
@@ -156,7 +163,7 @@ class FluidSteps:
     # Filling
 
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
-        """See the module's text."""
+        """Return the chunks, whether decodes pause, and the number of equal steps."""
         way, model = self.way, self.model
         self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
         if way.batch and not self.decoding and not self._prefills:
@@ -174,7 +181,7 @@ class FluidSteps:
             self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
         )
         if beside and way.itl_s and parts and most > 1:
-            most = min(most, self._steps_as_sized(parts))
+            most = min(most, steps_as_sized(model.time, parts, self.decoding, self.context))
         if way.batch and self.decoding and not parts:
             self._forming = False
         pausing = pausing and bool(parts)
@@ -182,27 +189,12 @@ class FluidSteps:
             self._paused_since = None
         else:
             since = self._paused_since = now if self._paused_since is None else self._paused_since
-            most = min(most, self._steps_within(parts, since + way.pause_s - now))
+            most = min(most, steps_within(model.time, parts, since + way.pause_s - now))
         most = min(most, self._soon)
         if way.departures != 1:
             self._hold.filled(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
         return parts, pausing, max(most, 1)
-
-    def _steps_within(self, parts: Parts, seconds: float) -> int:
-        """Count the steps that go on for so long, the last of them begun within it."""
-        time, shape = self.model.time, shape_of(parts)
-        first = time.seconds(shape)
-        growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
-        half = first - growth / 2
-        divisor = half + math.sqrt(half * half + 2 * growth * seconds)
-        return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
-
-    def _steps_as_sized(self, parts: Parts) -> int:
-        """Count the steps that are about as long as the first, for which the size was sought."""
-        time, shape = self.model.time, shape_of(parts, self.decoding, self.context)
-        growth = growth_of(time, shape.prefill_tokens) + time.context_s * self.decoding
-        return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
 
     def _within_gap(self, left: int) -> int:
         way = self.way
@@ -216,7 +208,6 @@ class FluidSteps:
         return min(left, max(fitting, way.least_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        """First come, first served."""
         prefills, parts = self._prefills, Parts()
         all_of_it, index = left, 0
         while left > 0:
@@ -238,7 +229,7 @@ class FluidSteps:
         return parts, task.left // part
 
     def _in_time(self, task: Task, wanted: int, first: bool) -> int:
-        """Cut to the time that is left, as `chunk_budget` does: one may come with much in cache."""
+        """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
         time = self.model.time
@@ -257,7 +248,6 @@ class FluidSteps:
         return self._admit(queue, step)
 
     def _open(self, head: Task, now: float) -> bool:
-        """Whether the policies let somebody enter."""
         if self._hold.on:
             return False
         if not self.way.batch:
@@ -296,7 +286,6 @@ class FluidSteps:
         return self.way.longs - longs
 
     def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        """Shorts first; longs get what a step's time allows."""
         way, n = self.way, self.decoding
         while self._next(now, step) is not None:
             pass
@@ -330,23 +319,25 @@ class FluidSteps:
             return parts, 1
         self._stood_back = 0
         for task in longs:
-            # Worth at least what reading it again takes, as in `StepPace`.
+            # Compute at least as long as reading the context again, as in `StepPace`.
             least_s = base + 2 * time.read_s * task.done
             fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
             if way.share:
                 part = max(int(before * way.share), 1)
             else:
-                part = max(fitting, least_far_on(task.done), 1)
+                part = max(fitting, min_chunk_tokens(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part < task.left and not (alone or way.share):
-                part = tiled(part, n + before - left, task.done)
+                part = cut_chunk(part, n + before - left, task.done)
             part = self._in_time(task, part, not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
-            most = min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
-            return parts, most if alone or way.share else min(most, self._steps_as_sized(parts))
+            most = min(max(parts[0][0].left // parts[0][1], 1), QUIET_CHECK_STEPS)
+            if not (alone or way.share):
+                most = min(most, steps_as_sized(time, parts, n, self.context))
+            return parts, most
         return parts, 1
 
     def _long_may_enter(self, now: float) -> bool:

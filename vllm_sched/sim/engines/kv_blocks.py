@@ -1,4 +1,4 @@
-"""What a plain worker holds: its requests, their room in the cache, and prompts it remembers."""
+"""KV cache of a fluid engine: requests, their room, and cached prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """A job on a worker."""
+    """A job in a fluid engine."""
 
     __slots__ = (
         "begins",
@@ -37,25 +37,25 @@ class Task:
         self.job = job
         self.number = number
         self.since = now
-        self.need = need  # tokens of the cache that it may come to
-        self.own = 0  # of those, that are kept for it alone
-        self.begins: Sequence[Piece] = ()  # and what it begins with, with others or not
-        self.left = job.prompt_tokens  # still to be computed
+        self.need = need  # largest KV size in tokens
+        self.own = 0  # tokens that are not shared
+        self.begins: Sequence[Piece] = ()  # shared pieces in use
+        self.left = job.prompt_tokens  # not yet computed
         self.cached = 0
-        self.ready = 0  # the first step that may have it
-        self.decodes_from = self.ends_at = 0  # in decode steps of its worker; 0: does not decode
+        self.ready = 0  # first possible step
+        self.decodes_from = self.ends_at = 0  # in decode steps of the worker; 0 = not decoding
         self.gone = self.holds = self.fetching = self.long = False
 
     @property
     def done(self) -> int:
-        """Tokens of the prompt that are in the cache."""
+        """Prompt tokens in the cache."""
         return self.job.prompt_tokens - self.left
 
 
 class CachedPrefixes:
-    """Beginnings of prompts that a worker has in its cache, the one used last kept longest.
+    """The cached prompt prefixes of a worker; the least recently used piece is evicted first.
 
-    And of a prompt its beginning: what follows is of no use without it.
+    Of one prompt, later pieces are evicted first: they are useless without the earlier pieces.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -64,7 +64,6 @@ class CachedPrefixes:
         self._tokens = 0
 
     def beginning(self, shared: Sequence[Piece]) -> list[Piece]:
-        """Give what is here of a prompt's beginning."""
         found: list[Piece] = []
         for name, tokens in shared:
             if not (have := self._held.get(name, 0)):
@@ -75,7 +74,7 @@ class CachedPrefixes:
         return found
 
     def held(self, shared: Sequence[Piece]) -> int:
-        """Count the tokens of a prompt that are here, and keep them for longer."""
+        """Return the cached tokens of a prefix, and mark them as used."""
         found = 0
         for name, tokens in reversed(self.beginning(shared)):
             self._held.move_to_end(name)
@@ -83,15 +82,12 @@ class CachedPrefixes:
         return found
 
     def left(self, name: int | str) -> None:
-        """Keep a piece for longer that nobody has any more who runs."""
+        """Mark a piece as used when its last running request leaves."""
         if name in self._held:
             self._held.move_to_end(name)
 
     def keep(self, shared: Sequence[Piece], room: int, running: Container[int | str] = ()) -> None:
-        """Remember a prompt that was computed, as far as there is room beside what runs.
-
-        What is `running` stays in any case: those who have it keep it.
-        """
+        """Cache a computed prefix and evict down to `room`, except pieces in `running`."""
         if not self._room:
             return
         held = self._held
@@ -114,26 +110,23 @@ class CachedPrefixes:
 
 
 class KvBlocks:
-    """What requests that run take of the cache: what several of them begin with, once.
+    """The KV of running requests; shared prefixes count once, after they are computed.
 
-    From when it is computed: those that compute the same at the same time have it each. Cost: a
-    look at each shared piece when a request enters, has its first token, and leaves. How it fails:
-    of requests that share unlike parts of a piece the longest part is kept until the last leaves.
+    Cost: each shared piece is visited at admission, first token and end. How it fails: the longest
+    used part of a piece is held until the last user leaves.
     """
 
     def __init__(self, tokens: int, prefixes: CachedPrefixes) -> None:
         self.tokens = tokens
         self.prefixes = prefixes
         self._own = self._shared = 0
-        self._users: dict[int | str, list[int]] = {}  # of a piece, and the tokens of it
+        self._users: dict[int | str, list[int]] = {}  # by piece: users, tokens
 
     @property
     def used(self) -> int:
-        """Tokens that are taken."""
         return self._own + self._shared
 
     def fits(self, task: Task) -> bool:
-        """Whether there is room for all that a request may come to."""
         free = self.tokens - self.used
         if task.need <= free or not self.used:
             return True
@@ -145,7 +138,6 @@ class KvBlocks:
         return task.need - saved <= free
 
     def take(self, task: Task) -> None:
-        """Keep room for a request."""
         task.begins = self.prefixes.beginning(task.job.shared)
         own = task.need
         for name, tokens in task.begins:
@@ -159,7 +151,6 @@ class KvBlocks:
         self._own += task.own
 
     def give(self, task: Task) -> None:
-        """Let go of what was kept for a request."""
         self._own -= task.own
         for name, _ in reversed(task.begins):
             users = self._users[name]
@@ -171,7 +162,6 @@ class KvBlocks:
         task.own, task.begins = 0, ()
 
     def computed(self, task: Task) -> None:
-        """Remember a request's prompt: from now on others may begin with it."""
         self.give(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)

@@ -1,8 +1,7 @@
-"""What the scheduling policies mean to a plain worker: a few numbers that say how a step is made.
+"""The scheduling policies as parameters of the fluid engine's steps, from a worker's settings.
 
-They are read from the very settings that a worker is launched with. `lanes` and `rotation` change
-who among equals is served first, and mean nothing here; `prefill_first` without pauses is taken for
-ordinary chunks.
+`lanes` and `rotation` only reorder equal requests and have no effect here. `prefill_first` without
+pauses is simulated as ordinary chunked prefill.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from vllm_sched.policies.static_batching import StaticBatchingSettings
 if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
-MARGIN: Final = 1.05  # by which `chunk_budget` stays within its gap
+CHUNK_BUDGET_MARGIN: Final = 1.05  # of `chunk_budget` below its gap
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEffects:
-    """How a worker makes its steps; as it stands here, as vLLM does."""
+    """Parameters of a worker's steps; the defaults are vLLM's behavior."""
 
     batch: int = 0  # static batching: requests in a batch; 0 = continuous
-    pauses: bool = False  # decodes stand still while prompts are prefilled
-    pause_s: float = 5.0  # so long at most
-    long_above: int = 0  # tokens left above which a prompt is long; 0 = none is
-    longs: int = 1  # that may be in prefill at once
-    prompts: int = 4  # that share a step
-    share: float = 0.0  # of a step's budget for longs beside others; 0 = by time
-    stretch: float = LongPromptSettings().long_step_stretch  # of a step by a long's chunk
-    wait_s: float = 60.0  # a long that waited so long enters beyond the limit
-    itl_s: float = 0.0  # that a step with decodes may take; 0 = no limit
-    chunk: int = 0  # prefill tokens beside decodes; 0 = no limit
+    pauses: bool = False  # decodes pause during prefill
+    pause_s: float = 5.0  # longest pause
+    long_above: int = 0  # remaining tokens above which a prompt is long; 0 = off
+    longs: int = 1  # long prompts in prefill at once
+    prompts: int = 4  # per step
+    share: float = 0.0  # of the budget for long prompts; 0 = by time
+    stretch: float = LongPromptSettings().long_step_stretch
+    wait_s: float = 60.0  # after which a long prompt enters above the limit
+    itl_s: float = 0.0  # longest step with decodes; 0 = no limit
+    chunk: int = 0  # prefill tokens in a step with decodes; 0 = no limit
     least_chunk: int = 32
-    departures: int = 1  # waited for once the worker is full; 0 = as costs say
+    departures: int = 1  # 0 = automatic
     hold_s: float = 1.0
     hold_itl_s: float | None = None
 
     @classmethod
     def of(cls, model: WorkerModel) -> PolicyEffects:
-        """Read a worker's policies; the error is that of the registry."""
+        """Return the effects of a worker's policies; raise the registry's error if invalid."""
         found: dict[str, float | int | bool | None] = {}
         for name, given in model.policies.items():
             settings = settings_of(name, given)
@@ -57,7 +56,9 @@ class PolicyEffects:
                 found |= _long_prompt(settings, model)
             elif isinstance(settings, ChunkBudgetSettings):
                 found |= {
-                    "itl_s": 0.0 if settings.chunk else settings.itl_ms / 1000 / MARGIN,
+                    "itl_s": 0.0
+                    if settings.chunk
+                    else settings.itl_ms / 1000 / CHUNK_BUDGET_MARGIN,
                     "chunk": settings.chunk or 0,
                     "least_chunk": settings.min_chunk,
                 }

@@ -1,4 +1,4 @@
-"""Texts without words: who shares what with whom, for caches and for the router's prefix index."""
+"""Synthetic prompt hashes that show shared prefixes to caches and to the router's prefix index."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from proxy.core.learned.prefix_index import ENDS
 from vllm_sched.bench.traffic.types import Piece
 
-# A token of English text, as the router takes it until it knows better.
+# The router's initial estimate for English text.
 BYTES_PER_TOKEN: Final = 4
-# Prompts whose hashes are kept: a search plays the same some hundred times.
-KEPT: Final = 16_384
+# Cached prompts: a search plays the same prompts some hundred times.
+MAX_CACHED_PROMPTS: Final = 16_384
 
 
-def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
-    """Make what names a text up to its n-th token: the same name, the same tokens.
-
-    Texts are alike as far as they begin with pieces of the same names.
-    """
+def token_namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
+    """Return a function that names a text's first n tokens; equal names mean equal tokens."""
     whole = sum(tokens for _, tokens in shared)
 
     def own(end: int) -> bytes:
@@ -46,14 +43,14 @@ def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
     return name
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_CACHED_PROMPTS)
 def prefix_hashes(text: int, shared: tuple[Piece, ...], prompt_tokens: int) -> tuple[int, ...]:
-    """Hash a prompt's blocks as the router would, were its bytes there; nothing if none is shared.
+    """Return the hashes of a prompt's blocks; none without shared pieces, to keep the index small.
 
-    What shares nothing would only fill the index with hashes that nobody asks for.
+    Block sizes are those of the router's prefix index.
     """
     if not shared:
         return ()
-    name = namer(text, shared)
+    name = token_namer(text, shared)
     blocks = bisect_right(ENDS, prompt_tokens * BYTES_PER_TOKEN)
     return tuple(xxh3_64_intdigest(name(end // BYTES_PER_TOKEN)) for end in ENDS[:blocks])

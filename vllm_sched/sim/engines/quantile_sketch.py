@@ -1,8 +1,7 @@
-"""Quantiles of more samples than anybody keeps: counts in bins that are all alike in proportion.
+"""A quantile sketch with logarithmic bins.
 
-Idea: DDSketch (Masson and others, 2019). A bin holds what lies within one per cent, so a quantile
-is off by half of that at most; a million samples over five decades take some 1,200 bins. Cost: a
-logarithm per sample. How it fails: only by that half per cent.
+Idea: DDSketch (Masson et al., 2019). A bin is 1 % wide, so a quantile is off by at most 0.5 %. A
+million samples over five decades take some 1,200 bins. Cost: a logarithm per sample.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Final
 
-WIDTH: Final = 0.01  # of a bin, as a share
-SCALE: Final = 1 / math.log1p(WIDTH)
-LEAST: Final = 1e-6  # what is smaller counts as that: a microsecond
+BIN_WIDTH: Final = 0.01  # relative bin width
+SCALE: Final = 1 / math.log1p(BIN_WIDTH)
+MIN_SAMPLE: Final = 1e-6  # lower bound of samples: a microsecond
 
 
 class QuantileSketch:
-    """See the module's text."""
+    """Weighted samples in logarithmic bins."""
 
     __slots__ = ("bins", "count", "most", "total")
 
@@ -27,8 +26,7 @@ class QuantileSketch:
         self.most = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Count a sample, or so many alike."""
-        index = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        index = int(math.log(value / MIN_SAMPLE) * SCALE) if value > MIN_SAMPLE else 0
         self.bins[index] = self.bins.get(index, 0.0) + weight
         self.count += weight
         self.total += value * weight
@@ -36,7 +34,6 @@ class QuantileSketch:
             self.most = value
 
     def merge(self, other: QuantileSketch) -> None:
-        """Count another's samples too."""
         for index, weight in other.bins.items():
             self.bins[index] = self.bins.get(index, 0.0) + weight
         self.count += other.count
@@ -45,16 +42,15 @@ class QuantileSketch:
 
     @property
     def mean(self) -> float:
-        """The exact mean; 0 without samples."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Give what `share` of the samples do not exceed; 0 without samples."""
+        """Return the value that `share` of the samples do not exceed; 0 without samples."""
         left = share * self.count
         for index in sorted(self.bins):
             left -= self.bins[index]
             if left <= 1e-9 * self.count:
-                middle = LEAST * math.exp((index + 0.5) / SCALE)
+                middle = MIN_SAMPLE * math.exp((index + 0.5) / SCALE)
                 return min(middle, self.most)
         return self.most
 
@@ -62,5 +58,5 @@ class QuantileSketch:
         """Return the share of the samples that do not exceed a value; 1 without samples."""
         if not self.count or value >= self.most:
             return 1.0
-        last = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        last = int(math.log(value / MIN_SAMPLE) * SCALE) if value > MIN_SAMPLE else 0
         return sum(weight for index, weight in self.bins.items() if index <= last) / self.count

@@ -1,12 +1,10 @@
-"""Many requests through the router's core and plain workers, counted and forgotten.
+"""A large fleet: the real router core and fluid engines, with aggregate figures only.
 
-What `fleet` keeps of each request is here added to sketches as it ends, so that memory is that of
-what is under way: a million requests are played on a thousand workers within minutes. The decisions
-are the router's own, and so is what it learns; its knowledge of workers is a second old at most, as
-with real probes.
+Each finished request is added to sketches and dropped, so memory depends only on requests under
+way. A million requests on a thousand workers take minutes. The router decides and learns as usual;
+gauges are up to one second old, as with real probes.
 
-What it leaves out: tokens are told to the router with a request's end, not as they are written;
-nobody's client leaves, and no worker fails.
+Not simulated: token-by-token progress in the router, disconnecting clients, failing workers.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.slots import QUEUED
+from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, Usage
@@ -40,16 +38,14 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 MODEL = "model"
-PROBE_S = 1.0
+PROBE_INTERVAL_S = 1.0
 NEVER = math.inf
-# As little is told by ids of workers' events as by anybody's: looked up once.
+# Module constants save an attribute lookup per event.
 WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedWorker:
-    """A worker, and what the fleet file says of it."""
-
     model: WorkerModel
     role: Role = Role.GENERAL
     max_requests: int | None = None
@@ -57,32 +53,31 @@ class PlacedWorker:
 
 @dataclass(slots=True)
 class ClassFigures:
-    """What came of the requests of a class, or of all."""
+    """The figures of a class of requests, or of all."""
 
     arrived: int = 0
     done: int = 0
-    met: int = 0  # done within the targets
-    kept: int = 0  # those, and those that were only as late as may be borne: see `AggregateFlow`
+    met: int = 0  # within the targets
+    kept: int = 0  # within the targets or tolerably late, see `AggregateFlow`
     handed_over: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     ttft: QuantileSketch = field(default_factory=QuantileSketch)
     tpot: QuantileSketch = field(default_factory=QuantileSketch)
-    longest: QuantileSketch = field(default_factory=QuantileSketch)  # gap of each request
-    e2el: QuantileSketch = field(default_factory=QuantileSketch)  # where that is a target
+    longest: QuantileSketch = field(default_factory=QuantileSketch)  # longest gap per request
+    e2el: QuantileSketch = field(default_factory=QuantileSketch)  # only if it is a target
 
     @property
     def share(self) -> float:
-        """Of what arrived, that was done in time."""
+        """Share of arrivals within the targets."""
         return self.met / self.arrived if self.arrived else 0.0
 
     @property
     def kept_share(self) -> float:
-        """Of what arrived, that was done in time or nearly."""
+        """Share of arrivals within the targets or tolerably late."""
         return self.kept / self.arrived if self.arrived else 0.0
 
     def merge(self, other: ClassFigures) -> None:
-        """Count another run's too."""
         self.arrived += other.arrived
         self.done += other.done
         self.met += other.met
@@ -98,36 +93,32 @@ class ClassFigures:
 
 @dataclass(slots=True)
 class FlowResult:
-    """What came of a run."""
-
     all: ClassFigures
     classes: dict[str, ClassFigures]
     refused: int
     span_s: float  # of arrivals
-    duration_s: float  # until the last was done
-    gaps: QuantileSketch  # between tokens, of all
-    growth: float = 0.0  # of the time to a first token, seconds a second: of a queue
-    failed: bool = False  # too many were late, and it was not played to its end
+    duration_s: float  # until the last end
+    gaps: QuantileSketch  # between tokens
+    growth: float = 0.0  # of the time to first token, seconds per second
+    failed: bool = False  # stopped early because too many requests were late
 
     @property
     def rate(self) -> float:
-        """Requests that arrived, a second."""
         return self.all.arrived / self.span_s if self.span_s else 0.0
 
     @property
     def goodput(self) -> float:
-        """Requests a second that were done in time."""
+        """Requests per second within the targets."""
         return self.rate * self.all.share
 
     @property
     def throughput(self) -> float:
-        """Tokens read and written a second."""
         figures = self.all
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
 
 
-def together(runs: Sequence[FlowResult]) -> FlowResult:
-    """Count several runs of a fleet as one, whose queue grows as in the worst of them."""
+def merge_results(runs: Sequence[FlowResult]) -> FlowResult:
+    """Return the sum of several runs of a fleet, with the worst queue growth."""
     whole, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for run in runs:
         whole.merge(run.all)
@@ -147,23 +138,21 @@ def together(runs: Sequence[FlowResult]) -> FlowResult:
 
 
 class _Flight(ObservedFlight):
-    """A request under way."""
-
     __slots__ = ("cached", "index", "lease", "longest")
 
     def __init__(self, request: Request, *, counts: bool) -> None:
         super().__init__(request, counts=counts)
         self.lease: Lease | None = None
-        self.index = 0  # the worker of the leg under way
+        self.index = 0  # worker of the current leg
         self.longest = 0.0
         self.cached = 0
 
 
 class AggregateFlow:
-    """A fleet that requests flow through.
+    """A simulated fleet that keeps only aggregate figures.
 
-    `borne_s` says for a prompt how late its first token may be where the target is less than that:
-    a long one may take longer alone, and still must not starve.
+    `borne_s` returns the tolerated time to first token of a prompt length: a long prompt may exceed
+    the target but must not starve.
     """
 
     def __init__(
@@ -215,11 +204,10 @@ class AggregateFlow:
         most_late: float = NEVER,
         most_lost: Mapping[str, float] | None = None,
     ) -> FlowResult:
-        """Play requests in the order of their times, until all are over.
+        """Play requests, ordered by time, until all have ended or the run has failed.
 
-        Or until more than so many are refused or late, or of a class later than may be borne: then
-        no more is to be learnt. The first `warm` of them are not counted: they find the fleet
-        empty.
+        The run fails above `most_late` refused or late requests, or above `most_lost` requests of a
+        class beyond the tolerated time. The first `warm` requests are not counted.
         """
         self._warm = warm
         late = self._lateness = Lateness(self._targets, self._borne_s, most_late, most_lost)
@@ -236,7 +224,7 @@ class AggregateFlow:
         span = at - began
         while (self._flights or self._tickets) and not late.too_many:
             if not self._tickets:
-                self._next_probe = NEVER  # nobody is to be placed any more
+                self._next_probe = NEVER  # no request is left to place
             soonest = min(self._next_probe, self._due[0][0] if self._due else NEVER)
             if soonest == NEVER:
                 break
@@ -258,7 +246,7 @@ class AggregateFlow:
             at = due[0][0] if due else NEVER
             if self._next_probe <= now and self._next_probe <= at:
                 self._probe(self._next_probe)
-                self._next_probe += PROBE_S
+                self._next_probe += PROBE_INTERVAL_S
             elif at <= now:
                 index = heappop(due)[1]
                 if known[index] != at:
@@ -284,7 +272,7 @@ class AggregateFlow:
         for index, engine in enumerate(self.engines):
             told = engine.gauges(now)
             gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
-            gauges.extra[QUEUED] = told.waiting - told.fetching
+            gauges.extra[QUEUED_GAUGE] = told.waiting - told.fetching
             fleet.set_gauges(self._names[index], gauges)
         self._place_waiting(now)
 
@@ -334,7 +322,7 @@ class AggregateFlow:
 
     def _submit(self, flight: _Flight, index: int, leg: Leg, now: float) -> None:
         request, lease = flight.request, flight.lease
-        assert lease is not None  # noqa: S101 - it has just been given
+        assert lease is not None  # noqa: S101 - set by the callers
         output = 1 if leg is PREFILL else request.output_tokens
         flight.index = index
         job = Job(lease.ask.id, request.prompt_tokens, output, 0, request.shared, leg)
@@ -345,7 +333,7 @@ class AggregateFlow:
         self._flights[job.id].longest = gap
 
     def _heard(self, event: Event) -> bool:
-        """Tell the router; True if that made room."""
+        """Report an event to the router; return True if a slot became free."""
         flight = self._flights[event.job_id]
         lease, request, at = flight.lease, flight.request, event.at
         if lease is None:

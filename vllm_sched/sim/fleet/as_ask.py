@@ -1,4 +1,4 @@
-"""A request as the router's core sees it, made without its bytes."""
+"""Simulated requests as the router's core sees them, without request bodies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes
 ROUTE: Final = "completions"
 
 
-def apart(router: Router, request: Request) -> Request:
-    """Give a request prefixes of its tenant's own, where caches are kept apart."""
+def salt_prefixes(router: Router, request: Request) -> Request:
+    """Return the request with prefixes of its tenant's own, if the tenant's cache is salted."""
     tenant = router.tenants.get(request.tenant)
     if tenant is None or not tenant.spec.salted or not request.shared:
         return request
@@ -24,17 +24,16 @@ def apart(router: Router, request: Request) -> Request:
 
 
 def priority_of(router: Router, ask: RequestInfo) -> int:
-    """Say what a worker is told of a request's class."""
     return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
 
 
 def ask_of(
     router: Router, model: str, request: Request, number: int, *, hashed: bool
 ) -> RequestInfo:
-    """Read a request; its size is taken to be known, as if a worker had counted its tokens.
+    """Return the request info with an exact prompt size, as if a worker had counted the tokens.
 
-    How long the answer will be the router learns as ever, up to the limit that the client states.
-    Whose it is, is known where the fleet has a tenant of that name.
+    The router estimates the output length, up to the client's limit. The tenant is set if the fleet
+    has a tenant with that name.
     """
     prompt, most = request.prompt_tokens, request.output_tokens
     tenant = router.tenants.get(request.tenant)

@@ -1,4 +1,4 @@
-"""What is to happen when, in virtual time."""
+"""An event queue in virtual time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from math import inf
 from typing import TypeAlias
 
 Call: TypeAlias = Callable[[float], None]
+# At equal times arrivals come before engine steps.
+ARRIVAL_RANK, STEP_RANK = 0, 1
 
 
 class EventQueue:
-    """Calls at their times; of one time those of a lower rank first, then as they were entered."""
+    """Scheduled calls, ordered by time, rank and insertion."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,14 +22,12 @@ class EventQueue:
         self._numbers = count()
 
     def at(self, when: float, call: Call, *, rank: int = 0) -> None:
-        """Enter a call; one that is late is made at once."""
+        """Schedule a call; a time in the past means now."""
         heappush(self._entries, (max(when, self.now), rank, next(self._numbers), call))
 
     def next_at(self) -> float:
-        """When something happens next; inf if nothing does."""
         return self._entries[0][0] if self._entries else inf
 
     def step(self) -> None:
-        """Make the next call."""
         self.now, _, _, call = heappop(self._entries)
         call(self.now)

@@ -1,28 +1,25 @@
-"""A whole fleet in virtual time: the real router core in front of simulated workers.
+"""A fleet in virtual time: the real router core in front of simulated workers.
 
     fleet = SimulatedFleet(config, models, ExactEngine)
-    played = fleet.play(schedule)        # outcomes, as `bench` has them
+    played = fleet.play(schedule)        # outcomes, as in `bench`
 
-What is real: who is chosen, who waits and who is refused, hand-overs, all that the router learns,
-and its charges. What is assumed: every worker is up, connected and known to be so; a page of
-metrics is read from each every `probe.interval_s`; nobody's network loses anything; a request's
-size in tokens is known; in a closed loop a client that was refused asks again when it was told to
-(`Retry-After`), or `AGAIN_S` later.
+Real: placement, queueing, refusals, hand-overs, learned estimates and charges. Assumed: every
+worker is up; metrics are read every `probe.interval_s`; the network is perfect; prompt sizes are
+known. In a closed loop a refused client returns after `Retry-After`, or after `AGAIN_S`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from math import inf
 from typing import Any, Final
 
 from proxy.config import FleetConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
-from proxy.core.fleet.slots import QUEUED
+from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model import types as core
 from proxy.core.model.specs import Gauges
 from proxy.core.queue.ticket import Ticket
@@ -31,58 +28,51 @@ from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.as_ask import apart, ask_of, priority_of
-from vllm_sched.sim.fleet.events import EventQueue
+from vllm_sched.sim.fleet.arrivals import Arrivals
+from vllm_sched.sim.fleet.as_ask import ask_of, priority_of, salt_prefixes
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
-# Of one moment: what comes is heard before anybody steps.
-COMES, STEPS = 0, 1
 
 
 @dataclass(slots=True, eq=False)
 class RequestFlight:
-    """A request under way."""
-
     request: Request
     number: int
     outcome: Outcome
-    ended: Callable[[float], None] | None  # whom to tell: a closed loop
+    ended: Callable[[float], None] | None  # called at the end, in a closed loop
     lease: Lease | None = None
     ticket: Ticket | None = None
     cached_tokens: int = 0
     priority: int = 0
-    held_by: str = ""  # the worker that keeps its prefill's KV
+    held_by: str = ""  # worker with unreleased KV of the prefill leg
 
     @property
     def id(self) -> str:
-        """Its name in engines."""
         return str(self.number)
 
 
 @dataclass(slots=True)
 class CoarseStream(Outcome):
-    """One of which the first token and the end are all that was told: its gaps are not known."""
+    """An outcome with only the first token and the end: gaps are unknown."""
 
     @property
     def itls(self) -> list[float]:
-        """Leave out what would pass for a gap."""
         return []
 
 
 @dataclass(frozen=True)
 class PlayedFleet:
-    """A finished simulation, or the part of one until the user had enough."""
-
     outcomes: tuple[Outcome, ...]
-    duration: float  # virtual, until the last answer ended
-    cut: int  # requests cut to what the fleet holds
+    duration: float  # virtual seconds until the last response ended
+    cut: int  # requests cut to the fleet's longest context
     facts: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
 
 
 class SimulatedFleet:
-    """Plays one schedule; see the module's text."""
+    """A simulated fleet that plays one schedule."""
 
     def __init__(
         self,
@@ -94,7 +84,7 @@ class SimulatedFleet:
         timeout_s: float = TIMEOUT_S,
         coarse: bool = False,
     ) -> None:
-        """Put a fleet together; `coarse` if its engines don't tell each token."""
+        """Build the fleet; `coarse` if its engines do not report each token."""
         from proxy.app import router_settings, specs
         from proxy.setup.tenancy import take_tenants
 
@@ -112,18 +102,17 @@ class SimulatedFleet:
             self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
         take_tenants(self.router.tenants, config, {})
         self._model = config.model
-        # Of the model, as clients are told; not looked up with each request, for workers are many.
+        # Looked up once: slow with many workers.
         self.longest = self.router.fleet.contexts().get(config.model) or 0
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
         self._outcome = CoarseStream if coarse else Outcome
-        self._agenda = EventQueue()
+        self._queue = EventQueue()
         self._planned = dict.fromkeys(self.engines, inf)
         self._flights: dict[str, RequestFlight] = {}
         self._queued: dict[Ticket, RequestFlight] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
         self._outcomes: list[Outcome] = []
-        self._more = False  # whether requests are still to come
         self._cut = 0
         self._last = 0.0
         self._transfers: Counter[str] = Counter()
@@ -134,26 +123,22 @@ class SimulatedFleet:
         told: Callable[[float, int, int], None] | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> PlayedFleet:
-        """Play a schedule to its end, or until somebody has `stopped` it.
+        """Play a schedule to its end, or until `stopped` returns True.
 
-        `told` hears of time, requests sent and requests ended.
+        `told` is called with the time, requests sent and requests ended.
         """
-        self._more = True
-        if schedule.concurrency is None:
-            self._open(iter(schedule))
-        else:
-            self._closed(schedule, schedule.concurrency)
+        arrivals = Arrivals(schedule, self._queue, self._arrive)
         self._look(0.0)
-        agenda = self._agenda
+        queue = self._queue
         steps = 0
-        while self._more or self._flights:
-            agenda.step()
+        while arrivals.more or self._flights:
+            queue.step()
             steps += 1
             if told is not None and not steps & 0x3FF:
                 sent = len(self._outcomes)
-                told(agenda.now, sent, sent - len(self._flights))
+                told(queue.now, sent, sent - len(self._flights))
             if stopped is not None and not steps & 0x3F and stopped():
-                return self._broken_off(agenda.now)
+                return self._broken_off(queue.now)
         return PlayedFleet(tuple(self._outcomes), self._last, self._cut, self._facts())
 
     def _broken_off(self, now: float) -> PlayedFleet:
@@ -162,41 +147,12 @@ class SimulatedFleet:
         outcomes = tuple(self._outcomes)
         return PlayedFleet(outcomes, now, self._cut, self._facts(), interrupted=True)
 
-    # Who comes when
+    # Arrivals
 
-    def _open(self, requests: Iterator[Request]) -> None:
-        request = next(requests, None)
-        if request is None:
-            self._more = False
-            return
-        coming = request
-
-        def come(now: float) -> None:
-            self._comes(coming, now, None)
-            self._open(requests)
-
-        self._agenda.at(coming.at, come, rank=COMES)
-
-    def _closed(self, schedule: Schedule, concurrency: int) -> None:
-        requests = iter(schedule)
-        head = next(requests, None)
-        requests = chain([head] if head is not None else [], requests)
-        end = schedule.ends_after_s
-
-        def following(now: float) -> None:
-            request = next(requests, None) if end is None or now < end else None
-            if request is None:
-                self._more = False
-            else:
-                self._comes(request, now, following)
-
-        for _ in range(concurrency):
-            self._agenda.at(0.0, following, rank=COMES)
-
-    def _comes(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
+    def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         fitted = request.fitted(self.longest)
         self._cut += fitted is not request
-        fitted = apart(self.router, fitted)
+        fitted = salt_prefixes(self.router, fitted)
         number = len(self._outcomes)
         outcome = self._outcome(
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
@@ -219,7 +175,7 @@ class SimulatedFleet:
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
-            self._agenda.at(answer.deadline, self._settle, rank=COMES)
+            self._queue.at(answer.deadline, self._settle, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
             flight.priority = priority_of(self.router, answer.ask)
@@ -231,10 +187,9 @@ class SimulatedFleet:
                 self._send(flight, first.worker.name, Leg.PREFILL, now)
 
     def _settle(self, now: float) -> None:
-        """Send off those that may leave the queue."""
         if not self._queued:
             return
-        for ticket, answer in list(self.router.due(now)):  # placing one may make room for more
+        for ticket, answer in list(self.router.due(now)):  # a placement can free more slots
             self._placed(self._queued.pop(ticket), answer, now)
 
     def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
@@ -258,22 +213,21 @@ class SimulatedFleet:
                 self._plan(name)
 
         if front_s:
-            self._agenda.at(now + front_s, arrive, rank=COMES)
+            self._queue.at(now + front_s, arrive, rank=ARRIVAL_RANK)
         else:
             arrive(now)
 
-    # What engines do
+    # Engine events
 
     def _plan(self, name: str) -> None:
-        """Be there when an engine has something to tell."""
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at
-            self._agenda.at(at, lambda now: self._step(name, at, now), rank=STEPS)
+            self._queue.at(at, lambda now: self._step(name, at, now), rank=STEP_RANK)
 
     def _step(self, name: str, planned: float, now: float) -> None:
         if self._planned[name] != planned:
-            return  # it was planned anew, for sooner
+            return  # superseded by an earlier event
         self._planned[name] = inf
         for event in self.engines[name].advance(now):
             flight = self._flights.get(event.job_id)
@@ -316,7 +270,7 @@ class SimulatedFleet:
             flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
             self._transfers[pair] += 1
             self._send(flight, lease.worker.name, Leg.DECODE, now)
-        else:  # nobody is good for the rest: it is begun anew
+        else:  # no decode worker is available: restart the request
             self._let_go(flight, now)
             tried = frozenset({lease.worker if router.has_another(lease) else first.worker})
             outcome = core.Outcome.MOOT
@@ -325,7 +279,7 @@ class SimulatedFleet:
         self._settle(now)
 
     def _let_go(self, flight: RequestFlight, now: float) -> None:
-        """Free what a prefill worker keeps for a request."""
+        """Release the KV that a prefill worker holds for a request."""
         if flight.held_by:
             self.engines[flight.held_by].release(flight.id, now)
             self._plan(flight.held_by)
@@ -337,17 +291,17 @@ class SimulatedFleet:
         del self._flights[flight.id]
         self._last = max(self._last, now)
         if flight.ended is not None:
-            # Not now: who comes next must not be placed before this one is forgotten.
-            # And not without a pause after a refusal: time would stand still, and all be refused.
-            self._agenda.at(now + pause_s, flight.ended, rank=COMES)
+            # Scheduled, so that this request is removed before the next arrives. Without a pause
+            # after a refusal, time would stand still.
+            self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
         self._settle(now)
 
     def _give_up(self, now: float) -> None:
-        """Have clients leave that have waited too long."""
+        """Abort requests after the client timeout."""
         while self._deadlines and self._deadlines[0][0] <= now:
             if (flight := self._flights.get(self._deadlines.popleft()[1])) is None:
                 continue
-            flight.outcome.error = f"no whole answer within {self._timeout_s:g} s"
+            flight.outcome.error = f"no complete response within {self._timeout_s:g} s"
             if flight.ticket is not None:
                 del self._queued[flight.ticket]
                 self.router.withdraw(flight.ticket, now)
@@ -359,13 +313,13 @@ class SimulatedFleet:
                 self.router.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
             self._over(flight, now)
 
-    # What the router hears of its workers
+    # Probes
 
     def _look(self, now: float) -> None:
         for name, engine in self.engines.items():
             model, seen = self.models[name], engine.gauges(now)
-            extra: dict[str, float] = {QUEUED: seen.waiting - seen.fetching}
-            if model.policies:  # our schedulers alone tell that
+            extra: dict[str, float] = {QUEUED_GAUGE: seen.waiting - seen.fetching}
+            if model.policies:  # only our schedulers report a backlog
                 extra["backlog"] = seen.backlog_tokens
                 extra["backlog_long"] = seen.backlog_long_tokens
             self.router.fleet.set_gauges(
@@ -382,7 +336,7 @@ class SimulatedFleet:
             )
         self._give_up(now)
         self._settle(now)
-        self._agenda.at(now + self._probe_s, self._look, rank=STEPS)
+        self._queue.at(now + self._probe_s, self._look, rank=STEP_RANK)
 
     def _facts(self) -> dict[str, Any]:
         reasons: Counter[str] = Counter()

@@ -1,11 +1,8 @@
-"""Who of a run is late, known as soon as it can be; and whether the run still matters.
+"""Early detection of late requests, to end a failed simulation run soon.
 
-Who has no first token when the target for it is over is late, though it be long until that comes,
-and in an overloaded fleet it is. So is who has to write more tokens than may be written in the time
-that is left. So a run that has failed ends sooner, and none other does.
-
-Cost: a few entries in a heap for each request. How it fails: a gap that is too long is not known
-before its request's end.
+A request is late once its first token is overdue, or once its remaining tokens cannot meet the
+target. Cost: a few heap entries per request. How it fails: a long gap between tokens is noticed
+only at the request's end.
 """
 
 from __future__ import annotations
@@ -23,31 +20,27 @@ if TYPE_CHECKING:
 
 
 class ObservedFlight:
-    """What is told of a request under way."""
-
     __slots__ = ("counts", "first", "late", "lost", "over", "request")
 
     def __init__(self, request: Request, *, counts: bool) -> None:
         self.request = request
         self.counts = counts
-        self.first = -1.0  # when its first token came
+        self.first = -1.0  # time of the first token
         self.over = self.late = self.lost = False
 
 
 class Due(Enum):
-    """What should have come by a time."""
-
     FIRST = auto()
-    BORNE = auto()  # the first token, as late as may be borne
-    PACE = auto()  # the last token, at the pace that is asked for
+    BORNE = auto()  # the first token, at the tolerated limit
+    PACE = auto()  # the last token, at the target pace
     END = auto()
 
 
 class Lateness:
-    """See the module's text.
+    """Counts late requests; `too_many` is True once the run has failed.
 
-    `most` of all may be late; of a class, `most_lost` may be so and slower than may be borne too:
-    for a prompt `borne_s` says how late its first token may be where the target is less.
+    Up to `most` requests may be late, and up to `most_lost` of each class may exceed the tolerated
+    limit. `borne_s` returns the tolerated time to first token of a prompt length.
     """
 
     def __init__(
@@ -65,10 +58,9 @@ class Lateness:
         self._most_lost = most_lost or {}
         self._watches = most < math.inf or bool(most_lost)
         self._due: list[tuple[float, int, Due, ObservedFlight]] = []
-        self._number = 0  # of equal times the first
+        self._number = 0  # breaks ties of the heap
 
     def arrived(self, flight: ObservedFlight) -> None:
-        """Await its tokens."""
         if not (flight.counts and self._watches):
             return
         at, targets = flight.request.at, self._targets
@@ -78,7 +70,6 @@ class Lateness:
             self._await(at + targets.e2el, Due.END, flight)
 
     def first(self, flight: ObservedFlight) -> None:
-        """Note that its first token came."""
         if not (flight.counts and self._watches):
             return
         request, targets = flight.request, self._targets
@@ -91,7 +82,7 @@ class Lateness:
             self._await(due, Due.PACE, flight)
 
     def ended(self, flight: ObservedFlight, *, met: bool, kept: bool) -> None:
-        """Learn what became of it: `met` within the targets, `kept` within what may be borne."""
+        """Record the end: `met` if within the targets, `kept` if within the tolerated limit."""
         flight.over = True
         if flight.counts and not met:
             self._is_late(flight)
@@ -99,7 +90,6 @@ class Lateness:
                 self._is_lost(flight)
 
     def look(self, now: float) -> None:
-        """See what should have come by now, when all was told that did."""
         due = self._due
         while due and due[0][0] < now:
             _, _, what, flight = heappop(due)
@@ -107,10 +97,7 @@ class Lateness:
                 self._overdue(flight, what, now)
 
     def _overdue(self, flight: ObservedFlight, what: Due, now: float) -> None:
-        """Note who is late; compared as it will be at its end, of which now is no more than that.
-
-        Where rounding has it otherwise, its end will tell.
-        """
+        # Same comparisons as at the request's end, which corrects rounding.
         request, targets = flight.request, self._targets
         waited = now - request.at
         if what is Due.PACE:

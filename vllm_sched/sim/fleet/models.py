@@ -1,12 +1,9 @@
-"""From a fleet file to what its workers are taken to be.
+"""Worker models from a fleet file.
 
-A worker's `profile` (or, where it has none, the one that was asked for) names a published machine
-or a file that `calibrate` saved. Sizes come from the worker's own flags under `launch.args` where
-it has them, else from the machine: what vLLM takes there by default, and the KV cache that is left
-of the memory beside the weights. A calibrated file says what it could ask the worker for
-(`max_model_len`, `max_num_batched_tokens`, `kv_tokens`, `block_tokens`, `front_s`); `gpus`,
-`max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added to it by hand. What it does not say is
-assumed, and named as such in `WorkerModel.assumed`.
+A worker's `profile` (or the command line's) names a published machine or a file of `calibrate`.
+Sizes come from the flags under `launch.args`, else from the machine. In a calibrated file `gpus`,
+`max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added by hand. Missing sizes get defaults
+and are listed in `WorkerModel.assumed`.
 """
 
 from __future__ import annotations
@@ -28,31 +25,31 @@ from vllm_sched.sim.types import WorkerModel
 from vllm_sched.workers.flags import parse
 
 GIB: Final = 2**30
-# What vLLM leaves free by default, and what it takes beside weights and cache, per GPU.
-USED: Final = 0.92
-BESIDE: Final = 3.5e9
-# Where nobody says more: what `calibrate` measured may be anything.
+# vLLM's default memory share, and its bytes per GPU besides weights and cache.
+MEMORY_SHARE: Final = 0.92
+OTHER_BYTES: Final = 3.5e9
+# Defaults for calibrated files.
 MAX_MODEL_LEN: Final = 131_072
-SIZES: Final[Mapping[str, int]] = {
+DEFAULT_SIZES: Final[Mapping[str, int]] = {
     "gpus": 1, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 2048, "max_num_seqs": 256,
     "kv_tokens": 262_144, "block_tokens": 16, "kv_token_bytes": 131_072, "kv_pieces": 64,
 }  # fmt: skip
-# A hand-over of 40,000 pieces took 174 ms for 313 MB over 87 GB/s, four links of 200 Gb/s: a worker
-# is taken to have one of them for each of its GPUs.
-BANDWIDTH: Final = 87e9
-GPU_BANDWIDTH: Final = BANDWIDTH / 4
+# Bytes/s. Published: 40,000 pieces (313 MB) took 174 ms over four links of 200 Gb/s. A worker is
+# assumed to have one such link per GPU.
+PUBLISHED_BANDWIDTH: Final = 87e9
+GPU_BANDWIDTH: Final = PUBLISHED_BANDWIDTH / 4
 CHUNK_LIMIT: Final = "--long-prefill-token-threshold"
-# Flags that a model here is made from.
-READ: Final = frozenset((
+# Flags that the simulation uses.
+SIMULATED_FLAGS: Final = frozenset((
     "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size",
     "--num-gpu-blocks-override", "--gpu-memory-utilization", "--tensor-parallel-size",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--async-scheduling",
     "--no-async-scheduling", CHUNK_LIMIT, f"{CHUNK_LIMIT}-adaptive",
     "--no-long-prefill-token-threshold-adaptive",
 ))  # fmt: skip
-# Flags that change nothing of what is simulated, some of them with that value only. All others are
-# named as not simulated: what vLLM may yet come to know, too.
-HARMLESS: Final = frozenset((
+# Flags (some only with this value) without effect on the simulation. All other flags, including
+# future ones, are reported as not simulated.
+HARMLESS_FLAGS: Final = frozenset((
     "--additional-config", "--aggregate-engine-logging", "--allowed-local-media-path",
     "--allowed-media-domains", "--api-key", "--api-server-count", "--chat-template",
     "--chat-template-content-format", "--code-revision", "--collect-detailed-traces",
@@ -79,11 +76,11 @@ HARMLESS: Final = frozenset((
     "--uvicorn-log-level",
 ))  # fmt: skip
 TRANSFER_SETUP_S: Final = 0.002
-PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
+PIECE_S: Final = (0.174 - 313e6 / PUBLISHED_BANDWIDTH) / 40_000
 
 
 def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
-    """Say what a hand-over takes: over links as assumed, or of so many bytes a second."""
+    """Return the transfer time at `bandwidth` bytes/s, or over one link per GPU."""
     return TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / (bandwidth or gpus * GPU_BANDWIDTH))
 
 
@@ -92,18 +89,15 @@ ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A profile's sizes."""
-
     gpus: int = 1
-    memory: float  # of one GPU
+    memory: float  # bytes per GPU
     model: profiles.Model
-    longest: int = MAX_MODEL_LEN  # that the model takes
-    batched_tokens: int = 8192  # vLLM's defaults for its server, by the size of the GPU
+    longest: int = MAX_MODEL_LEN  # the model's context
+    batched_tokens: int = 8192  # vLLM's server default for the GPU size
     seqs: int = 1024
 
-    def kv_tokens(self, used: float = USED) -> int:
-        """Reckon what the cache holds, in so much of the memory."""
-        room = self.gpus * (used * self.memory - BESIDE) - self.model.weights
+    def kv_tokens(self, used: float = MEMORY_SHARE) -> int:
+        room = self.gpus * (used * self.memory - OTHER_BYTES) - self.model.weights
         return max(int(room / self.model.kv), 0)
 
 
@@ -122,23 +116,21 @@ MACHINES: Final[Mapping[str, Machine]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedWorker:
-    """What the command line says of all workers."""
-
-    profile: str | None = None  # of those that name none
-    front_s: float | None = None  # None: as was measured, if it was
-    bandwidth: float | None = None  # of each worker's link, in bytes a second
-    mixed_s: float | None = None  # that a mixed step costs extra
+    profile: str | None = None  # for workers without a profile
+    front_s: float | None = None  # None = as measured
+    bandwidth: float | None = None  # of each worker's link, bytes/s
+    mixed_s: float | None = None  # extra seconds of a mixed step
 
 
 def worker_models(
     config: FleetConfig, source: Path, assumed: AssumedWorker | None = None
 ) -> dict[str, WorkerModel]:
-    """Describe a fleet's workers by name; `source` is the fleet file."""
+    """Return the worker models by name; `source` is the fleet file's path."""
     assumed = assumed or AssumedWorker()
     problems: list[Problem] = []
     found: dict[str, WorkerModel] = {}
     if config.discovery is not None:
-        why = "workers that are found while a router runs can't be simulated; list them as workers"
+        why = "discovered workers can't be simulated; list them under workers"
         problems.append(Problem("discovery", why))
     here, beside = Path(), source.parent
     read: dict[tuple[str, tuple[Path, ...]], WorkerModel] = {}
@@ -150,7 +142,7 @@ def worker_models(
             problems.append(Problem(f"{path}.profile", why + "saved, or give --profile"))
             continue
         try:
-            # Of two files with that name the one meant is beside who named it.
+            # The fleet file's folder comes first for its own profiles, the current for --profile.
             folders = (here, beside) if worker.profile is None else (beside, here)
             if (profile, folders) not in read:
                 read[profile, folders] = of_profile(profile, *folders)
@@ -163,9 +155,9 @@ def worker_models(
 
 
 def of_profile(profile: str, *folders: Path) -> WorkerModel:
-    """Describe a machine that nothing else is said of; a file is that of the first folder it is in.
+    """Return the model of a profile, without any flags.
 
-    Without folders it is looked for here.
+    A file is searched in `folders`, by default in the current folder.
     """
     if (machine := MACHINES.get(profile)) is not None:
         return WorkerModel(
@@ -182,7 +174,7 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
             transfer=transfer_of(machine.gpus),
         )
     if not profile.endswith(".json"):
-        profiles.find(profile)  # whose error lists the valid ones
+        profiles.find(profile)  # raises an error with the valid names
     places = [folder / profile for folder in folders or (Path(),)]
     return _calibrated(profile, next((each for each in places if each.exists()), places[-1]))
 
@@ -205,7 +197,7 @@ def _calibrated(name: str, path: Path) -> WorkerModel:
     if type(front_s) not in (int, float) or not 0 <= front_s < math.inf:
         raise UsageError(f"profile {name}: front_s is {front_s!r}; give seconds, 0 or more")
     sizes: dict[str, Any] = {
-        key: _count(content, key, name, default) for key, default in SIZES.items()
+        key: _count(content, key, name, default) for key, default in DEFAULT_SIZES.items()
     }
     if "max_model_len" not in content:
         sizes["max_model_len"] = min(MAX_MODEL_LEN, sizes["kv_tokens"])
@@ -215,7 +207,7 @@ def _calibrated(name: str, path: Path) -> WorkerModel:
         time=time,
         transfer=transfer_of(sizes["gpus"]),
         front_s=front_s,
-        assumed=tuple(key for key in SIZES if key not in content),
+        assumed=tuple(key for key in DEFAULT_SIZES if key not in content),
         **sizes,
     )
 
@@ -227,13 +219,12 @@ def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int
     return value
 
 
-# What a worker's flags say
+# Worker flags
 
 
 def model_of(
     worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: AssumedWorker
 ) -> WorkerModel:
-    """Describe a worker: the machine, as its flags have it."""
     given = parse(worker.launch.args) if worker.launch else ()
     flags = {each.name: each.value or "" for each in given}
     block = _whole(flags, "--block-size") or machine.block_tokens
@@ -244,7 +235,7 @@ def model_of(
     seqs = _whole(flags, "--max-num-seqs")
     if seqs and seqs > budget:
         raise UsageError(
-            f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}, with which vLLM "
+            f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}: vLLM "
             "would not start; give less"
         )
     longest = worker.stated_max_model_len or min(machine.max_model_len, kv_tokens)
@@ -278,7 +269,6 @@ def model_of(
 
 
 def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
-    """Turn GB/s and milliseconds into bytes a second and seconds."""
     return (
         None if bandwidth is None else bandwidth * 1e9,
         None if mixed_ms is None else mixed_ms / 1000,
@@ -286,7 +276,6 @@ def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None
 
 
 def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
-    """Change what the command line knows better."""
     if bandwidth is not None:
         model = replace(model, transfer=transfer_of(model.gpus, bandwidth))
     if mixed_s is not None:
@@ -297,7 +286,7 @@ def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None)
 def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
     known, used = MACHINES.get(machine.profile), flags.get("--gpu-memory-utilization")
     if known is None or used is None:
-        return machine.kv_tokens  # a calibrated worker's was asked for, with the flags it had
+        return machine.kv_tokens  # calibrated: measured with the worker's flags
     try:
         share = float(used)
     except ValueError:
@@ -311,7 +300,7 @@ def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
     tokens = _whole(flags, CHUNK_LIMIT, least=0) or 0
     if tokens > max_model_len:
         raise UsageError(
-            f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}, with which vLLM "
+            f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}: vLLM "
             "would not start; give less"
         )
     return tokens
@@ -321,17 +310,16 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
     gpus = _whole(flags, "--tensor-parallel-size")
     if gpus and gpus != machine.gpus and "gpus" not in machine.assumed:
         raise UsageError(
-            f"--tensor-parallel-size {gpus}: {machine.profile} is a worker of {machine.gpus}; "
-            "name a profile that was measured with as many"
+            f"--tensor-parallel-size {gpus}: {machine.profile} is a worker with {machine.gpus} "
+            "GPUs; name a profile with the same number of GPUs"
         )
 
 
 def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
-    """Name what is neither read nor known to be harmless."""
     named: dict[str, None] = {}
     for flag, value in flags.items():
-        name = flag.partition(".")[0]  # of an object, a key
-        if name and name not in READ and not {name, f"{name}={value}"} & HARMLESS:
+        name = flag.partition(".")[0]  # "--object.key"
+        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & HARMLESS_FLAGS:
             named[name] = None
     return tuple(named)
 

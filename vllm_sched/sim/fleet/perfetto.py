@@ -1,8 +1,8 @@
-"""A simulation in a file that Perfetto opens: what each scheduler did, and each request's life.
+"""Write a simulation as a Perfetto trace.
 
-A worker whose scheduler was traced comes with the very tracks that a real one writes
-(`engine/trace`). Beside them stands a track group of requests as their clients saw them: until the
-first token, and from there on; requests that do not overlap share a track.
+Traced schedulers have the tracks of a real worker (`engine/trace`). A further group of tracks shows
+requests as clients see them, before and after the first token. Requests share a track if they do
+not overlap.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ if TYPE_CHECKING:
 
 MICRO: Final = 1e6
 CLIENTS: Final = 1
-# An engine's own trace has two groups of tracks.
+# Process ids: an engine's trace uses two.
 FIRST_WORKER, GROUPS = 10, 10
 
 
 @runtime_checkable
 class TracedEngine(Protocol):
-    """An engine that kept a trace."""
+    """An engine with a trace."""
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
-        """Give the trace's events, in Chrome's format."""
+        """Return the events, in Chrome's format."""
 
 
 def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float) -> None:
-    """Write all of it."""
     events = [*_clients(outcomes)]
     for number, (name, engine) in enumerate(engines.items()):
         if isinstance(engine, TracedEngine):
@@ -75,11 +74,11 @@ def _clients(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
         name = f"{each.klass} {each.prompt_tokens:,} tokens"
         yield _slice(track, f"{name}: until the first token", each.at, first, facts)
         if each.end > first:
-            yield _slice(track, f"{name}: answer", first, each.end, facts)
+            yield _slice(track, f"{name}: output", first, each.end, facts)
 
 
 def _moved(events: Iterable[dict[str, Any]], worker: str, base: int) -> Iterator[Mapping[str, Any]]:
-    """Give a worker's tracks numbers and names of their own."""
+    """Make a worker's process ids and names unique."""
     for event in events:
         event["pid"] += base
         if event["name"] == "process_name":

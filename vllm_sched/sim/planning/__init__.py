@@ -1,1 +1,1 @@
-"""The search for a fleet that meets a target."""
+"""Search for a fleet that meets its targets."""

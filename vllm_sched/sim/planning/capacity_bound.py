@@ -1,7 +1,6 @@
-"""What a worker can hold, compute and move, by hand: no simulation, a few divisions.
+"""Upper bounds of what a worker can hold, compute and transfer, in closed form.
 
-Each is a bound that nothing exceeds. Together they say which of memory, computing and the network
-ends first; how near a fleet comes to that is for the simulator to tell.
+They show whether memory, compute or the network is the limit.
 """
 
 from __future__ import annotations
@@ -23,60 +22,49 @@ if TYPE_CHECKING:
 def kv_tokens(
     *, gpus: int, memory: float, used: float, weights: float, beside: float, token_bytes: int
 ) -> int:
-    """Count the tokens whose KV fits beside the weights; sizes in bytes, memory of one GPU.
+    """Return the KV capacity in tokens. Sizes are in bytes, `memory` and `beside` per GPU.
 
-    `used` is the share of the memory that the engine may have, `beside` what it takes of that on
-    each GPU for anything else.
+    `used` is the engine's share of the memory; `beside` is the memory for other purposes.
     """
     return max(int((gpus * (used * memory - beside) - weights) / token_bytes), 0)
 
 
 def sequences_held(tokens: int, prompt: float, output: float) -> int:
-    """Count the requests of such lengths whose KV fits at once, when each has written half."""
     return max(int(tokens / (prompt + output / 2)), 0)
 
 
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
-    """How long a prompt takes alone, in as many steps as the budget makes of it."""
     steps = max(math.ceil(prompt / budget), 1)
     fixed = time.prefill_fixed_s + time.prompt_fixed_s
     return max(steps * fixed + prefill_work(time, prompt, budget), time.floor_s)
 
 
 def prefill_work(time: StepTime, prompt: float, budget: int) -> float:
-    """How long a prompt's tokens take, what is fixed in each of its steps aside."""
+    """Return the seconds of a prompt's tokens, without fixed costs per step."""
     steps = max(math.ceil(prompt / budget), 1)
-    read = budget * steps * (steps - 1) / 2  # again, in all steps but the first
+    read = budget * steps * (steps - 1) / 2  # read again by later chunks
     return time.prefill_s * prompt + time.pair_s * prompt * prompt / 2 + time.read_s * read
 
 
 def decode_seconds(time: StepTime, sequences: int, context: float) -> float:
-    """How long a step takes that decodes so many sequences of a mean context."""
     return time.seconds(StepShape(decodes=sequences, context_tokens=int(sequences * context)))
 
 
 def most_requests_per_s(
     time: StepTime, prompt: float, output: float, sequences: int, budget: int
 ) -> float:
-    """Bound the requests a second by what one worker computes, with so many decoding.
-
-    Prompts ride along in full steps; the fixed part of a step is shared among its decodes.
-    """
+    """Return an upper bound of one worker's requests/s: full steps, fixed parts shared."""
     steps = max(output - 1, 0.0)
     context = time.context_s * (prompt + output / 2)
     each = prefill_work(time, prompt, budget) + steps * (time.decode_s + context)
-    # Whichever asks for more steps brings the fixed part: the answer, or the prompt's chunks.
+    # The output or the prompt's chunks need more steps, and determine the fixed part.
     shared = max(steps / max(sequences, 1), prompt / budget)
     each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
     return 1 / each if each > 0 else math.inf
 
 
 def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]) -> float:
-    """Bound what one worker takes for requests: prompt, answer, and what is cached of the prompt.
-
-    No order of them takes less. Steps are as few as the largest budget, all slots or the whole
-    cache allow, whichever of them asks for most.
-    """
+    """Return a lower bound of one worker's seconds for (prompt, output, cached) requests."""
     time, budget = machine.time, machine.max_num_batched_tokens
     work = steps = by_cache = chunks = 0.0
     for prompt, output, cached in requests:
@@ -92,14 +80,12 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
 
 
 def moved_bytes_per_s(requests_per_s: float, prompt: float, token_bytes: int) -> float:
-    """Bytes a second that hand-overs move where every prompt is handed over."""
     return requests_per_s * prompt * token_bytes
 
 
 def transfer_seconds(
     transfer: TransferTime, tokens: float, *, token_bytes: int, block: int, pieces: int
 ) -> float:
-    """How long one prompt's KV takes."""
     blocks = math.ceil(tokens / block)
     return transfer.seconds(blocks * block * token_bytes, blocks * pieces)
 
@@ -107,7 +93,6 @@ def transfer_seconds(
 def link_tokens_per_s(
     transfer: TransferTime, *, token_bytes: int, block: int, pieces: int
 ) -> float:
-    """Tokens a second that a link moves of very long prompts: bytes, and pieces where they cost."""
     seconds = token_bytes * transfer.byte_s + pieces / block * transfer.descriptor_s
     return 1 / seconds if seconds > 0 else math.inf
 
@@ -121,10 +106,7 @@ def limiting_prompt(
     pieces: int,
     most: int = 1 << 20,
 ) -> int | None:
-    """Return the least prompt whose transfer takes longer than its prefill; None if none does.
-
-    Below it prefill workers are what hand-overs wait for, from there on the link is.
-    """
+    """Return the shortest prompt with transfer slower than prefill, or None."""
 
     def slower(tokens: int) -> bool:
         moved = transfer_seconds(
@@ -132,7 +114,7 @@ def limiting_prompt(
         )
         return moved > prefill_seconds(time, tokens, tokens)
 
-    # Very long prompts may be slower to prefill again: pairs grow faster than bytes. So the first.
+    # Prefill grows faster than transfer, so very long prompts may not be `slower`.
     low, high = 0, 1
     while not slower(high):
         low, high = high, 2 * high
@@ -146,29 +128,28 @@ def limiting_prompt(
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One worker, under requests of a mean length."""
+    """The limits of one worker with requests of mean length."""
 
     kv_tokens: int
-    held: int  # requests of the mean length
-    longest: int  # context that it can hold
-    prefill_s: float  # of a mean prompt, alone
+    held: int  # requests
+    longest: int  # context
+    prefill_s: float  # of a mean prompt on an idle worker
     prefill_tokens_per_s: float
-    step_s: float  # with as many decoding as it holds
+    step_s: float  # with `held` decodes
     decode_tokens_per_s: float
     requests_per_s: float
-    kv_bytes_per_s: float  # that its prefill makes at full speed
-    link_bytes_per_s: float  # that its link moves
+    kv_bytes_per_s: float  # made by prefill
+    link_bytes_per_s: float
     transfer_s: float  # of a mean prompt
-    limiting_prompt: int | None  # from which on the link is slower than prefill
+    limiting_prompt: int | None
 
     @property
     def link_is_the_limit(self) -> bool:
-        """Whether its link moves less than its prefill makes."""
+        """True if prefill makes more KV than the link moves."""
         return self.kv_bytes_per_s > self.link_bytes_per_s
 
     @classmethod
     def of(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
-        """Reckon all of it."""
         time, size = model.time, model.kv_token_bytes
         held = min(sequences_held(model.kv_tokens, prompt, output), model.max_num_seqs)
         step = decode_seconds(time, max(held, 1), prompt + output / 2)

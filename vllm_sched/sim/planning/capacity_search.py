@@ -1,19 +1,12 @@
-"""The rate that a fleet serves whatever is drawn: of several draws each must have enough in time.
+"""The rate that a fleet serves with every one of several random draws of the requests.
 
-One draw of the requests says little of a rate. Where one prompt in fifty makes a third of the work,
-some thousands of them weigh a tenth more or less than as many others, and it matters who comes
-beside whom: the share in time of one draw goes up and down with the rate, and the highest rate that
-one has is its luck. Of many fleets the best by that draw is the one that it favours.
+One draw is noisy: if 2 % of the prompts make a third of the work, samples of some thousand requests
+differ by a tenth. So K new draws, the same for all fleets, decide. The result is the highest rung
+of a ladder of rates at which every draw has enough requests in time; a further draw then has enough
+with a probability of about K / (K + 1).
 
-So the last word have draws that nothing was chosen by, the same for all fleets. The rate is the
-first of a ladder, from above, at which every one of them has enough; as a further draw is no more
-likely than those to be the worst of all, it has so with a chance of about K in K + 1 for K draws.
-
-Cost: where to begin on the ladder is found with one draw, that which failed last; so a rate that is
-too high takes one run, cut short, and few but the one that is named take all. How it fails: of few
-requests, or few draws, what all bear goes up and down from rung to rung, and one may hold by luck.
-Draws of a trace share its lines, with what was searched too: they tell of chance in when and beside
-whom those come, and nothing of another day's.
+Cost: the draw that failed last runs first, so a rate that is too high takes one short run. How it
+fails: with few requests or draws, a rung may pass by luck. Draws of a trace share its lines.
 """
 
 from __future__ import annotations
@@ -24,26 +17,23 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import FlowResult, together
+from vllm_sched.sim.fleet.aggregate_flow import FlowResult, merge_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
-STEP: Final = 1.03  # from rung to rung
-LEAST, MOST = 1e-4, 1e12  # requests a second that anybody asks for
+RUNG_RATIO: Final = 1.03  # ratio of neighboring rungs
+MIN_RATE, MAX_RATE = 1e-4, 1e12  # requests/s
 
 
 class DrawnRequests:
-    """Requests of one seed: drawn once, and played at whatever rate."""
-
     def __init__(self, requests: Iterable[Request], class_of: Callable[[int], str]) -> None:
         self._unknown, self._class_of = iter(requests), class_of
         self._known: list[Request] = []
 
     def at(self, moments: Sequence[float]) -> list[Request]:
-        """Give as many as there are times, at those; of what class one is its prompt says."""
         known, class_of = self._known, self._class_of
         known += islice(self._unknown, max(len(moments) - len(known), 0))
         return [
@@ -57,19 +47,13 @@ class DrawnRequests:
 
 @dataclass(frozen=True, slots=True)
 class CapacityVerdict:
-    """What all draws bear."""
-
     rate: float
-    runs: list[FlowResult]  # one of each draw
-    run: FlowResult  # all of them
+    runs: list[FlowResult]  # by draw
+    run: FlowResult  # all draws
 
 
 class CapacitySearch:
-    """See the module's text.
-
-    `play` plays a fleet at a rate with the requests of a draw, and returns None where too few were
-    in time; `enough` is asked of all draws together.
-    """
+    """The search; `play` returns None if too few requests of a draw are in time."""
 
     def __init__(
         self,
@@ -77,15 +61,15 @@ class CapacitySearch:
         play: Callable[[FleetShape, float, int], FlowResult | None],
         enough: Callable[[FlowResult], bool],
     ) -> None:
-        self._order = list(range(1, draws + 1))  # draw 0 is what was searched with
-        self._margins: dict[int, float] = {}  # of each, when it last had enough
+        self._order = list(range(1, draws + 1))  # draw 0 is for the rough search
+        self._margins: dict[int, float] = {}  # by draw, at its last success
         self._play, self._enough = play, enough
 
     def highest(
         self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
     ) -> CapacityVerdict | None:
-        """Find the rate, from `start` on down, or up where that holds; None if below the least."""
-        bottom, top = _rung(max(least, LEAST)), _rung(min(most, MOST))
+        """Return the highest rate, searched from `start`; None if below `least`."""
+        bottom, top = _rung(max(least, MIN_RATE)), _rung(min(most, MAX_RATE))
         while rate_at(top) > most:
             top -= 1
         if top < bottom:
@@ -97,7 +81,7 @@ class CapacitySearch:
                 played[rung, draw] = self._play(shape, rate_at(rung), draw)
             return played[rung, draw]
 
-        first, begin = self._order[0], min(max(_rung(max(start, LEAST)), bottom), top)
+        first, begin = self._order[0], min(max(_rung(max(start, MIN_RATE)), bottom), top)
         rung, failed, stride = begin, top + 1, 1
         while play(rung, first) is None:
             if rung == bottom:
@@ -111,7 +95,6 @@ class CapacitySearch:
     def _from(
         self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
-        """Go down until all hold; or up, if they do where it begins."""
         found: CapacityVerdict | None = None
         while bottom <= rung <= top:
             if (verdict := self._at(rung, play)) is not None:
@@ -126,7 +109,7 @@ class CapacitySearch:
         self, rung: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
         runs: list[FlowResult] = []
-        # Who had least to spare is next to fail: the others need not be played for nothing.
+        # The draw with the smallest margin is the most likely to fail.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in tuple(self._order):
             run = play(rung, draw)
@@ -136,21 +119,19 @@ class CapacitySearch:
                 return None
             self._margins[draw] = _margin(run)
             runs.append(run)
-        whole = together(runs)
+        whole = merge_results(runs)
         return CapacityVerdict(rate_at(rung), runs, whole) if self._enough(whole) else None
 
 
 def _margin(run: FlowResult) -> float:
-    """Return the least share of a run: in time of all, or not too late of a class."""
     return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
 
 
 def _rung(rate: float) -> int:
-    """Return that of a rate, or the next one above it."""
-    rung = math.ceil(math.log(rate) / math.log(STEP))
+    rung = math.ceil(math.log(rate) / math.log(RUNG_RATIO))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 
 
 def rate_at(rung: int) -> float:
-    """Give a rung's rate in three digits: what is printed is what was played."""
-    return float(f"{STEP**rung:.3g}")
+    """Return a rung's rate, rounded to the three printed digits."""
+    return float(f"{RUNG_RATIO**rung:.3g}")

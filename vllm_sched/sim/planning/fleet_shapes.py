@@ -1,7 +1,4 @@
-"""Fleets that might be: how many workers of each role, the boundary between sizes, the policies.
-
-A shape becomes workers to be simulated, or a fleet file to be used.
-"""
+"""Candidate fleets: workers by role, the boundary between short and long, the policies."""
 
 from __future__ import annotations
 
@@ -23,41 +20,36 @@ SHORT_APART = "short + prefill/decode"
 FAMILIES: Final = (ONE_POOL, SHORT_LONG, PREFILL_DECODE, SHORT_APART)
 DEFAULT, LONG_PROMPT, CHUNKS, BOTH = "default", "long_prompt", "chunk_budget", "both"
 POLICIES: Final = (DEFAULT, LONG_PROMPT, CHUNKS, BOTH)
-ROUND: Final = 1024  # contexts are given in such steps
-# Who has long prompts, and who has decodes that a chunk could hold up.
-WITH_LONGS: Final = (Role.GENERAL, Role.LONG, Role.PREFILL)
-WITH_BOTH: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
+CONTEXT_STEP: Final = 1024  # contexts are multiples of this
+# Roles with long prompts, and roles with both prompts and decodes.
+LONG_PROMPT_ROLES: Final = (Role.GENERAL, Role.LONG, Role.PREFILL)
+MIXED_STEP_ROLES: Final = (Role.GENERAL, Role.LONG, Role.SHORT, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """A fleet of like machines."""
-
     general: int = 0
     short: int = 0
     long: int = 0
     prefill: int = 0
     decode: int = 0
-    short_limit: int = 10_000  # tokens, prompt and output, above which a request is long
+    short_limit: int = 10_000  # prompt + output tokens above which a request is long
     disaggregate_above: int | None = None
     policy: str = DEFAULT
-    itl_ms: int = 100  # of chunk_budget
+    itl_ms: int = 100  # for chunk_budget
 
     @property
     def family(self) -> str:
-        """Which kind of fleet it is."""
         if self.prefill:
             return SHORT_APART if self.short else PREFILL_DECODE
         return SHORT_LONG if self.short else ONE_POOL
 
     @property
     def workers(self) -> int:
-        """How many there are."""
         return self.general + self.short + self.long + self.prefill + self.decode
 
     @property
     def pools(self) -> dict[Role, int]:
-        """How many of each role that it has."""
         counts = {
             Role.GENERAL: self.general,
             Role.SHORT: self.short,
@@ -68,12 +60,10 @@ class FleetShape:
         return {role: count for role, count in counts.items() if count}
 
     def with_more(self, role: Role, change: int) -> FleetShape:
-        """Return the same with so many more workers of a role that it has."""
         given: dict[str, Any] = {role.value: self.pools[role] + change}
         return replace(self, **given)
 
     def __str__(self) -> str:
-        """Say it in a line."""
         text = " + ".join(f"{count} {role.value}" for role, count in self.pools.items())
         if self.short:
             text += f", long above {self.short_limit:,}"
@@ -83,23 +73,21 @@ class FleetShape:
         return f"{text}; {names or 'no policy'}"
 
     def policies_of(self, role: Role | None) -> dict[str, dict[str, Any]]:
-        """Give the policies of a role's workers; with None, of all roles together."""
+        """Return the policies of a role's workers, or of all roles for None."""
         found: dict[str, dict[str, Any]] = {}
         roles = tuple(self.pools) if role is None else (role,)
-        if self.policy in (LONG_PROMPT, BOTH) and any(each in WITH_LONGS for each in roles):
+        if self.policy in (LONG_PROMPT, BOTH) and any(each in LONG_PROMPT_ROLES for each in roles):
             found["long_prompt"] = {}
-        if self.policy in (CHUNKS, BOTH) and any(each in WITH_BOTH for each in roles):
+        if self.policy in (CHUNKS, BOTH) and any(each in MIXED_STEP_ROLES for each in roles):
             found["chunk_budget"] = {"itl_ms": self.itl_ms}
         return found
 
     def context_of(self, role: Role, whole: int) -> int:
-        """Give the context of a role's workers, where the whole one is so long."""
         if role is not Role.SHORT:
             return whole
-        return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
+        return min(-(-HEADROOM * self.short_limit // CONTEXT_STEP) * CONTEXT_STEP, whole)
 
     def placed(self, machine: WorkerModel) -> list[PlacedWorker]:
-        """Make the workers."""
         return [
             PlacedWorker(
                 replace(
@@ -116,7 +104,6 @@ class FleetShape:
         ]
 
     def settings(self) -> RouterSettings:
-        """Make the router's settings."""
         return RouterSettings(
             short_limit=self.short_limit,
             transfer=bool(self.prefill),
@@ -124,7 +111,6 @@ class FleetShape:
         )
 
     def to_fleet(self, machine: WorkerModel, model: str, gpus: int) -> dict[str, Any]:
-        """Write a fleet file's content."""
         workers = [
             {
                 "name": each.model.name,
@@ -152,21 +138,19 @@ def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
     return {"args": args, **({"policies": policies} if policies else {})}
 
 
-# Which there are to try
+# Candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficHints:
-    """What of the traffic says which fleets are worth a try."""
-
-    boundaries: Mapping[int, float]  # tokens, and the share of the work above them
+    boundaries: Mapping[int, float]  # tokens -> share of the work above
     prefill_share: float  # of the work
 
 
 def shapes(
     family: str, workers: int, seen: TrafficHints, policies: tuple[str, ...], itl_ms: int
 ) -> Iterator[FleetShape]:
-    """Give those of a family that may be best, the likeliest first."""
+    """Yield the promising shapes of a family, the likeliest first."""
     if family == ONE_POOL:
         splits = [FleetShape(general=workers, itl_ms=itl_ms)]
     elif workers < 2:
@@ -178,7 +162,7 @@ def shapes(
             for longs in _near(share * workers, workers)
         ]
     elif family == SHORT_APART:
-        # The likeliest two of either count: they are many, and seldom the best.
+        # Only two counts per pool: this family has many shapes and is rarely the best.
         splits = [
             FleetShape(
                 short=workers - rest, prefill=prefills, decode=rest - prefills,
@@ -198,7 +182,7 @@ def shapes(
 
 
 def _near(wanted: float, workers: int) -> list[int]:
-    """Give counts about what the work asks for, and with room to spare."""
+    """Return counts near `wanted`, with more above than below."""
     step = max(round(workers / 16), 1)
     middle = round(wanted)
     counts = (middle, middle + step, middle - step, middle + 2 * step)

@@ -1,7 +1,7 @@
-"""From a traffic, so many GPUs and targets to a fleet, with what would be otherwise.
+"""Plan a fleet for a traffic, a number of GPUs and targets.
 
-The search is by plain workers (`search`). Where vLLM is installed the best may be played again with
-its real schedulers, and are then ordered by what those say.
+The search uses fluid engines (`search`). With vLLM installed, the best fleets may be played again
+and ranked with real schedulers.
 """
 
 from __future__ import annotations
@@ -27,82 +27,70 @@ from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import MACHINES, assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
-from vllm_sched.sim.planning.search import (
-    WARM,
-    FleetSearch,
-    PlanQuestion,
-    ServedRate,
-    longest_kept,
-    ordered,
-)
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
+from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.sim.planning.fleet_shapes import FleetShape
+    from vllm_sched.sim.planning.question import PlanQuestion
     from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
-NAMES: Final = {
+MODEL_NAMES: Final = {
     "-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "-13b": "facebook/opt-13b",
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
-# The share of the work that is the search itself, that with real schedulers, and one worker more.
-SEARCHED, EXACTED, MORE = 0.7, 0.8, 0.9
-EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
+# Progress after the search, the exact runs, and the run with one more worker.
+SEARCH_DONE, EXACT_DONE, MORE_DONE = 0.7, 0.8, 0.9
+EXACT_REQUESTS, MAX_EXACT_REQUESTS, EXACT_DURATION_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
 
 class ExactProof(NamedTuple):
-    """What real schedulers said of a fleet."""
-
     rate: float
     share: float  # in time
-    longest: float  # of the longest prompts, in time or as late as may be borne
+    longest: float  # share of the longest prompts, in time or tolerably late
     requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What was found."""
-
     question: PlanQuestion
     gpus_each: int
     ranking: list[ServedRate]  # the best of each family, best first
-    more: ServedRate | None  # with one worker more; None if it serves no more
-    fewer: ServedRate | None  # with one fewer; None if there is no such fleet
+    more: ServedRate | None  # with one more worker; None if it serves no more
+    fewer: ServedRate | None  # with one worker fewer; None if there is no such fleet
     capacity: Capacity
     prompt: float
     output: float
     runs: int
-    requests: int  # of each draw
+    requests: int  # per draw
     exact: dict[str, ExactProof]  # by shape
-    exactly: bool = False  # whether the ranking and its rates are those of real schedulers
-    stopped_at: float | None = None  # how much of the search was done when the user had enough
+    exactly: bool = False  # rates are from real schedulers
+    stopped_at: float | None = None  # progress at which the user stopped the search
 
     @property
     def best(self) -> ServedRate:
-        """The fleet to take."""
         return self.ranking[0]
 
     @property
     def prefill_bytes_per_s(self) -> float:
-        """Bytes a second that all hand-overs of the best rate would move."""
+        """Bytes/s of hand-overs at the best rate, if every prompt is handed over."""
         return self.best.rate * self.prompt * self.question.machine.kv_token_bytes
 
 
 def machine_of(
     profile: str, bandwidth: float | None = None, mixed_s: float | None = None
 ) -> tuple[WorkerModel, int]:
-    """Return a worker of a profile, and how many GPUs it takes."""
     machine = assuming(of_profile(profile), bandwidth, mixed_s)
     return machine, machine.gpus
 
 
 def workers_of(gpus: int, gpus_each: int, profile: str) -> int:
-    """How many workers there are."""
     if gpus < gpus_each:
         raise UsageError(
             f"--gpus {gpus}: a worker of {profile} takes {gpus_each}; give {gpus_each} or more, or "
@@ -120,9 +108,9 @@ def plan(
     exact: bool = False,
     tell: Tell = lambda _what, _share: None,
 ) -> FleetPlan:
-    """Find the best fleet; the error says what cannot be had.
+    """Return the best fleet, or raise a `UsageError`.
 
-    Ctrl-C ends it with the best that was judged by then, if there is one.
+    Ctrl-C returns the best fleet so far, if there is one.
     """
     if not question.targets:
         raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
@@ -133,7 +121,7 @@ def plan(
     try:
         search.tell("an idle worker", 0.0)
         search.check()
-        known.plainly = search.best(workers, (0.02, SEARCHED))
+        known.plainly = search.best(workers, (0.02, SEARCH_DONE))
         if not known.plainly:
             raise UsageError(
                 f"--goodput: no fleet of {workers} {question.machine.profile} serves "
@@ -147,18 +135,17 @@ def plan(
         _otherwise(search, known, workers)
         search.tell("done", 1.0)
     except KeyboardInterrupt:
-        # Nothing that is thrown away here is used by what follows, and it takes no time.
         known.plainly = known.plainly or search.so_far(workers)
         if not known.plainly:
             raise
         stopped_at = search.done
     plain = known.plain
-    # These are of plain workers: taken to be as far off as the best was.
+    # These rates are from fluid engines: scale them like the best fleet's rate.
     off = known.ranking[0].rate / plain.rate
     more, fewer = (
         each and replace(each, rate=each.rate * off) for each in (known.more, known.fewer)
     )
-    traffic = search.traffic
+    traffic = search.trials.traffic
     return FleetPlan(
         question,
         gpus_each,
@@ -171,8 +158,8 @@ def plan(
         ),
         traffic.prompt,
         traffic.output,
-        search.runs,
-        search.count(plain.rate, fine=True),
+        search.trials.runs,
+        search.trials.count(plain.rate, fine=True),
         known.proofs,
         bool(known.exactly),
         stopped_at,
@@ -181,58 +168,54 @@ def plan(
 
 @dataclass(slots=True)
 class _Known:
-    """What is known by now."""
-
-    plainly: list[ServedRate] = field(default_factory=list)  # the ranking, by plain workers
-    exactly: list[ServedRate] = field(default_factory=list)  # and by real schedulers
+    plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
+    exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
     proofs: dict[str, ExactProof] = field(default_factory=dict)
     more: ServedRate | None = None
     fewer: ServedRate | None = None
 
     @property
     def ranking(self) -> list[ServedRate]:
-        """The fleets, best first."""
         return self.exactly or self.plainly
 
     @property
     def plain(self) -> ServedRate:
-        """The best, with its rate by plain workers."""
+        """The best fleet, with its rate by fluid engines."""
         best = self.ranking[0]
         rate = next(each.rate for each in self.plainly if each.shape == best.shape)
         return replace(best, rate=rate)
 
 
 def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
-    """Find out what one worker more or fewer would do."""
     plain = known.plain
-    known.more = search.more(plain, (EXACTED if known.exactly else SEARCHED, MORE))
-    known.fewer = search.fewer(plain, (MORE, 1.0))
-    if known.fewer is None and workers > 1:  # one worker is no two pools
-        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
+    known.more = search.more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
+    known.fewer = search.fewer(plain, (MORE_DONE, 1.0))
+    if known.fewer is None and workers > 1:  # two pools need two workers
+        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE_DONE, 1.0))), None)
 
 
 def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) -> None:
-    """Refuse what is too large to be simulated now, not once the search comes so far."""
-    largest = workers + 1  # the plan says what one more would serve
-    most = largest * search.traffic.most_each
-    if math.isinf(most) or (count := search.count(most, fine=True)) <= MOST_DRAWN:
+    """Refuse a fleet that is too large to simulate, before the search starts."""
+    largest = workers + 1  # the plan includes one more worker
+    most = largest * search.trials.traffic.most_each
+    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MOST_DRAWN:
         return
     fits = (largest * MOST_DRAWN // count - 1) * gpus_each
     remedy = (
-        f"plan for {fits:,} at most, and take that fleet several times over"
+        f"plan for {fits:,} at most, and deploy that fleet several times"
         if fits >= gpus_each
         else "give a shorter --goodput ttft"
     )
     raise UsageError(
-        f"--gpus {gpus}: one simulation of all that they and a worker more compute would have "
-        f"{count:,} requests, and has at most {MOST_DRAWN:,}; {remedy}"
+        f"--gpus {gpus}: one simulation of these GPUs and one more worker would have "
+        f"{count:,} requests, at most {MOST_DRAWN:,} are possible; {remedy}"
     )
 
 
 def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profile: str) -> None:
     if best.rate >= rate:
         return
-    # Larger fleets are used better, if anything.
+    # Linear: larger fleets are at least as efficient.
     wanted = -(-best.shape.workers * rate // best.rate)
     raise UsageError(
         f"--request-rate {rate:g}: {some(gpus, 'GPU')} of {profile} can serve {best.rate:.3g} "
@@ -245,12 +228,10 @@ def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profil
 
 
 def has_vllm() -> bool:
-    """Whether the exact engine can be played."""
     return find_spec("vllm") is not None
 
 
 def require_vllm() -> None:
-    """Say what is missing for the exact engine."""
     if not has_vllm():
         raise UsageError(
             "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
@@ -261,21 +242,20 @@ def require_vllm() -> None:
 def _exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
-    """Lower the rates of the best of each kind until real schedulers serve them too."""
     again: list[ServedRate] = []
     for at, served in enumerate(ranking):
-        done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
+        done = SEARCH_DONE + (EXACT_DONE - SEARCH_DONE) * at / len(ranking)
         search.tell(f"exactly: {served.shape}", done)
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
-            if search.enough(run, brief=True):
+            if search.trials.enough(run, brief=True):
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
         proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
-        if search.enough(run, brief=True):
+        if search.trials.enough(run, brief=True):
             again.append(ServedRate(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
@@ -283,14 +263,14 @@ def _exactly(
         )
         raise UsageError(
             f"--exact: with vLLM's own schedulers none of the best fleets has "
-            f"{search.question.share:.0%} in time, and as many of the longest, at {lowest} "
+            f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
-    return ordered(again)
+    return rank_fleets(again)
 
 
 def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
-    """Play a fleet with real schedulers; with requests by which nothing was chosen or judged."""
+    """Play a fleet with real schedulers and a draw that the search has not used."""
     from proxy.config import FleetConfig
     from vllm_sched.sim.engines.exact_engine import ExactEngine
     from vllm_sched.sim.fleet.fleet import SimulatedFleet
@@ -299,28 +279,29 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
     config = FleetConfig(**shape.to_fleet(question.machine, "model", question.machine.gpus))
     models = {each.model.name: each.model for each in shape.placed(question.machine)}
     fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
-    count = min(max(round(rate * EXACT_LASTS_S), EXACT_REQUESTS), MOST_EXACT_REQUESTS)
+    count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
     def told(_now: float, _sent: int, done: int) -> None:
         search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
 
     told(0.0, 0, 0)
     played = fleet.play(question.schedule(rate, count, question.draws + 1), told)
-    return counted(search, played.outcomes, played.duration)
+    return count_outcomes(search, played.outcomes, played.duration)
 
 
-def counted(search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float) -> FlowResult:
-    """Count what a simulation kept of each request, as `Flow` does."""
+def count_outcomes(
+    search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
+) -> FlowResult:
     total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
     for each in outcomes:
-        of_class = classes.setdefault(search.class_of(each.prompt_tokens), ClassFigures())
+        of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
         for figures in (total, of_class):
             _count(figures, each, search)
         for gap in each.itls if each.good else ():
             gaps.add(gap)
     span, trend = max((each.at for each in outcomes), default=0.0), Trend()
     for each in outcomes:
-        if each.good and each.at >= WARM * span:
+        if each.good and each.at >= WARM_SHARE * span:
             trend.add(each.at, each.ttft)
     refused = total.arrived - total.done
     return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
@@ -332,7 +313,7 @@ def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None
         return
     targets = search.question.targets
     met = targets.met_by(outcome)
-    borne = Targets(search.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
+    borne = Targets(search.trials.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
     figures.done += 1
     figures.met += met
     figures.kept += met or borne.met_by(outcome)
@@ -346,22 +327,21 @@ def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None
         figures.longest.add(max(outcome.itls))
 
 
-# As a fleet file
+# Fleet file
 
 
 def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
-    """Give the content of a fleet file for the best; `folder` is where it will lie."""
+    """Return the content of the best fleet's file, which will be in `folder`."""
     machine = found.question.machine
-    named = (name for part, name in NAMES.items() if part in machine.profile)
+    named = (name for part, name in MODEL_NAMES.items() if part in machine.profile)
     machine = replace(machine, profile=_seen_from(folder, machine.profile))
     return found.best.shape.to_fleet(machine, model or next(named, "model"), found.gpus_each)
 
 
 def _seen_from(folder: Path, profile: str) -> str:
-    """Name a profile as a fleet file does: if it is a file, by the way to it from there."""
     if profile in MACHINES or Path(profile).is_absolute():
         return profile
-    # Of real folders: from one that is a link `..` leads to where the other lies.
+    # Resolve links: `..` of a linked folder is the parent of its target.
     path = Path(profile)
     return os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
 
@@ -376,13 +356,12 @@ def _unfinished(found: FleetPlan) -> list[str]:
 
 
 def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
-    """Write the fleet file; `traffic` is what `simulate` is asked for to see the same."""
     targets = " ".join(
         f"{name}:{value:g}"
         for name, value in found.question.targets.as_ms().items()
         if value is not None
     )
-    file = shlex.quote(str(path))  # from where it was planned: a trace is named from there too
+    file = shlex.quote(str(path))
     head = [
         f"# {found.best.shape}",
         "#",
@@ -399,5 +378,5 @@ def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: st
     ]
     content = yaml.safe_dump(fleet_of(found, model, path.parent), sort_keys=False, width=100)
     text = "\n".join(head) + "\n" + content
-    # Names of files, which may be of any bytes, are among the words of the command.
+    # The command may contain file names with arbitrary bytes.
     write_whole(path, text, errors="backslashreplace")

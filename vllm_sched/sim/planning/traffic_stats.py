@@ -1,4 +1,4 @@
-"""What a plan's requests are like, and how many of them a worker can compute at the most."""
+"""Length statistics of a plan's requests, and an upper bound of one worker's request rate."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.types import WorkerModel
 
-BOUNDLESS = 1 << 60  # tokens
+UNLIMITED_TOKENS = 1 << 60  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficStats:
-    """See the module's text."""
-
-    prompt: float  # means
-    output: float
-    largest: int  # prompt and output
+    prompt: float  # mean
+    output: float  # mean
+    largest: int  # prompt + output
     prompts: tuple[int, ...]  # sorted
-    totals: tuple[int, ...]
-    most_each: float  # requests a second that one worker's computing allows, whatever it caches
+    totals: tuple[int, ...]  # prompt + output, sorted
+    most_each: float  # requests/s that one worker can compute with a perfect cache
 
     @classmethod
     def of(cls, sample: Sequence[Request], machine: WorkerModel) -> TrafficStats:
-        """Look at some of them."""
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
-        cache = CachedPrefixes(BOUNDLESS if machine.prefix_caching else 0)
+        cache = CachedPrefixes(UNLIMITED_TOKENS if machine.prefix_caching else 0)
         seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
@@ -46,13 +43,12 @@ class TrafficStats:
         )
 
     def above(self, limit: int) -> float:
-        """Return the share of all tokens in requests that are larger."""
+        """Return the share of all tokens that belongs to requests above `limit`."""
         at = bisect_left(self.totals, limit + 1)
         return sum(self.totals[at:]) / (sum(self.totals) or 1)
 
 
 def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
-    """Return prompt, answer, and what of the prompt one worker with room for all would have."""
     held = min(cache.held(request.shared), request.prompt_tokens - 1)
-    cache.keep(request.shared, BOUNDLESS)
+    cache.keep(request.shared, UNLIMITED_TOKENS)
     return request.prompt_tokens, request.output_tokens, held

@@ -7,10 +7,10 @@ import pytest
 from proxy.core.fleet.breaker import (
     BUSY,
     FAILED,
-    FAILURES,
-    FIRST_REST_S,
-    LONGEST_ASKED_S,
-    TRIAL_S,
+    FAILURES_TO_OPEN,
+    MAX_RETRY_AFTER_S,
+    MIN_OPEN_S,
+    TRIAL_INTERVAL_S,
     Breaker,
     BreakerState,
 )
@@ -19,7 +19,7 @@ from proxy.core.fleet.breaker import (
 def opened(now: float = 0.0) -> Breaker:
     """Make one that has just opened."""
     breaker = Breaker()
-    for _ in range(FAILURES):
+    for _ in range(FAILURES_TO_OPEN):
         breaker.failed(now)
     return breaker
 
@@ -29,8 +29,8 @@ def test_it_tells_how_often_it_opened_and_why() -> None:
     for _ in range(5):  # others that were under way
         breaker.failed(0.1)
     assert breaker.opened == {FAILED: 1, BUSY: 0}
-    breaker.sent(FIRST_REST_S)
-    breaker.failed(FIRST_REST_S, busy=True)  # a trial: it has been open all the time
+    breaker.sent(MIN_OPEN_S)
+    breaker.failed(MIN_OPEN_S, busy=True)  # a trial: it has been open all the time
     assert breaker.opened == {FAILED: 1, BUSY: 0}
     breaker.succeeded()
     breaker.failed(2.0, 1.0, busy=True)
@@ -46,8 +46,8 @@ def test_it_knows_what_opened_it_last() -> None:
     assert breaker.why == "502"
     breaker.failed(0.1, why="reset")  # another that was under way
     assert breaker.why == "502"
-    breaker.sent(FIRST_REST_S)
-    breaker.failed(FIRST_REST_S, why="connect")
+    breaker.sent(MIN_OPEN_S)
+    breaker.failed(MIN_OPEN_S, why="connect")
     other.take(breaker.told())
     assert (other.why, other.told()) == ("connect", breaker.told())
     breaker.succeeded()
@@ -56,7 +56,7 @@ def test_it_knows_what_opened_it_last() -> None:
 
 def test_then_one_is_let_through_and_closes_it() -> None:
     breaker = opened()
-    now = FIRST_REST_S
+    now = MIN_OPEN_S
     assert breaker.state(now) is BreakerState.HALF_OPEN
     assert breaker.lets_pass(now)
     assert breaker.sent(now)
@@ -71,10 +71,10 @@ def test_late_failures_of_requests_sent_before_do_not_make_each_rest_longer() ->
     for _ in range(8):
         now = breaker.until + 0.1
         breaker.failed(now)
-        assert breaker.until == now + 2 * FIRST_REST_S
+        assert breaker.until == now + 2 * MIN_OPEN_S
 
 
-@pytest.mark.parametrize(("asked", "rest"), [(7.0, 7.0), (0.0, 0.0), (1e9, LONGEST_ASKED_S)])
+@pytest.mark.parametrize(("asked", "rest"), [(7.0, 7.0), (0.0, 0.0), (1e9, MAX_RETRY_AFTER_S)])
 def test_retry_after_is_honoured_within_reason(asked: float, rest: float) -> None:
     breaker = Breaker()
     breaker.failed(1.0, asked)
@@ -83,13 +83,13 @@ def test_retry_after_is_honoured_within_reason(asked: float, rest: float) -> Non
 
 def test_a_trial_that_tells_nothing_bars_nobody_for_long() -> None:
     breaker = opened()
-    now = FIRST_REST_S
+    now = MIN_OPEN_S
     breaker.sent(now)
-    assert not breaker.lets_pass(now + TRIAL_S / 2)
-    assert breaker.lets_pass(now + TRIAL_S)
-    breaker.sent(now + TRIAL_S)
+    assert not breaker.lets_pass(now + TRIAL_INTERVAL_S / 2)
+    assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
+    breaker.sent(now + TRIAL_INTERVAL_S)
     breaker.abandoned()
-    assert breaker.lets_pass(now + TRIAL_S)
+    assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -97,7 +97,7 @@ def test_what_another_process_opened_is_counted_once_by_its_cause(*, busy: bool)
     there, here = Breaker(), Breaker()
     here.take(there.told())
     assert here.opened == {FAILED: 0, BUSY: 0}
-    for _ in range(FAILURES):
+    for _ in range(FAILURES_TO_OPEN):
         there.failed(0.0, 5.0, busy=busy)
     for _ in range(2):
         here.take(there.told())

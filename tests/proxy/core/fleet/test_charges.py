@@ -8,7 +8,7 @@ import pytest
 
 from proxy.core.fleet.charges import Fleet, _more
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.lifecycle.feedback import judge
+from proxy.core.lifecycle.feedback import update_breaker
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
@@ -60,7 +60,7 @@ def test_what_no_engine_computes_says_nothing_of_its_worker(fleet: Fleet) -> Non
         lease = charge(fleet, ask(0, None, generates=False), 0.1 * n)
         assert (worker.requests, worker.prefill_tokens) == (2, 20_000)
         fleet.first_token(lease, 0.1 * n + 0.003)
-        judge(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
+        update_breaker(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
         fleet.release(lease)
     assert (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at) == known
     assert worker.pace.prefills == 0

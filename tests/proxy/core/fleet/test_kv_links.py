@@ -66,7 +66,7 @@ def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
     assert links.barred(1.0) == [(prefill, decode)]
-    assert links.note(prefill, 1.0) == "prefills nothing for d0 for now: transfers to there fail"
+    assert links.note(prefill, 1.0) == "prefills nothing for d0 for now: its transfers fail"
     assert not links.is_barred(prefill, decode, 1.0 + BARRED_S)
     assert links.note(prefill, 1.0 + BARRED_S) == ""
     assert links.failed(prefill, decode, 100.0)  # one more will do
@@ -89,7 +89,7 @@ def test_a_prefill_worker_may_be_barred_by_itself() -> None:
     for _ in range(3):
         links.failed(prefill, None, 1.0)
     assert links.is_barred(prefill, None, 1.0)
-    assert "name nothing to fetch" in links.note(prefill, 1.0)
+    assert "name no KV blocks to fetch" in links.note(prefill, 1.0)
     for _ in range(3):
         fleet.probe_failed("p0", 2.0)
     for _ in range(2):

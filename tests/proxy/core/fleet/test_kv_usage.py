@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_usage import HASTE, HEEDED_S, learn, more
+from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S, SHARING_LEARNING_RATE, learn, more
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
@@ -143,7 +143,7 @@ def test_a_page_that_says_there_is_room_is_believed_for_a_while() -> None:
         assert sent < 60, "what was sent since is charged again"
     page(here, 2.0, 0.1, running=20)
     assert worker.kv_spare > 0
-    here.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + HEEDED_S)
+    here.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
     assert worker.kv_spare == 0  # nobody knows any more
 
 
@@ -236,14 +236,14 @@ def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> 
 @pytest.mark.parametrize(
     ("usage", "running", "waiting", "queued", "sequences", "spare", "more", "apart"),
     [
-        (0.4, 4, 0, 0, 10, 600 - 400 - 50 - 30, 0, 0.1 - HASTE * 0.12),
+        (0.4, 4, 0, 0, 10, 600 - 400 - 50 - 30, 0, 0.1 - SHARING_LEARNING_RATE * 0.12),
         (0.9, 4, 0, 0, 10, 0, 300, 0.1),
         (0.9, 4, 2, 2, 10, 0, 300, 0.1),  # some wait, though there is room
         (0.95, 4, 2, 2, 10, 0, 350, 0.1),
         # What waits needs as much as what runs, and at most what would be charged without sharing.
-        (1.0, 4, 2, 2, 3, 600 - 750, 250, 0.1 + HASTE * 0.15),
-        (1.0, 4, 2, 2, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
-        (1.0, 0, 0, 1, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
+        (1.0, 4, 2, 2, 3, 600 - 750, 250, 0.1 + SHARING_LEARNING_RATE * 0.15),
+        (1.0, 4, 2, 2, 10, 600 - 1350, 0, 0.1 + SHARING_LEARNING_RATE * 0.75),
+        (1.0, 0, 0, 1, 10, 600 - 1350, 0, 0.1 + SHARING_LEARNING_RATE * 0.75),
         (0.0, 4, 0, 0, 10, 0, 0, 0.1),
     ],
 )
@@ -263,6 +263,10 @@ def test_what_a_page_says_of_a_cache(
 def test_a_page_says_what_a_cache_holds_for_so_long() -> None:
     [worker] = members(fleet_of(spec("a")))
     worker.kv_more, worker.gauges = 7, Gauges(10.0)
-    assert [more(worker, 10.0 + late) for late in (0.0, HEEDED_S, HEEDED_S + 0.1)] == [7, 7, 0]
+    assert [more(worker, 10.0 + late) for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)] == [
+        7,
+        7,
+        0,
+    ]
     worker.gauges = None
     assert more(worker, 10.0) == 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.fleet.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S
 from proxy.core.fleet.ejection import Key
 from proxy.core.fleet.leases import Decision
 from proxy.core.fleet.worker import Worker
@@ -19,7 +19,7 @@ from tests.proxy.core.making import ask, placed, refused, router_of, spec, worke
 RUNS_S, BREAKS_AFTER_S = 0.1, 0.05
 
 
-def fails(router: Router, name: str, now: float = 0.0, times: int = FAILURES) -> None:
+def fails(router: Router, name: str, now: float = 0.0, times: int = FAILURES_TO_OPEN) -> None:
     """Have requests fail on a worker until its breaker opens."""
     for _ in range(times):
         router.fleet.failed(worker_of(router, name), now, why="reset")
@@ -119,12 +119,12 @@ def test_failures_in_panic_make_no_rest_longer_until_it_is_over() -> None:
     for _ in range(100):
         lease = placed(router.submit(ask(), 0.1))
         router.finish(lease, 0.1, Outcome.FAILED)
-    assert breaker.until == FIRST_REST_S
+    assert breaker.until == MIN_OPEN_S
     now = 0.1
     for _ in range(5000):
         now += 0.05
         router.finish(placed(router.submit(ask(), now)), now, Outcome.FAILED)
-    assert breaker.until <= now + LONGEST_REST_S
+    assert breaker.until <= now + MAX_OPEN_S
     assert breaker.opened["failed"] == 1
 
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.fleet import roster
-from proxy.core.fleet.breaker import FAILURES, Breaker
+from proxy.core.fleet import model_lists
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN, Breaker
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
+from proxy.core.fleet.monitoring import IDLE_BEFORE_RETRY_S
 from proxy.core.fleet.remote_load import own
-from proxy.core.fleet.roster import STALE_S, WAITED_S
-from proxy.core.fleet.slots import HEEDED_S
-from proxy.core.fleet.worker import WORKS_S, Worker
+from proxy.core.fleet.slots import MAX_PAGE_AGE_S
+from proxy.core.fleet.worker import MAX_IDLE_PAGE_S, Worker
 from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
@@ -99,14 +100,14 @@ def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
     here.fleet.set_served("a", [MODEL, "adapter"])
     here.fleet.probe_ok("a", here.now)
     here.fleet.set_served("a", [MODEL])
-    assert not here.later(WAITED_S - 1, "adapter")
+    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
     here.fleet.probe_failed("dead", here.now)
     here.fleet.add(spec("late"))
     assert not here.later(1, "adapter")
     here.fleet.drain("late", starts=True)  # as one that is not ready yet
     here.fleet.set_served("a", [MODEL, "another"])
     here.fleet.replace([spec("a"), spec("dead"), spec("late")])
-    assert not here.later(WAITED_S - 2, "adapter"), "each has its own ten minutes"
+    assert not here.later(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), "each has its own ten minutes"
     assert here.later(1, "adapter")
     here.fleet.remove("dead")
     here.fleet.add(spec("dead"))
@@ -114,12 +115,12 @@ def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
 
 
 def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "MOST_HEARD", 3)
+    monkeypatch.setattr(model_lists, "MAX_SERVED_MODELS", 3)
     here = Waiting("a")
     here.fleet.probe_ok("a", here.now)
     for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
         here.fleet.set_served("a", names)
-    here.later(WAITED_S)
+    here.later(MAX_MODEL_LIST_WAIT_S)
     here.fleet.add(spec("b"))
     told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
     assert told == {"one": True, "two": True, "three": False, "four": False}
@@ -138,7 +139,7 @@ def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
     here.fleet.drain("b")
     assert here.later(0)
     here.fleet.drain("b", draining=False)
-    assert not here.later(WAITED_S - 1)
+    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
     assert here.later(1)
 
 
@@ -147,12 +148,12 @@ def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
     here.fleet.set_served("a", [MODEL, "adapter"])
     here.fleet.probe_ok("a", here.now)
     here.fleet.expect([MODEL, "other"])
-    assert not here.later(WAITED_S - 1)
+    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
     here.fleet.expect([MODEL, "other"])  # a reload
     assert here.later(1)
     here.fleet.remove("a")  # another comes soon: its adapters are not nobody's
     assert here.later(0)
-    assert not here.later(WAITED_S - 1, "adapter")
+    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
     here.fleet.add(spec("b"))
     here.fleet.probe_ok("b", here.now)
     assert here.later(0, "adapter")
@@ -219,8 +220,8 @@ def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
     fleet.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
     assert not worker.works(2.0)
     fleet.set_gauges("a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0))
-    assert worker.works(3.0 + WORKS_S)
-    assert not worker.works(3.1 + WORKS_S)
+    assert worker.works(3.0 + MAX_IDLE_PAGE_S)
+    assert not worker.works(3.1 + MAX_IDLE_PAGE_S)
     fleet.set_gauges("a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0))
     assert worker.works(40.0)
     fleet.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
@@ -265,10 +266,10 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
             "a",
             Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
         )
-    fleet.no_gauges("a", 2.0 + HEEDED_S)  # it may come yet
+    fleet.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
     assert (worker.strangers, worker.queued, worker.seats) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
-    fleet.no_gauges("a", 2.1 + HEEDED_S)
+    fleet.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
     assert (worker.gauges, worker.strangers, worker.queued, worker.seats) == (None, 0, 0, math.inf)
     assert worker.wait_s(0.0, for_long=True) == own
     assert (worker.prompt_price, worker.output_price) == prices
@@ -294,7 +295,7 @@ def test_one_that_looked_slow_is_forgiven_with_time() -> None:
             worker.pace.saw_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
     slow = a.pace.token_s
     for second in range(120):
-        fleet.set_gauges("a", Gauges(at=STALE_S + 1 + second))
+        fleet.set_gauges("a", Gauges(at=IDLE_BEFORE_RETRY_S + 1 + second))
     assert a.pace.token_s < 1.1 * b.pace.token_s < slow
 
 
@@ -408,7 +409,7 @@ def test_a_rest_is_told_once_and_so_is_its_end() -> None:
     for at in range(10):
         fleet.failed(a, float(at), why="reset")  # a trial that fails, too
         a.breaker.sent(at + 0.5)
-    assert seen.said == [("rests", "a", f"reset at {FAILURES - 1}")]
+    assert seen.said == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
     fleet.succeeded(a)
     fleet.succeeded(a)
     assert seen.said[1:] == [("is back", "a", "")]

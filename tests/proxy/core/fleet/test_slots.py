@@ -253,8 +253,8 @@ def test_a_page_that_is_old_keeps_nobody_back() -> None:
     for second in (1.0, 2.0):
         page(here, second, 2, 2, usage=0.99)
     waits(here.submit(ask(LONG), 2.0))
-    assert here.due(2.0 + slots.HEEDED_S) == []
-    [(_, lease)] = here.due(2.1 + slots.HEEDED_S)
+    assert here.due(2.0 + slots.MAX_PAGE_AGE_S) == []
+    [(_, lease)] = here.due(2.1 + slots.MAX_PAGE_AGE_S)
     assert placed(lease).prefill is not None
 
 
@@ -276,4 +276,4 @@ def test_a_seat_is_taken_by_who_is_there() -> None:
     assert slots.share_taken(worker, 2.0) == 0.75
     page(here, 3.0, 2, usage=0.99)
     assert slots.share_taken(worker, 3.0) == 1
-    assert slots.share_taken(worker, 3.1 + slots.HEEDED_S) == 0.25
+    assert slots.share_taken(worker, 3.1 + slots.MAX_PAGE_AGE_S) == 0.25

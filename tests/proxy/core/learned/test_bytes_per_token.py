@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.core.learned.bytes_per_token import (
     FIRST_BAND,
-    LEAST_PER_TOKEN,
-    MOST_PER_TOKEN,
+    MAX_BYTES_PER_TOKEN,
+    MIN_BYTES_PER_TOKEN,
     LearnedSizes,
 )
 
@@ -107,7 +107,7 @@ def test_no_prompt_breaks_it(prompts: list[tuple[int, int, int, int]]) -> None:
     learnt = LearnedSizes()
     for text, tokens, tools, count in prompts:
         learnt.see_prompt(text, tokens, tools, count)
-        assert LEAST_PER_TOKEN <= learnt.bytes_per_token <= MOST_PER_TOKEN
+        assert MIN_BYTES_PER_TOKEN <= learnt.bytes_per_token <= MAX_BYTES_PER_TOKEN
         assert 0.0 <= learnt.spread <= 1.0
         for size in (0, 1, text, 10_000_000):
             assert isfinite(learnt.tokens(size, tools, count))

@@ -9,7 +9,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.learned.prefix_index import BLOCKS, PrefixIndex, deepest
+from proxy.core.learned.prefix_index import BLOCKS, PrefixIndex, workers_of_deepest
 
 BLOCK = BLOCKS[0]
 
@@ -49,9 +49,9 @@ def test_the_deepest_holders_are_named_first() -> None:
     index.record(index.hashes("m", text("a", "b")), 9)
     index.record(index.hashes("m", text("a")), 1)
     matches = index.matches(index.hashes("m", text("a", "b")))
-    assert deepest(matches, 4) == [5, 9]
-    assert deepest(matches, 1) == [5]
-    assert deepest([], 4) == []
+    assert workers_of_deepest(matches, 4) == [5, 9]
+    assert workers_of_deepest(matches, 1) == [5]
+    assert workers_of_deepest([], 4) == []
 
 
 def test_a_worker_is_forgotten_wholly() -> None:

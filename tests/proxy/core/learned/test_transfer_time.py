@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from proxy.core.learned import transfer_time as module
-from proxy.core.learned.transfer_time import YOUNG, TransferTime, TransferTimes
+from proxy.core.learned.transfer_time import UNCLAMPED_TRANSFERS, TransferTime, TransferTimes
 
 
 def taught(fixed_s: float, token_s: float, *, noise: float = 0.0, seed: int = 1) -> TransferTime:
@@ -57,7 +57,7 @@ def test_a_pair_is_as_all_are_until_it_has_seen_a_few() -> None:
     for _ in range(100):
         times.saw("p0", "d0", 1000, 0.5)
     assert times.of("p1", "d0") is times.all
-    for _ in range(YOUNG):
+    for _ in range(UNCLAMPED_TRANSFERS):
         assert times.of("p1", "d0") is times.all
         times.saw("p1", "d0", 1000, 0.01)
     assert times.of("p1", "d0").seconds(1000) == pytest.approx(0.01, rel=0.3)
@@ -65,10 +65,10 @@ def test_a_pair_is_as_all_are_until_it_has_seen_a_few() -> None:
 
 
 def test_pairs_of_workers_that_left_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PAIRS", 2)
+    monkeypatch.setattr(module, "MAX_PAIRS", 2)
     times = TransferTimes()
     for name in ("p0", "p1", "p2"):
-        for _ in range(YOUNG):
+        for _ in range(UNCLAMPED_TRANSFERS):
             times.saw(name, "d0", 1000, 0.5)
     left = [name for name in ("p0", "p1", "p2") if times.of(name, "d0") is not times.all]
     assert left == ["p1", "p2"]

@@ -469,4 +469,4 @@ def test_a_size_that_is_an_estimate_is_called_so(error: int, about: str) -> None
     asked.route = "completions"
     assert refused(router.submit(asked, 0.0)).param == "prompt"
     own = refused(router.submit(of(who, 500, error=error), 0.0))
-    assert f"this one has {about}500" in own.message
+    assert f"this prompt has {about}500" in own.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.lifecycle.retries import AT_REST, WINDOW_S, RetryBudget, WorkerFailureEvents
+from proxy.core.lifecycle.retries import MIN_RESERVE, WINDOW_S, RetryBudget, WorkerFailureEvents
 from tests.proxy.core.making import spec
 
 W0, W1 = Worker(spec("w0"), 0), Worker(spec("w1"), 1)
@@ -31,7 +31,7 @@ def test_they_come_back_with_time_but_are_not_hoarded() -> None:
     budget = RetryBudget(0.2)
     spent(budget, 0.0)
     assert spent(budget, 3.0) == 3
-    assert spent(budget, 1e6) == AT_REST
+    assert spent(budget, 1e6) == MIN_RESERVE
 
 
 def test_none_at_all() -> None:
@@ -55,7 +55,7 @@ def test_but_only_that_of_the_last_seconds() -> None:
     assert spent(budget, 20.0) == 20
     for _ in range(1000):
         budget.earn(21.0)
-    assert spent(budget, 1e6) == AT_REST
+    assert spent(budget, 1e6) == MIN_RESERVE
 
 
 # Those that fall with their worker

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.tenants.limits import CELLS, MINUTE, Limit, Limits, TenantUsage, TokenBucket
+from proxy.core.tenants.limits import (
+    CELLS_PER_TENANT,
+    MINUTE,
+    Limit,
+    Limits,
+    TenantUsage,
+    TokenBucket,
+)
 from tests.present import present
 
 STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30)), max_size=60)
@@ -112,9 +119,9 @@ def test_other_limits_keep_what_was_taken() -> None:
 
 
 def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
-    memory = memoryview(bytearray(8 * CELLS)).cast("d")
+    memory = memoryview(bytearray(8 * CELLS_PER_TENANT)).cast("d")
     limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
-    one, other = TenantUsage(limits), TenantUsage(limits, array("d", [0.0] * CELLS))
+    one, other = TenantUsage(limits), TenantUsage(limits, array("d", [0.0] * CELLS_PER_TENANT))
     assert one.enter(0.0, 10, 1) is None  # before they knew of each other
     one.share(memory)
     other.share(memory)

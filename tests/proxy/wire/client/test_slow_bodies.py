@@ -69,7 +69,7 @@ async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, 
     assert answer.status == 408
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert f"{RATE} bytes a second" in error["message"]
+    assert f"{RATE} bytes per second" in error["message"]
     assert answer.one(b"connection") == b"close"
     counted = [(key[5], key[4]) for key in site.metrics.requests]
     assert counted == [(408, "slow_body")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.core.fleet.worker import WORKS_S
+from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
 from proxy.core.model.specs import Gauges
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -142,7 +142,7 @@ async def test_elsewhere_it_is_begun_anew(slow: Slow, how: str) -> None:
     if how == "down":
         slow.site.down(slow.busy)
     elif how == "long ago":
-        slow.site.skip(WORKS_S + 1)
+        slow.site.skip(MAX_IDLE_PAGE_S + 1)
     slow.gates[slow.other].set()
     assert (await slow.asked).status == 200
     assert len(slow.site.served()) == 2

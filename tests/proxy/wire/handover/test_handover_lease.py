@@ -10,8 +10,8 @@ from math import inf
 
 import pytest
 
-from proxy.core.fleet.kv_links import STRIKES
-from proxy.core.lifecycle.retries import AT_REST
+from proxy.core.fleet.kv_links import FAILURES_TO_BAR
+from proxy.core.lifecycle.retries import MIN_RESERVE
 from proxy.core.model.role import Role
 from proxy.transfer.types import LEASE_USED
 from proxy.wire.handover.prefill_leg import REST_S
@@ -64,7 +64,7 @@ async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> No
 async def test_any_number_may_be_late(start: Start) -> None:
     """With a failure each, more than the retry budget bears would end with a 504."""
     here = await pairs(start, prefills=1, decodes=1, retry_budget=0.01)
-    count = int(AT_REST) + 5
+    count = int(MIN_RESERVE) + 5
     here.kv.wrong("d0", *[Faults(before=scripts.stall)] * count)
     bodies = [chat_body(stream=True) for _ in range(count)]
     clients = [await here.site.client() for _ in bodies]
@@ -217,12 +217,12 @@ async def test_where_there_is_nobody_else_the_same_worker_computes_it(start: Sta
 
 async def test_a_link_that_is_late_time_and_again_is_left_alone(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    for _ in range(STRIKES):
+    for _ in range(FAILURES_TO_BAR):
         body = chat_body(stream=True)
         assert words(await late(here, body)) == expected(body)
     assert words(await here.site.ask(request(chat_body()))) != []
     assert here.legs()[-1] == "whole d0"
-    await here.settled(left=STRIKES)
+    await here.settled(left=FAILURES_TO_BAR)
 
 
 def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:

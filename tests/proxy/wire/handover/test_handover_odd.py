@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proxy.config import TransferConfig
-from proxy.core.fleet.kv_links import STRIKES
+from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.health.worker_state import state
 from proxy.transfer.registry import connector
 from proxy.wire.handover.release import GRACE_S
@@ -168,12 +168,12 @@ async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> 
 async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
     """As the decode worker answers 500 and can do without: there the link is at fault."""
     here = await pairs(start, prefills=1, decodes=1)
-    for _ in range(STRIKES):
+    for _ in range(FAILURES_TO_BAR):
         here.kv.wrong("d0", Faults(during=scripts.error(500, "no blocks")))
         body = chat_body()
         assert words(await ask(here, body)) == expected(body)
     assert here.site.metrics.handovers.bars == {("p0", "d0"): 1}
-    assert here.kinds() == ["prefill", "decode", "whole"] * STRIKES
+    assert here.kinds() == ["prefill", "decode", "whole"] * FAILURES_TO_BAR
     assert here.site.worker("d0").breaker.closed
     assert (await ask(here, chat_body())).status == 200
     assert here.legs()[-1] == "whole d0"
@@ -183,7 +183,7 @@ async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
 async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
     """Or whoever sends them would have everybody's prompts prefilled where others decode."""
     here = await pairs(start, prefills=1, decodes=1)
-    for _ in range(3 * STRIKES):
+    for _ in range(3 * FAILURES_TO_BAR):
         here.kv.wrong("d0", *[Faults(during=scripts.error(500, "no"))] * 3)
         assert (await ask(here, chat_body())).status == 500
         here.kv.wrongs.clear()

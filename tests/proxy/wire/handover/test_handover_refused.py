@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from proxy.core.fleet.kv_links import BARRED_S, STRIKES
+from proxy.core.fleet.kv_links import BARRED_S, FAILURES_TO_BAR
 from proxy.core.model.role import Role
 from tests.proxy.metrics.scraped import scraped
 from tests.proxy.wire import scripts
@@ -55,10 +55,10 @@ async def test_one_whose_prefills_are_of_no_use_is_left_alone(
     stream: bool,
 ) -> None:
     here = await pairs(start, prefills=1)
-    here.kv.wrong("p0", *[Faults(before=wrong)] * (STRIKES + 1))
-    for _ in range(STRIKES + 2):
+    here.kv.wrong("p0", *[Faults(before=wrong)] * (FAILURES_TO_BAR + 1))
+    for _ in range(FAILURES_TO_BAR + 2):
         await here.serves(stream=stream)
-    assert kinds(here) == [*["prefill p0", "whole"] * STRIKES, "whole", "whole"]
+    assert kinds(here) == [*["prefill p0", "whole"] * FAILURES_TO_BAR, "whole", "whole"]
     assert here.site.metrics.handovers.bars == {("p0", "any"): 1}
     assert 'proxy_handover_bars_total{prefill="p0",decode="any"} 1' in scraped(here.site.metrics)
     [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -79,10 +79,10 @@ async def test_a_worker_that_refuses_does_not_draw_all_prefills(start: Start) ->
     here = await pairs(start)
     here.site.worker("p1").pace.token_s *= 2  # so that the other is better liked
     refuses(here, "p0", 400)
-    for _ in range(STRIKES + 5):
+    for _ in range(FAILURES_TO_BAR + 5):
         await here.serves()
-    assert kinds(here)[: 2 * STRIKES] == ["prefill p0", "whole"] * STRIKES
-    assert kinds(here)[2 * STRIKES :] == ["prefill p1", "decode"] * 5
+    assert kinds(here)[: 2 * FAILURES_TO_BAR] == ["prefill p0", "whole"] * FAILURES_TO_BAR
+    assert kinds(here)[2 * FAILURES_TO_BAR :] == ["prefill p1", "decode"] * 5
 
 
 @pytest.mark.parametrize("status", ITS_OWN)
@@ -90,10 +90,10 @@ async def test_what_it_may_lack_is_asked_of_another_first(start: Start, status: 
     here = await pairs(start, retry_budget=0.0)
     here.site.worker("p1").pace.token_s *= 2
     refuses(here, "p0", status)
-    for _ in range(STRIKES + 1):
+    for _ in range(FAILURES_TO_BAR + 1):
         await here.serves()
     assert kinds(here) == [
-        *["prefill p0", "prefill p1", "decode"] * STRIKES,
+        *["prefill p0", "prefill p1", "decode"] * FAILURES_TO_BAR,
         *["prefill p1", "decode"],
     ]
 
@@ -111,18 +111,18 @@ async def test_one_other_prefill_worker_is_asked(start: Start, prefills: int) ->
 async def test_what_everybody_refuses_is_held_against_nobody(start: Start) -> None:
     here = await pairs(start, prefills=1)
     for role in (Role.PREFILL, Role.DECODE):
-        here.kv.wrong(role.value, *[Faults(before=scripts.error(400, NO))] * (STRIKES + 1))
-    for _ in range(STRIKES + 1):
+        here.kv.wrong(role.value, *[Faults(before=scripts.error(400, NO))] * (FAILURES_TO_BAR + 1))
+    for _ in range(FAILURES_TO_BAR + 1):
         assert (await ask(here, chat_body())).status == 400
-    assert kinds(here) == ["prefill p0", "whole"] * (STRIKES + 1)
+    assert kinds(here) == ["prefill p0", "whole"] * (FAILURES_TO_BAR + 1)
     assert not here.site.router.links.bars
 
 
 async def test_refusals_now_and_then_bar_nobody(start: Start) -> None:
     here = await pairs(start, prefills=1)
-    for _ in range(STRIKES + 1):
+    for _ in range(FAILURES_TO_BAR + 1):
         refuses(here, "p0", 400, 1)
         await here.serves()
         await here.serves()
-    assert kinds(here) == ["prefill p0", "whole", "prefill p0", "decode"] * (STRIKES + 1)
+    assert kinds(here) == ["prefill p0", "whole", "prefill p0", "decode"] * (FAILURES_TO_BAR + 1)
     assert here.site.metrics.handovers.bars == {}

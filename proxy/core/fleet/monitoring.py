@@ -1,0 +1,177 @@
+"""Reports about workers: probes, metrics pages, failed requests, and other router processes."""
+
+from __future__ import annotations
+
+from proxy.core.fleet import kv_usage, slots
+from proxy.core.fleet.breaker import BreakerSnapshot
+from proxy.core.fleet.remote_load import replace
+from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker_load import WorkerLoad
+from proxy.core.model.specs import Gauges
+
+IDLE_BEFORE_RETRY_S = 10.0  # of a slow worker
+RETRY_LATENCY_SHARE = 0.1
+
+
+class MonitoredRoster(Roster):
+    """The workers by name, and their health."""
+
+    def probe_ok(self, name: str, now: float) -> bool:
+        """Count a good probe; True if the worker comes up."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return False
+        worker.failed_probes = 0
+        worker.good_probes += 1
+        if worker.up or (worker.probed and worker.good_probes < self.up_after):
+            return False
+        if worker.probed:  # its cache may be empty
+            self.prefixes.forget(worker.index)
+        worker.up = worker.probed = True
+        worker.up_since = now
+        self._lists.came_up(worker)
+        worker.pace.seen_at = now
+        if not worker.pace.prefills:
+            self._borrow(worker)
+        self._live_changed()
+        return True
+
+    def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
+        """Count a failed probe; True if the worker goes down."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return False
+        worker.good_probes = 0
+        worker.failed_probes += 1
+        worker.probed = True
+        worker.trouble = why
+        if not worker.up or worker.failed_probes < self.down_after:
+            return False
+        worker.up = False
+        self._live_changed()
+        return True
+
+    def follow(
+        self,
+        worker: Worker,
+        *,
+        up: bool,
+        probed: bool,
+        up_since: float,
+        awaited_since: float,
+        draining: bool,
+    ) -> None:
+        """Apply the health that another process has probed."""
+        worker.awaited_since = awaited_since
+        if worker.up_since != up_since:
+            if worker.probed:
+                self.prefixes.forget(worker.index)  # restarted
+            worker.up_since = up_since
+        if up and not worker.up:
+            self._lists.came_up(worker)
+            worker.pace.seen_at = up_since
+            if not worker.pace.prefills:
+                self._borrow(worker)
+        changed = (worker.up, worker.draining) != (up, draining)
+        worker.up, worker.probed, worker.draining = up, probed, draining
+        if changed:
+            self._live_changed()
+
+    def failed(
+        self,
+        worker: Worker,
+        now: float,
+        retry_after_s: float | None = None,
+        *,
+        busy: bool = False,
+        why: str = "",
+    ) -> None:
+        """Count a failed request in the breaker."""
+        worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
+        self._judged(worker, now)
+
+    def succeeded(self, worker: Worker) -> None:
+        worker.breaker.succeeded()
+        self._judged(worker, 0.0)
+
+    def _judged(self, worker: Worker, now: float) -> None:
+        self.ejections.judged(worker, now)
+        self.moved(worker)
+
+    def set_gauges(self, name: str, gauges: Gauges) -> None:
+        """Apply a metrics page."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        before, worker.gauges = worker.gauges, gauges
+        if before is not None and gauges.computed > before.computed:
+            worker.worked_at = gauges.at
+        worker.kv_capacity = gauges.kv_capacity_tokens or 0
+        # The page is a moment old: only requests on two pages count as other clients'.
+        strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
+        worker.strangers = min(strangers, worker.strangers_before)
+        worker.strangers_before = strangers
+        # Charged prompts may be partly computed: this underestimates other clients' work.
+        backlog = gauges.extra.get("backlog", 0.0)
+        strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
+        worker.strange_tokens = min(strange, worker.strange_tokens_before)
+        worker.strange_tokens_before = strange
+        longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
+        worker.strange_long = worker.strange_tokens * longs
+        slots.learn(worker, gauges)
+        kv_usage.learn(worker, gauges, worker.queued_before)
+        if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
+            self._forgive(worker)
+        worker.reprice()
+        self.moved(worker)
+
+    def no_gauges(self, name: str, now: float) -> None:
+        """Forget old gauges of a worker that reports none."""
+        worker = self._workers.get(name)
+        if worker is None or worker.gauges is None:
+            return
+        if now - worker.gauges.at > slots.MAX_PAGE_AGE_S:
+            self.forget_gauges(worker)
+
+    def forget_gauges(self, worker: Worker) -> None:
+        """Forget the gauges, except the cache capacity."""
+        if worker.gauges is None:
+            return
+        worker.gauges = None
+        worker.strangers = worker.strangers_before = 0
+        worker.strange_tokens = worker.strange_tokens_before = worker.strange_long = 0.0
+        worker.kv_spare = 0
+        slots.forget(worker)
+        worker.reprice()
+        self.moved(worker)
+
+    def _forgive(self, worker: Worker) -> None:
+        """Let a slow worker be tried again."""
+        peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
+        best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
+        if best.token_s < worker.pace.token_s:
+            worker.pace.adopt(best, RETRY_LATENCY_SHARE)
+
+    def _borrow(self, worker: Worker) -> None:
+        """Copy the latency of the best-known worker."""
+        peers = [w for w in self.of(worker.model) if w.pace.prefills]
+        if peers:
+            worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
+            worker.reprice()
+
+    # Reports of other processes
+
+    def charged_elsewhere(
+        self, worker: Worker, load: WorkerLoad, due_at: float, now: float
+    ) -> None:
+        """Apply the remote charges; `due_at`: their next first token."""
+        if self._workers.get(worker.name) is not worker:
+            return  # removed: no release would follow
+        replace(worker, load, now)
+        worker.due_at = max(worker.due_at, due_at)
+        self.moved(worker)
+
+    def judged_elsewhere(self, worker: Worker, told: BreakerSnapshot) -> None:
+        worker.breaker.take(told)
+        self._judged(worker, self._clock())

@@ -1,0 +1,157 @@
+"""Simulated runs of fleets at a rate, and whether a run meets the targets.
+
+No prompt may starve: the same share of the longest tenth of the prompts must be in time, or have a
+first token within `TOLERATED_TTFT_RATIO` times the time on an idle worker.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.traffic.sampled import Sampled
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult
+from vllm_sched.sim.planning import capacity_bound
+from vllm_sched.sim.planning.capacity_search import DrawnRequests
+from vllm_sched.sim.planning.fleet_shapes import FleetShape
+from vllm_sched.sim.planning.traffic_stats import TrafficStats
+
+if TYPE_CHECKING:
+    from vllm_sched.sim.planning.question import PlanQuestion
+
+# Least requests of a run, and its length in TTFT targets: a shorter run hides a growing queue.
+MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
+COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
+MIN_TTFT_S: Final = 3.0
+# Most requests of a run, unless it would be shorter than this number of TTFT targets.
+MAX_COARSE_REQUESTS, MAX_FINE_REQUESTS = 5_000, 8_000
+MIN_TTFTS: Final = 4.0
+WARM_SHARE: Final = 0.2  # share of a run that fills the fleet and is not counted
+# Most growth of the time to first token, in seconds per second.
+MAX_GROWTH, MAX_BRIEF_GROWTH = 0.04, 0.1
+SAMPLE_REQUESTS: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
+TOLERATED_TTFT_RATIO: Final = 4.0
+LONG_QUANTILE: Final = 0.9  # share of prompts that are not among the longest
+REST, LONG = "rest", "long"
+IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bound
+
+
+class FleetTrials:
+    """Runs of fleets, with the same requests for every fleet."""
+
+    def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
+        self.question = question
+        source, machine = question.source, question.machine
+        some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
+        sample = list(islice(question.shapes(), some))
+        if not sample:
+            raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
+        self.traffic = traffic = TrafficStats.of(sample, machine)
+        self.runs = 0
+        # Requests/s of one worker, in closed form.
+        self.worker_rate = capacity_bound.Capacity.of(
+            machine, traffic.prompt, traffic.output
+        ).requests_per_s
+        self._note = note
+        self._short_to = _short_to(traffic.prompts)
+        self._drawn: dict[int, DrawnRequests] = {}
+
+        @lru_cache(maxsize=65_536)
+        def borne_s(prompt: int) -> float:
+            alone = capacity_bound.prefill_seconds(
+                machine.time, prompt, machine.max_num_batched_tokens
+            )
+            return TOLERATED_TTFT_RATIO * alone
+
+        self.borne_s = borne_s
+
+    def count(self, rate: float, *, fine: bool) -> int:
+        question = self.question
+        target = max(question.targets.ttft or 0.0, MIN_TTFT_S)
+        lasts = (FINE_TTFTS if fine else COARSE_TTFTS) * target
+        least, most = (
+            (MIN_FINE_REQUESTS, MAX_FINE_REQUESTS)
+            if fine
+            else (MIN_COARSE_REQUESTS, MAX_COARSE_REQUESTS)
+        )
+        most = max(most, math.ceil(rate * MIN_TTFTS * target))
+        return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
+
+    def play(
+        self, shape: FleetShape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
+    ) -> FlowResult:
+        """Play a fleet at a rate; a failed run stops early, unless `whole`."""
+        question = self.question
+        total = self.count(rate, fine=fine)
+        self._note(f"{shape}: {total:,} requests")
+        requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
+        flow = self._flow(shape)
+        self.runs += 1
+        warm = int(WARM_SHARE * total)
+        if whole:
+            return flow.play(requests, warm=warm)
+        longs = sum(each.klass == LONG for each in requests[warm:])
+        most_late = (1 - question.share) * (total - warm) + 1
+        most_lost = (1 - self._least_kept(longs)) * longs + 1
+        return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
+
+    def _flow(self, shape: FleetShape) -> AggregateFlow:
+        machine, targets = self.question.machine, self.question.targets
+        return AggregateFlow(shape.placed(machine), shape.settings(), targets, self.borne_s)
+
+    def _requests(self, draw: int) -> DrawnRequests:
+        if draw not in self._drawn:
+            self._drawn[draw] = DrawnRequests(self.question.shapes(draw), self.class_of)
+        return self._drawn[draw]
+
+    def class_of(self, prompt: int) -> str:
+        return LONG if prompt > self._short_to else REST
+
+    def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
+        """Return True if enough requests are in time, also of the longest, and no queue grows.
+
+        Unless `strict`, the longest prompts get one standard deviation. `brief` runs may show more
+        queue growth.
+        """
+        if run.failed or run.growth > (MAX_BRIEF_GROWTH if brief else MAX_GROWTH):
+            return False
+        share, longs = self.question.share, run.classes.get(LONG)
+        least = share if strict else self._least_kept(longs.arrived if longs else 0)
+        return run.all.share >= share and longest_kept(run) >= least
+
+    def _least_kept(self, longs: int) -> float:
+        share = self.question.share
+        return share - math.sqrt(share * (1 - share) / longs) if longs else share
+
+    def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
+        run = self.play(shape, rate, fine=False)
+        return run if self.enough(run, strict=False) else None
+
+    def play_idle(self) -> FlowResult:
+        """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
+        rate = min(self.worker_rate, self.traffic.most_each) * IDLE_LOAD
+        total = self.count(rate, fine=True)
+        requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
+        self.runs += 1
+        return self._flow(FleetShape(general=1)).play(requests)
+
+
+def _short_to(prompts: Sequence[int]) -> int:
+    """Return the length above which a prompt is among the longest tenth.
+
+    If more than a tenth have the greatest length, all of these are; with one length, none is.
+    """
+    at = int(LONG_QUANTILE * (len(prompts) - 1))
+    if prompts[at] == prompts[-1]:
+        at = max(bisect_left(prompts, prompts[-1]) - 1, 0)
+    return prompts[at]
+
+
+def longest_kept(run: FlowResult) -> float:
+    longs = run.classes.get(LONG)
+    return 1.0 if longs is None else longs.kept_share
