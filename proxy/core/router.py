@@ -33,8 +33,8 @@ from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.routing import candidates
-from proxy.core.routing.handover_cost import PATIENCE
-from proxy.core.routing.placer import NOBODY
+from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
+from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.registry import rule
 from proxy.core.tenants.tenants import Tenant, Tenants
 
@@ -117,20 +117,20 @@ class Router(LeaseBook):
 
     def recall(self, response_id: str, worker: str, tenant: str) -> None:
         """Record a response stored by another process."""
-        whose = self.tenants.get(tenant) if tenant else None
-        if whose is not None or not tenant:
-            self._reader.remember(response_id, worker, whose)
+        owner = self.tenants.get(tenant) if tenant else None
+        if owner is not None or not tenant:
+            self._reader.remember(response_id, worker, owner)
 
     def remembered(self) -> Iterator[tuple[str, str, str]]:
-        for response_id, worker, whose in self._reader.stored:
-            yield response_id, worker, "" if whose is None else whose.name
+        for response_id, worker, owner in self._reader.stored:
+            yield response_id, worker, "" if owner is None else owner.name
 
     def submit(
         self,
         ask: RequestInfo,
         now: float,
         *,
-        tried: frozenset[Worker] = NOBODY,
+        tried: frozenset[Worker] = NO_WORKERS,
         after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
@@ -146,11 +146,11 @@ class Router(LeaseBook):
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._no_retry(ask, now, tried, after, free=free)) is not None:
+            if (refusal := self._refuse_retry(ask, now, tried, after, free=free)) is not None:
                 return refusal
         else:
             self._retries.earn(now)
-            self._saw(ask, now)
+            self._record_traffic(ask, now)
         if ask.tenant is None:
             return self._submit(ask, now, tried, explain=explain)
         if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
@@ -193,15 +193,15 @@ class Router(LeaseBook):
         # Queued requests go first.
         queue = self.queue
         strict = None if tried else self.settings.admission
-        free = not queue.stands_before(ask)
+        free = not queue.any_ahead_of(ask)
         if free or tried or ask.pinned:
             answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
             if answer is not None:
                 return answer
-        refusal = candidates.hopeless(self.fleet, ask, now, tried)
+        refusal = candidates.why_hopeless(self.fleet, ask, now, tried)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
-            give_way = queue.make_room(ask)
+            give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
         if refusal is None and strict is not None:
@@ -237,7 +237,7 @@ class Router(LeaseBook):
         if not queue.length and not self._evicted:
             return []
         self.fleet.settle(now)
-        self._evict(queue.too_much(), now)
+        self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
         self._evicted.clear()
         for ticket in queue.expired(now):
@@ -248,11 +248,11 @@ class Router(LeaseBook):
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
             explain, aged = ticket.explain, ticket.aged
-            late = now - ticket.since >= PATIENCE * (ticket.deadline - ticket.since)
+            late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
             answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = candidates.hopeless(self.fleet, ask, now, ticket.tried)
+            refusal = candidates.why_hopeless(self.fleet, ask, now, ticket.tried)
             return refusal and self._refused(ask.model, refusal)
 
         gone += queue.leave(end, now)
@@ -261,7 +261,7 @@ class Router(LeaseBook):
                 billing.leave(ticket.ask, now)
         return gone
 
-    def _no_retry(
+    def _refuse_retry(
         self,
         ask: RequestInfo,
         now: float,
@@ -275,9 +275,9 @@ class Router(LeaseBook):
         if free:  # few: the last attempt is whole
             return None
         if len(tried) >= self.settings.max_attempts:
-            why = "it was tried as often as it may be"
+            why = "it has used all its attempts (router.attempts)"
             return self._refused(ask.model, refusals.no_worker_left(why))
-        if self._fell_with(ask, now, tried, after) or self._retries.spend(now):
+        if self._failed_with_worker(ask, now, tried, after) or self._retries.spend(now):
             return None
         why = "too many requests are being retried"
         return self._refused(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
@@ -299,14 +299,14 @@ class Router(LeaseBook):
         spared = len(tried) == 1 and self._falls.would_spare(leg.worker, leg.charged_at, now)
         return spared or self._retries.affords(now)
 
-    def _fell_with(
+    def _failed_with_worker(
         self, ask: RequestInfo, now: float, tried: frozenset[Worker], after: Lease | None
     ) -> bool:
         """Return whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:
             return False
-        beside = len(self.fleet.pool(ask.model).all)
-        spared = self._falls.spare(after.worker, after.charged_at, now, beside)
+        live_workers = len(self.fleet.pool(ask.model).all)
+        spared = self._falls.spare(after.worker, after.charged_at, now, live_workers)
         return spared and len(tried) == 1
 
     def _split(self, settings: RouterSettings) -> None:

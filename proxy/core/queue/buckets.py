@@ -8,14 +8,14 @@ from itertools import count, islice
 from typing import NamedTuple, Protocol
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.eviction import APART, Amounts
+from proxy.core.queue.eviction import OWN_PLACE, Amounts
 from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, Turn
 from proxy.core.queue.sorted_buckets import SortedBuckets
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
-LOOK = 16  # tickets examined per FIFO, failures per place
+MAX_TRIED_TICKETS = 16  # tickets examined per FIFO, failures per place
 # A class's sort key: not ahead by age, was last to go ahead.
 Late = tuple[bool, bool]
 IN_ORDER: Late = (True, False)
@@ -32,22 +32,22 @@ class LastDispatch(NamedTuple):
 class Bucket:
     """All tickets of one class at one place."""
 
-    __slots__ = ("longer", "order", "tickets")
+    __slots__ = ("longer_than", "order", "tickets")
 
     def __init__(self) -> None:
         self.order = SortedBuckets()
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
-        self.longer: list[int] = []  # [n]: FIFOs with more than n tickets
+        self.longer_than: list[int] = []  # [n]: FIFOs with more than n tickets
 
     @property
     def oldest(self) -> float:
         return next(iter(self.tickets)).since
 
-    def grew(self, length: int) -> None:
+    def count_longer(self, length: int) -> None:
         """Count a ticket added to a FIFO of this length."""
-        if length == len(self.longer):
-            self.longer.append(0)
-        self.longer[length] += 1
+        if length == len(self.longer_than):
+            self.longer_than.append(0)
+        self.longer_than[length] += 1
 
 
 class Buckets:
@@ -58,89 +58,89 @@ class Buckets:
 
     def __init__(self) -> None:
         self.by_key: dict[Key, RequestFifo] = {}
-        self._crowds: dict[tuple[Place, Rank], Bucket] = {}
-        self._of: dict[Tenant, list[RequestFifo]] = {}
+        self._buckets: dict[tuple[Place, Rank], Bucket] = {}
+        self._by_tenant: dict[Tenant, list[RequestFifo]] = {}
         self._watch = ChangedTenants()
         self._numbers = count()
 
-    def crowds(self) -> Mapping[tuple[Place, Rank], Bucket]:
+    def buckets(self) -> Mapping[tuple[Place, Rank], Bucket]:
         for tenant in self._watch.take():
-            for line in self._of.get(tenant, ()):
-                self._sort(line)
-        return self._crowds
+            for fifo in self._by_tenant.get(tenant, ()):
+                self._sort(fifo)
+        return self._buckets
 
     def count(self, place: Place, rank: Rank) -> int:
-        crowd = self._crowds.get((place, rank))
-        return len(crowd.tickets) if crowd is not None else 0
+        bucket = self._buckets.get((place, rank))
+        return len(bucket.tickets) if bucket is not None else 0
 
     def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
         """Return how many tickets of a class go before a new one.
 
         Each tenant gets as many turns as the new ticket's FIFO has tickets.
         """
-        crowd = self._crowds.get((place, rank))
-        if crowd is None:
+        bucket = self._buckets.get((place, rank))
+        if bucket is None:
             return 0
         own = self.by_key.get((place, rank, tenant))
         turns = len(own.tickets) + 1 if own is not None else 1
-        return sum(crowd.longer[:turns])
+        return sum(bucket.longer_than[:turns])
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
-        return (at for at in self._crowds if at[0][0] == model)
+        return (at for at in self._buckets if at[0][0] == model)
 
     def of_class(self, tenant: Tenant, rank: Rank) -> bool:
-        return any(line.rank is rank for line in self._of.get(tenant, ()))
+        return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))
 
     def push(self, ticket: Ticket) -> None:
         key = key_of(ticket)
-        line = self.by_key.get(key)
-        if line is None:
-            line = self.by_key[key] = RequestFifo(key, next(self._numbers))
-            if line.tenant is not None:
-                self._of.setdefault(line.tenant, []).append(line)
-                line.tenant.watches.add(self._watch)
-        crowd = self._crowds.get(key[:2])
-        if crowd is None:
-            crowd = self._crowds[key[:2]] = Bucket()
-        crowd.grew(len(line.tickets))
-        line.tickets.append(ticket)
-        crowd.tickets[ticket] = None
-        if len(line.tickets) <= LOOK:
-            self._sort(line)
+        fifo = self.by_key.get(key)
+        if fifo is None:
+            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers))
+            if fifo.tenant is not None:
+                self._by_tenant.setdefault(fifo.tenant, []).append(fifo)
+                fifo.tenant.watches.add(self._watch)
+        bucket = self._buckets.get(key[:2])
+        if bucket is None:
+            bucket = self._buckets[key[:2]] = Bucket()
+        bucket.count_longer(len(fifo.tickets))
+        fifo.tickets.append(ticket)
+        bucket.tickets[ticket] = None
+        if len(fifo.tickets) <= MAX_TRIED_TICKETS:
+            self._sort(fifo)
 
     def remove(self, ticket: Ticket) -> None:
-        line = self.by_key[key_of(ticket)]
-        line.tickets.remove(ticket)
-        crowd = self._crowds[line.place, line.rank]
-        crowd.longer[len(line.tickets)] -= 1
-        del crowd.tickets[ticket]
-        self._sort(line)
-        if not crowd.tickets:
-            del self._crowds[line.place, line.rank]
-        if line.tickets:
+        fifo = self.by_key[key_of(ticket)]
+        fifo.tickets.remove(ticket)
+        bucket = self._buckets[fifo.place, fifo.rank]
+        bucket.longer_than[len(fifo.tickets)] -= 1
+        del bucket.tickets[ticket]
+        self._sort(fifo)
+        if not bucket.tickets:
+            del self._buckets[fifo.place, fifo.rank]
+        if fifo.tickets:
             return
-        del self.by_key[line.key]
-        if (tenant := line.tenant) is not None:
-            own = self._of[tenant]
-            own.remove(line)
+        del self.by_key[fifo.key]
+        if (tenant := fifo.tenant) is not None:
+            own = self._by_tenant[tenant]
+            own.remove(fifo)
             if not own:
-                del self._of[tenant]
+                del self._by_tenant[tenant]
                 tenant.watches.discard(self._watch)
 
-    def _sort(self, line: RequestFifo) -> None:
-        order, before = self._crowds[line.place, line.rank].order, line.entry
+    def _sort(self, fifo: RequestFifo) -> None:
+        order, before = self._buckets[fifo.place, fifo.rank].order, fifo.entry
         entry: Entry | None = None
-        if line.tickets:
-            line.least = min(ticket.ask.needs for ticket in islice(line.tickets, LOOK))
-            _, standing, since = line.turn
-            entry = standing, since, line.number, line.least, line
+        if fifo.tickets:
+            fifo.least = min(ticket.ask.needs for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
+            _, standing, since = fifo.turn
+            entry = standing, since, fifo.number, fifo.least, fifo
         if entry == before:
             return
         if before is not None:
             order.take(before)
         if entry is not None:
             order.put(entry)
-        line.entry = entry
+        fifo.entry = entry
 
 
 class RemoteQueues(Protocol):
@@ -182,5 +182,5 @@ def place_of(ask: RequestInfo) -> Place:
 def key_of(ticket: Ticket) -> Key:
     ask = ticket.ask
     if ticket.tried or ask.pinned:
-        return (ask.model, APART), ask.rank, ask.tenant
+        return (ask.model, OWN_PLACE), ask.rank, ask.tenant
     return place_of(ask), ask.rank, ask.tenant

@@ -12,13 +12,13 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.core.queue.buckets import (
     IN_ORDER,
-    LOOK,
+    MAX_TRIED_TICKETS,
     Buckets,
     LastDispatch,
     Late,
     RemoteQueues,
 )
-from proxy.core.queue.eviction import APART
+from proxy.core.queue.eviction import OWN_PLACE
 from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
@@ -56,13 +56,13 @@ class DispatchRound:
 
     __slots__ = (
         "_ages",
-        "_elsewhere",
         "_end",
-        "_held",
-        "_least",
+        "_failed_need",
+        "_held_places",
         "_lines",
         "_misses",
         "_now",
+        "_others",
         "_overtaking",
     )
 
@@ -80,19 +80,19 @@ class DispatchRound:
         self._now = now
         self._ages = ages
         self._overtaking = overtaking
-        self._elsewhere = elsewhere
+        self._others = elsewhere
         # At a place, requests that need at least this much context have failed in this round.
-        self._least: dict[Place, int] = {}
+        self._failed_need: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
-        self._held: set[Place] = set()  # another process goes first
+        self._held_places: set[Place] = set()  # another process goes first
 
     def next(self) -> tuple[Ticket, End] | None:
         """Return the next request and its result; None ends the round."""
-        crowds, others = self._lines.crowds(), self._elsewhere
+        buckets, others = self._lines.buckets(), self._others
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
-        for ((model, _), rank), crowd in crowds.items():
+        for ((model, _), rank), bucket in buckets.items():
             known = oldest.setdefault(model, {})
-            known[rank] = min(known.get(rank, crowd.oldest), crowd.oldest)
+            known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
         first = {model: min(known) for model, known in oldest.items()}  # local
         if others is not None and others.length:
             for model, known in oldest.items():
@@ -100,44 +100,44 @@ class DispatchRound:
                     known[rank] = min(known.get(rank, since), since)
         aged = {model: self._aged(model, known) for model, known in oldest.items()}
         turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
-        for (place, rank), crowd in crowds.items():
+        for (place, rank), bucket in buckets.items():
             model = place[0]
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
             at = aged[model].get(rank, IN_ORDER), rank
-            turns.setdefault(at, []).append(crowd.order.below(partial(self._most, place)))
-        self._held.clear()
+            turns.setdefault(at, []).append(bucket.order.below(partial(self._need_bound, place)))
+        self._held_places.clear()
         for order, rank in sorted(turns):
-            for *_, line in merge(*turns[order, rank]):
-                ended = self._turn_of(line, order, aged[line.place[0]])
+            for *_, fifo in merge(*turns[order, rank]):
+                ended = self._dispatch_from(fifo, order, aged[fifo.place[0]])
                 if ended is not None:
                     return ended
         return None
 
-    def _turn_of(
-        self, line: RequestFifo, order: Late, aged: Mapping[Rank, Late]
+    def _dispatch_from(
+        self, fifo: RequestFifo, order: Late, aged: Mapping[Rank, Late]
     ) -> tuple[Ticket, End] | None:
         """Dispatch from a FIFO, unless another process goes first."""
-        (place, rank), others, now = (line.place, line.rank), self._elsewhere, self._now
-        if line.least >= self._most(place):
+        (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
+        if fifo.least >= self._need_bound(place):
             return None
-        if others is not None and others.goes_first(place, order, line.turn, now, aged):
-            self._held.add(place)
+        if others is not None and others.goes_first(place, order, fifo.turn, now, aged):
+            self._held_places.add(place)
             return None
-        ended = self._first_of(line, aged=rank in aged)
+        ended = self._dispatch_first(fifo, aged=rank in aged)
         if ended is not None:
             self._overtaking.had(place[0], rank, now, passed=not order[0])
         return ended
 
-    def _most(self, place: Place) -> int:
+    def _need_bound(self, place: Place) -> int:
         """Return the context need from which requests at a place are skipped."""
-        if place in self._held or self._misses.get(place, 0) >= LOOK:
+        if place in self._held_places or self._misses.get(place, 0) >= MAX_TRIED_TICKETS:
             return 0
-        return maxsize if place[1] == APART else self._least.get(place, maxsize)
+        return maxsize if place[1] == OWN_PLACE else self._failed_need.get(place, maxsize)
 
     def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
         """Return the classes old enough to go ahead in this turn."""
-        last, highest = self._overtaking.known(model, self._elsewhere), min(oldest)
+        last, highest = self._overtaking.known(model, self._others), min(oldest)
         if last.passed:
             return {}
         # Two aged classes alternate.
@@ -147,12 +147,12 @@ class DispatchRound:
             if self._now - since >= self._ages[rank]
         }
 
-    def _first_of(self, line: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
+    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
         """Dispatch the first ticket that can go; skip needs that failed before."""
-        place, least, misses = line.place, self._least, self._misses
-        for ticket in islice(line.tickets, LOOK):
+        place, least, misses = fifo.place, self._failed_need, self._misses
+        for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
             needs = ticket.ask.needs
-            if needs >= self._most(place):
+            if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged
             if (ended := self._end(ticket)) is not None:

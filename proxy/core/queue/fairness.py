@@ -26,7 +26,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 INTERACTIVE, STANDARD, BATCH = Rank
-SPARE = 64  # outdated heap entries before a sweep
+SPARE_HEAP_ENTRIES = 64  # outdated heap entries before a sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ShareFloor:
             return
         standings[tenant] = standing
         heappush(heap, (standing, next(self._numbers), tenant))
-        if len(heap) > 2 * len(standings) + SPARE:
+        if len(heap) > 2 * len(standings) + SPARE_HEAP_ENTRIES:
             self._heap = [(at, next(self._numbers), each) for each, at in standings.items()]
             heapify(self._heap)
 
@@ -119,7 +119,7 @@ class ShareCounters:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
         # A bit per class in which a tenant waits in other processes.
         self._elsewhere: dict[Tenant, int] = {}
-        self._lows = {rank: ShareFloor() for rank in Rank}  # over all processes
+        self._floors = {rank: ShareFloor() for rank in Rank}  # over all processes
         self._watch = ChangedTenants()
         self.floors = dict.fromkeys(Rank, 0.0)
 
@@ -159,17 +159,17 @@ class ShareCounters:
 
     def _lowest(self, rank: Rank) -> float:
         for tenant in self._watch.take():
-            for each, lows in self._lows.items():
-                if tenant in lows:
-                    lows.put(tenant, tenant.settled(each))
-        return self._lows[rank].least(self.floors[rank])
+            for each, floor in self._floors.items():
+                if tenant in floor:
+                    floor.put(tenant, tenant.settled(each))
+        return self._floors[rank].least(self.floors[rank])
 
     def _count(self, tenant: Tenant, rank: Rank) -> None:
         waits = tenant.waits | self._elsewhere.get(tenant, 0)
         if waits >> rank & 1:
-            self._lows[rank].put(tenant, tenant.settled(rank))
+            self._floors[rank].put(tenant, tenant.settled(rank))
         else:
-            self._lows[rank].drop(tenant)
+            self._floors[rank].drop(tenant)
         if waits:
             tenant.watches.add(self._watch)
         else:

@@ -32,9 +32,9 @@ from proxy.core.tenants.tenants import Rank
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-SPAN_S = 5.0  # per sample of freed slots
-LONGEST_RETRY_S = 120
-SPARE = 64  # outdated deadlines before a sweep
+RATE_SAMPLE_S = 5.0  # per sample of freed slots
+MAX_RETRY_S = 120
+SPARE_DEADLINES = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
 ABOVE_BATCH = RANKS[:BATCH]
@@ -59,7 +59,7 @@ class Queue:
         self.length = 0
         self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
-        self._room = QueueCapacity()
+        self._capacity = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
@@ -67,18 +67,18 @@ class Queue:
         self._freed = 0  # slots, since the start
         # Two samples (time, slots freed): older, newer. Time without waiting requests is excluded:
         # freed slots then measure demand, not speed.
-        self._marks = ((0.0, 0), (0.0, 0))
-        self._wanted_at = -inf  # a request was last seen waiting
+        self._samples = ((0.0, 0), (0.0, 0))
+        self._last_waiting_at = -inf  # a request was last seen waiting
 
     def __len__(self) -> int:
         return self.length
 
     def room_for(self, ask: RequestInfo) -> bool:
-        return max(self._over(ask)) <= 0
+        return max(self._excess(ask)) <= 0
 
-    def _over(self, ask: RequestInfo) -> Amounts:
+    def _excess(self, ask: RequestInfo) -> Amounts:
         """Return the excess with a request; none within this process's part."""
-        (length, size, tokens), most = self._all(), self._most()
+        (length, size, tokens), most = self._total(), self._limits()
         one, own = amounts(ask), (self.length, self.bytes, self.tokens)
         if (others := self.elsewhere) is not None:
             parts = others.processes + 1
@@ -91,25 +91,25 @@ class Queue:
             tokens + one[2] - most_tokens,
         )
 
-    def _all(self) -> Amounts:
+    def _total(self) -> Amounts:
         if (others := self.elsewhere) is None:
             return self.length, self.bytes, self.tokens
         length, size = self.length + others.length, self.bytes + others.bytes
         return length, size, self.tokens + others.tokens
 
-    def _most(self) -> Amounts:
+    def _limits(self) -> Amounts:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
-    def make_room(self, ask: RequestInfo) -> list[Ticket]:
+    def choose_evicted(self, ask: RequestInfo) -> list[Ticket]:
         """Return the tickets to evict; none if that does not help."""
-        return self._room.yielding(
-            ask, self._lines.by_key.values(), self._over(ask), self._shares()
+        return self._capacity.choose_evicted(
+            ask, self._lines.by_key.values(), self._excess(ask), self._shares()
         )
 
     def _shares(self) -> Amounts:
         return self.most or inf, self.most_bytes, self.most_tokens or inf
 
-    def too_much(self) -> list[Ticket]:
+    def choose_surplus(self) -> list[Ticket]:
         """Return tickets to evict, if this is the fullest process."""
         others = self.elsewhere
         if others is None or not others.length or not self.length:
@@ -117,13 +117,13 @@ class Queue:
         elsewhere = others.has_more((self.length, self.bytes, self.tokens))
         over = [
             0 if theirs else there - most
-            for there, most, theirs in zip(self._all(), self._most(), elsewhere, strict=True)
+            for there, most, theirs in zip(self._total(), self._limits(), elsewhere, strict=True)
         ]
         if max(over) <= 0:
             return []
         length, size, tokens = over
         lines = self._lines.by_key.values()
-        return self._room.surplus(lines, (length, size, tokens), self._shares())
+        return self._capacity.choose_surplus(lines, (length, size, tokens), self._shares())
 
     def waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
@@ -138,7 +138,7 @@ class Queue:
         sizes = SHORT, LONG
         return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
 
-    def stands_before(self, ask: RequestInfo) -> bool:
+    def any_ahead_of(self, ask: RequestInfo) -> bool:
         """Return whether a waiting request goes before a new one."""
         if not self.length and self.elsewhere is None:
             return False
@@ -152,8 +152,8 @@ class Queue:
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
         """Return each bucket's first turn and oldest arrival."""
-        crowds = self._lines.crowds()
-        return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
+        buckets = self._lines.buckets()
+        return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets.items()}
 
     def ahead_of(self, ask: RequestInfo) -> int:
         place, lines = place_of(ask), self._lines
@@ -176,10 +176,10 @@ class Queue:
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
         if self.elsewhere is not None:
             self.elsewhere.moved()
-        self._room.take(ask)
+        self._capacity.take(ask)
         if not self.length:
-            self._go_on(now)
-        self._wanted_at = now
+            self._resume_samples(now)
+        self._last_waiting_at = now
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
@@ -197,12 +197,12 @@ class Queue:
             self.turns.went(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.moved()
-        self._room.give(ask)
+        self._capacity.give(ask)
         self.length -= 1
         self.bytes -= ask.body_bytes
         self.tokens -= ask.prompt_tokens
-        if len(self._deadlines) > 2 * self.length + SPARE:
-            self._deadlines = [each for each in self._deadlines if not each[2].left]
+        if len(self._deadlines) > 2 * self.length + SPARE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].left]
             heapify(self._deadlines)
         return True
 
@@ -228,34 +228,34 @@ class Queue:
 
     def freed(self, now: float) -> None:
         if not self.most:  # no queue: each refused request is demand
-            if now - self._marks[1][0] > 2 * SPAN_S:
-                self._marks = ((now, self._freed),) * 2
+            if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
+                self._samples = ((now, self._freed),) * 2
         elif not self.length:
             return
-        self._wanted_at = now
+        self._last_waiting_at = now
         self._freed += 1
-        if now - self._marks[1][0] > SPAN_S:
-            self._marks = self._marks[1], (now, self._freed)
+        if now - self._samples[1][0] > RATE_SAMPLE_S:
+            self._samples = self._samples[1], (now, self._freed)
 
-    def _go_on(self, now: float) -> None:
+    def _resume_samples(self, now: float) -> None:
         """Resume the samples after a pause; restart them after a long one."""
-        if (idle_s := now - self._wanted_at) > 2 * SPAN_S:
-            self._marks = ((now, self._freed),) * 2
+        if (idle_s := now - self._last_waiting_at) > 2 * RATE_SAMPLE_S:
+            self._samples = ((now, self._freed),) * 2
         else:
-            older, newer = self._marks
-            self._marks = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
+            older, newer = self._samples
+            self._samples = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
 
     def wait_s(self, now: float, ahead: int) -> float | None:
         """Return the predicted wait; None if the speed is unknown."""
         if not self.length:
-            if now - self._wanted_at > 2 * SPAN_S:
+            if now - self._last_waiting_at > 2 * RATE_SAMPLE_S:
                 return None
-            now = self._wanted_at
-        since, before = self._marks[0]
+            now = self._last_waiting_at
+        since, before = self._samples[0]
         freed, seconds = self._freed - before, now - since
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
 
     def retry_after_s(self, now: float) -> int:
         wait = self.wait_s(now, self.length)
         wait = self.max_wait_s if wait is None else wait
-        return min(max(ceil(wait), 1), LONGEST_RETRY_S)
+        return min(max(ceil(wait), 1), MAX_RETRY_S)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from proxy.core.queue.request_fifo import Entry, RequestFifo
 
-LONGEST, SHORTEST = 64, 8  # entries of a segment
+MAX_SEGMENT_ENTRIES, MIN_SEGMENT_ENTRIES = 64, 8  # entries of a segment
 
 
 class Segment:
@@ -25,13 +25,13 @@ class Segment:
 
 
 class SortedBuckets:
-    __slots__ = ("_stretches",)
+    __slots__ = ("_segments",)
 
     def __init__(self) -> None:
-        self._stretches: list[Segment] = []
+        self._segments: list[Segment] = []
 
     def first(self) -> RequestFifo:
-        return self._stretches[0].entries[0][4]
+        return self._segments[0].entries[0][4]
 
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
         """Yield the entries that need less than `most()`, which may fall between entries.
@@ -39,44 +39,44 @@ class SortedBuckets:
         The entries must not change meantime.
         """
         bound = most()
-        for stretch in self._stretches:
-            if stretch.least >= bound:
+        for segment in self._segments:
+            if segment.least >= bound:
                 continue
-            for entry in stretch.entries:
+            for entry in segment.entries:
                 if entry[3] < bound:
                     yield entry
                     bound = most()
 
     def put(self, entry: Entry) -> None:
-        stretches = self._stretches
-        if not stretches:
-            stretches.append(Segment([entry]))
+        segments = self._segments
+        if not segments:
+            segments.append(Segment([entry]))
             return
-        at = min(self._find(entry), len(stretches) - 1)
-        stretch = stretches[at]
-        insort(stretch.entries, entry)
-        stretch.least = min(stretch.least, entry[3])
-        if len(stretch.entries) > LONGEST:
-            half = len(stretch.entries) // 2
-            entries = stretch.entries
-            stretches[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
+        at = min(self._find(entry), len(segments) - 1)
+        segment = segments[at]
+        insort(segment.entries, entry)
+        segment.least = min(segment.least, entry[3])
+        if len(segment.entries) > MAX_SEGMENT_ENTRIES:
+            half = len(segment.entries) // 2
+            entries = segment.entries
+            segments[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
 
     def take(self, entry: Entry) -> None:
-        stretches = self._stretches
+        segments = self._segments
         at = self._find(entry)
-        entries = stretches[at].entries
+        entries = segments[at].entries
         del entries[bisect_left(entries, entry)]
-        if len(entries) >= SHORTEST or (len(stretches) == 1 and entries):
-            if entry[3] == stretches[at].least:
-                stretches[at].least = min(each[3] for each in entries)
+        if len(entries) >= MIN_SEGMENT_ENTRIES or (len(segments) == 1 and entries):
+            if entry[3] == segments[at].least:
+                segments[at].least = min(other[3] for other in entries)
             return
-        del stretches[at]
-        for each in entries:  # too few for a segment
-            self.put(each)
+        del segments[at]
+        for other in entries:  # too few for a segment
+            self.put(other)
 
     def _find(self, entry: Entry) -> int:
-        return bisect_left(self._stretches, entry, key=_last)
+        return bisect_left(self._segments, entry, key=_last)
 
 
-def _last(stretch: Segment) -> Entry:
-    return stretch.entries[-1]
+def _last(segment: Segment) -> Entry:
+    return segment.entries[-1]

@@ -42,7 +42,7 @@ ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 # Other bodies have no field for a salt.
 WITH_SALT = route_names(lambda route: route.salted)
-LONGEST_SALT = 128
+MAX_SALT_LENGTH = 128
 # Other streams always or never have usage.
 WITH_OPTIONS = route_names(lambda route: route.usage_by_option)
 WITH_USAGE = b'{"include_usage":true}'
@@ -97,7 +97,7 @@ def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: Clie
 def salt_in(fields: Mapping[str, Any]) -> str:
     """Return the client's salt; "" if a worker would refuse it."""
     own = fields.get(SALT)
-    return own[:LONGEST_SALT] if type(own) is str else ""
+    return own[:MAX_SALT_LENGTH] if type(own) is str else ""
 
 
 def is_true(value: object) -> bool:

@@ -30,18 +30,21 @@ END = re.compile(rb"[ \t\n\r]*\}[ \t\n\r]*\Z")
 JUMP = re.compile(rb'[^"\[\]{}]*(?:"[^"]{0,96}"[^"\[\]{}]*)*')
 # An escaped letter, digit or `_`: a name may be written differently.
 ESCAPED = re.compile(rb"\\u00(?:3\d|[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
-SMALL = 8192  # bytes; above, one walk is faster than several searches
-SHORT = 256  # bytes of a value searched for its end
+SMALL_BODY_BYTES = 8192  # bytes; above, one walk is faster than several searches
+SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
 # Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
-MOST_MEMBERS = 2000
-OURS = 50  # for the router
-SHORTEST, QUOTES = 5, 2 * MOST_MEMBERS  # bytes of `"":1,`; quotes of the keys and values
+MAX_MEMBERS = 2000
+MAX_ADDED_MEMBERS = 50  # for the router
+MIN_MEMBER_BYTES, MAX_KEY_QUOTES = (
+    5,
+    2 * MAX_MEMBERS,
+)  # bytes of `"":1,`; quotes of the keys and values
 START = attrgetter("start")
 
 
 class TooManyMembersError(ValueError):
     def __init__(self) -> None:
-        super().__init__(f"An object of the body has more than {MOST_MEMBERS:,} members.")
+        super().__init__(f"An object of the body has more than {MAX_MEMBERS:,} members.")
 
 
 class JsonMember(NamedTuple):
@@ -63,11 +66,14 @@ def check(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
 
     Return the members if they had to be found, or the mask exists.
     """
-    may = len(body) > MOST_MEMBERS * SHORTEST and up_to(body, b'"', QUOTES) > QUOTES
+    may = (
+        len(body) > MAX_MEMBERS * MIN_MEMBER_BYTES
+        and up_to(body, b'"', MAX_KEY_QUOTES) > MAX_KEY_QUOTES
+    )
     if not may and (mask is None or not mask.is_made):
         return None
     found = members(body, mask)
-    if len(found) > MOST_MEMBERS:
+    if len(found) > MAX_MEMBERS:
         raise TooManyMembersError
     return found
 
@@ -85,7 +91,7 @@ def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
             with suppress(orjson.JSONDecodeError):  # half a surrogate pair: no known name
                 name = orjson.loads(b'"%b"' % name).encode()
         found.append(JsonMember(name, begin - 1, value, end))
-        if len(found) > MOST_MEMBERS + OURS:
+        if len(found) > MAX_MEMBERS + MAX_ADDED_MEMBERS:
             raise TooManyMembersError
         comma = COMMA.match(plain, end)
         if comma is None:
@@ -129,7 +135,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
 
     Return None if a name may be escaped.
     """
-    if b"\\u00" in body and (len(body) > SMALL or ESCAPED.search(body)):
+    if b"\\u00" in body and (len(body) > SMALL_BODY_BYTES or ESCAPED.search(body)):
         return None
     found: list[JsonMember] = []
     for name, (_, quoted) in names.items():
@@ -159,7 +165,7 @@ def _end_of_short(body: bytes, start: int) -> int:
     first = body[start]
     if first == QUOTE or first == OPENING[1]:
         try:
-            return start + _value_end(masked(body[start : start + SHORT]), 0)
+            return start + _value_end(masked(body[start : start + SHORT_VALUE_BYTES]), 0)
         except (IndexError, ValueError):  # longer
             return -1
     scalar = None if first == OPENING[0] else SCALAR.match(body, start)
@@ -175,7 +181,7 @@ def _named(
         if found is not None:
             return found
     there = None
-    if len(body) <= SMALL and not (b"\\u00" in body and ESCAPED.search(body)):
+    if len(body) <= SMALL_BODY_BYTES and not (b"\\u00" in body and ESCAPED.search(body)):
         # Unescaped quotes: a key, or the end of a string.
         first, find = len(body), body.find
         for _, quoted in names.values():
@@ -258,7 +264,7 @@ def _last(text: bytes, end: int) -> int:
     if text[end - 1] not in SPACE:
         return end - 1
     while end:  # in pieces: byte by byte takes 60 ns each
-        start = max(end - SMALL, 0)
+        start = max(end - SMALL_BODY_BYTES, 0)
         if found := len(text[start:end].rstrip()):
             return start + found - 1
         end = start

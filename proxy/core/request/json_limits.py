@@ -10,10 +10,10 @@ excluded. Cost: 0.1 ms per MB and 10 ns per hit; without strings 2-6 ms per MB.
 
 from __future__ import annotations
 
-LARGE = 262_144  # bytes; shorter text stays below the bounds
-MOST_VALUES = 1_100_000
-MOST_NODES = 200_000
-PIECE = 65_536  # bytes; fits the CPU's cache
+LARGE_BODY_BYTES = 262_144  # bytes; shorter text stays below the bounds
+MAX_VALUES = 1_100_000
+MAX_NODES = 200_000
+PIECE_BYTES = 65_536  # bytes; fits the CPU's cache
 
 
 class JsonMask:
@@ -46,30 +46,30 @@ def masked(text: bytes) -> bytes:
 
 def too_many(body: bytes, mask: JsonMask | None = None) -> str:
     """Return the bound that a JSON text exceeds, or ""."""
-    if len(body) <= LARGE or not _excess(up_to(body, b'"', 2 * MOST_NODES), body):
+    if len(body) <= LARGE_BODY_BYTES or not _excess(up_to(body, b'"', 2 * MAX_NODES), body):
         return ""
     plain = (mask or JsonMask(body)).get()
-    quotes = up_to(plain, b'"', 2 * MOST_NODES)
-    if quotes > 2 * MOST_NODES:
+    quotes = up_to(plain, b'"', 2 * MAX_NODES)
+    if quotes > 2 * MAX_NODES:
         return _excess(quotes, b"")
     return _excess(quotes, b"".join(plain.split(b'"')[::2]))
 
 
 def _excess(quotes: int, outside: bytes) -> str:
     strings = (quotes + 1) // 2  # the count may stop inside a string
-    nodes = strings + up_to(outside, b"[", MOST_NODES) + up_to(outside, b"{", MOST_NODES)
-    if nodes > MOST_NODES:
-        return f"{MOST_NODES:,} strings, lists and objects"
-    if nodes + up_to(outside, b",", MOST_VALUES) > MOST_VALUES:
-        return f"{MOST_VALUES:,} values"
+    nodes = strings + up_to(outside, b"[", MAX_NODES) + up_to(outside, b"{", MAX_NODES)
+    if nodes > MAX_NODES:
+        return f"{MAX_NODES:,} strings, lists and objects"
+    if nodes + up_to(outside, b",", MAX_VALUES) > MAX_VALUES:
+        return f"{MAX_VALUES:,} values"
     return ""
 
 
 def up_to(text: bytes, sign: bytes, most: int) -> int:
     """Count a character; stop above `most`."""
     found = 0
-    for at in range(0, len(text), PIECE):
-        piece = text[at : at + PIECE]
+    for at in range(0, len(text), PIECE_BYTES):
+        piece = text[at : at + PIECE_BYTES]
         found += len(piece) - len(piece.replace(sign, b""))  # ten times as fast as count()
         if found > most:
             break

@@ -38,9 +38,9 @@ PLACE = b"content-disposition"
 EXTENDED = b"name*"
 HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
 # Beyond these limits a form is refused.
-LONGEST_LINE = 8192
-MOST_MENTIONS = 100
-LONGEST_TEXT = 65_536
+MAX_LINE_BYTES = 8192
+MAX_MENTIONS = 100
+MAX_TEXT_BYTES = 65_536
 CHARSET = re.compile(rb"charset([^=]*)=", re.IGNORECASE)
 VALUE = re.compile(rb"[ \t]*\"?([^\s;\"]*)")
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
@@ -87,7 +87,7 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
     read: set[int] = set()  # starts of examined texts, which heads may share
     for mark, text in ((ARGUMENTS, body), (EXTENDED, body.lower())):
         at = text.find(mark)
-        for _ in range(MOST_MENTIONS):
+        for _ in range(MAX_MENTIONS):
             if at < 0:
                 break
             if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
@@ -99,7 +99,7 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
 
 
 def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
-    first = max(at - LONGEST_LINE, 0)
+    first = max(at - MAX_LINE_BYTES, 0)
     # A header ends at its CR; some parsers keep a bare LF.
     line = body.rfind(b"\r", first, at) + 1
     if not line and first:
@@ -109,8 +109,8 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
         return None
     if at_all:
         return ARGUMENTS.decode()
-    start = body.find(HEAD_END, end, end + LONGEST_TEXT)
-    if start < 0 and len(body) - end > LONGEST_TEXT:
+    start = body.find(HEAD_END, end, end + MAX_TEXT_BYTES)
+    if start < 0 and len(body) - end > MAX_TEXT_BYTES:
         return ARGUMENTS.decode()
     if start < 0 or start in read:
         return None
@@ -119,7 +119,7 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
     # JSON text has no line starting with `--`.
     stop = body.find(PART_END, begin)
     text = body[begin : stop if stop >= 0 else len(body)]
-    if len(text) > LONGEST_TEXT:
+    if len(text) > MAX_TEXT_BYTES:
         return ARGUMENTS.decode()
     try:  # vLLM's parser; others reject NaN
         pairs = json.loads(text.decode("utf-8", "replace"), object_pairs_hook=list)

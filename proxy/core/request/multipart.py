@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 NAMES = ("model", "stream", "prompt")
-LONGEST_FIELD = 4096
-LONGEST_HEAD = 300
-MOST_MENTIONS = 1000  # of a field name; most are in files
+MAX_FIELD_BYTES = 4096
+MAX_HEAD_BYTES = 300
+MAX_MENTIONS = 1000  # of a field name; most are in files
 HEAD_END = b"\r\n\r\n"
 # The strict form that all parsers read alike.
 PLAIN_TYPE = re.compile(
@@ -18,8 +18,8 @@ PLAIN_NAME = re.compile(
     re.IGNORECASE,
 )
 ANOTHER_NAME = re.compile(rb"(?<!file)name[\W\d]*=", re.IGNORECASE)
-MOST_PARTS = 100
-LONGEST_PLAIN = 4096  # of a part's head
+MAX_PARTS = 100
+MAX_PLAIN_HEAD_BYTES = 4096  # of a part's head
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
@@ -35,15 +35,15 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
 def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
     mark = b'name="' + name + b'"'
     at = -len(mark)
-    for _ in range(MOST_MENTIONS):
+    for _ in range(MAX_MENTIONS):
         at = body.find(mark, at + len(mark))
         if at < 0:
             return None
-        opened = body.rfind(boundary, max(at - LONGEST_HEAD, 0), at)
+        opened = body.rfind(boundary, max(at - MAX_HEAD_BYTES, 0), at)
         # A blank line between boundary and name: the name is inside a file.
         if opened >= 0 and HEAD_END not in body[opened:at]:
-            start = body.find(HEAD_END, at, at + LONGEST_HEAD) + len(HEAD_END)
-            end = body.find(b"\r\n" + boundary, start, start + LONGEST_FIELD + len(boundary))
+            start = body.find(HEAD_END, at, at + MAX_HEAD_BYTES) + len(HEAD_END)
+            end = body.find(b"\r\n" + boundary, start, start + MAX_FIELD_BYTES + len(boundary))
             if start < len(HEAD_END) or end < 0:
                 return None
             return body[start:end].decode("utf-8", "replace")
@@ -59,12 +59,12 @@ def plain_model(body: bytes, content_type: bytes) -> str | None:
     kind = PLAIN_TYPE.fullmatch(content_type)
     if kind is None:
         return None
-    before, *parts = body.split(b"--" + kind[2], MOST_PARTS)
+    before, *parts = body.split(b"--" + kind[2], MAX_PARTS)
     if before or not parts or not parts.pop().startswith(b"--"):
         return None
     models: list[bytes] = []
     for part in parts:
-        end = part.find(HEAD_END, 0, LONGEST_PLAIN)
+        end = part.find(HEAD_END, 0, MAX_PLAIN_HEAD_BYTES)
         head, start = part[: end + 2], end + len(HEAD_END)
         names = PLAIN_NAME.findall(head)
         if end < 0 or len(names) != 1 or head.lower().count(b"content-disposition") != 1:

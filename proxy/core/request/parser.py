@@ -34,7 +34,7 @@ from proxy.core.request.client_fields import (
     tells_usage,
 )
 from proxy.core.request.json_edit import check
-from proxy.core.request.json_limits import LARGE, JsonMask, too_many
+from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask, too_many
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.sizing import Sizer, fit
@@ -58,10 +58,10 @@ EMPTY, FORM, RESPONSE, PROMPT = (
 )
 OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
-SHORTEST_BEFORE = 40  # bytes; no other key fits before
-COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
-JUDGED_BYTES = 4 * COUNTED_BYTES  # unless the estimate would refuse them
-UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
+MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
+MAX_COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
+MAX_JUDGED_BYTES = 4 * MAX_COUNTED_BYTES  # unless the estimate would refuse them
+UNCLEAR_FORM = "The form must have exactly one `model` field, and one plain quoted name per part."
 BATCH = Rank.BATCH
 # The workers' `priority` per class: lower is more urgent, the default is 0.
 PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
@@ -69,7 +69,7 @@ PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
 
 def parsed(body: bytes) -> Any:
     """Parse JSON; large text without garbage collection, which would walk it repeatedly."""
-    if len(body) <= LARGE or not gc.isenabled():
+    if len(body) <= LARGE_BODY_BYTES or not gc.isenabled():
         return _parsed(body)
     gc.disable()
     try:
@@ -138,9 +138,9 @@ class RequestParser:
             if tenant is not None and tenant.spec.models is not None:
                 fields["model"] = plain_model(body, content_type)
                 if not fields["model"]:
-                    return refusals.bad_request(UNCLEAR, "model")
+                    return refusals.bad_request(UNCLEAR_FORM, "model")
         else:
-            if len(body) > LARGE:
+            if len(body) > LARGE_BODY_BYTES:
                 mask = JsonMask(body)
             if what := too_many(body, mask):
                 return refusals.bad_request(f"The body has more than {what}.")
@@ -168,7 +168,7 @@ class RequestParser:
         elif tenant is not None:
             ask.rank = tenant.spec.rank
         if tenant is not None:
-            if (refusal := self._own(ask, tenant, fields, shape)) is not None:
+            if (refusal := self._apply_tenant(ask, tenant, fields, shape)) is not None:
                 return refusal
         elif SALT in fields:
             ask.salt = salt_in(fields)
@@ -183,7 +183,7 @@ class RequestParser:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
             if not ask.whole:
-                ask.said = _said(fields, ask.fields)
+                ask.said = _member_names(fields, ask.fields)
         if ask.fields is not None or (self.splits and not ask.whole):
             found = check(body, mask)  # it will be edited
             if found is not None and (changed := ask.fields) is not None:
@@ -191,7 +191,7 @@ class RequestParser:
                 ask.found = [each for each in found if each.name in names]
         return ask
 
-    def _own(
+    def _apply_tenant(
         self, ask: RequestInfo, tenant: Tenant, fields: dict[str, Any], shape: PromptFields
     ) -> Refusal | None:
         """Set the tenant and the members that the router edits."""
@@ -268,8 +268,8 @@ class RequestParser:
     def _hash(self, ask: RequestInfo, shape: PromptFields, body: bytes) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
-            whose = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
-            ask.prefix = self._fleet.prefixes.hashes(whose, body, start)
+            scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
+            ask.prefix = self._fleet.prefixes.hashes(scope, body, start)
             ask.prefix_bytes = len(body) - start
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
@@ -277,7 +277,7 @@ class RequestParser:
         if not ask.countable or ask.counted:
             return None
         pool, tenant = self._fleet.pool(ask.model), ask.tenant
-        near = ask.body_bytes <= COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
+        near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
         well = (worker for worker in pool.members if not worker.barred)
@@ -306,7 +306,9 @@ class RequestParser:
             fit(ask, most, cuts_output=self.cuts_output)
 
 
-def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> frozenset[str]:
+def _member_names(
+    fields: dict[str, Any], changed: dict[str, bytes | None] | None
+) -> frozenset[str]:
     """Return the member names after the edits."""
     if changed is None:
         return frozenset(fields)
@@ -320,7 +322,7 @@ def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
     No worker checks that limit.
     """
     most = tenant.spec.limits.max_prompt_tokens
-    if most is None or ask.body_bytes > JUDGED_BYTES:
+    if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
         return False
     return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
 
@@ -331,7 +333,7 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
     if key is None:
         return -1
     start = body.find(key)
-    if start > SHORTEST_BEFORE and shape is not PROMPT:
+    if start > MIN_BYTES_BEFORE and shape is not PROMPT:
         for before in KEYS_BEFORE:  # templates put tools and system first
             found = body.find(before, 0, start)
             if found >= 0:

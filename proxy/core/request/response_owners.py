@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from proxy.core.tenants.tenants import Tenant
 
-MOST_RESPONSES = 10_000
+MAX_RESPONSES = 10_000
 
 
 class ResponseOwners:
@@ -38,8 +38,8 @@ class ResponseOwners:
         theirs = self._of.setdefault(tenant, {})
         self._count += response_id not in theirs
         theirs[response_id] = worker
-        if self._count > MOST_RESPONSES:
-            self._forget(tenant if len(theirs) * len(self._of) > MOST_RESPONSES else self._most())
+        if self._count > MAX_RESPONSES:
+            self._forget(tenant if len(theirs) * len(self._of) > MAX_RESPONSES else self._most())
 
     def _most(self) -> Tenant | None:
         return max(self._of, key=lambda tenant: len(self._of[tenant]))

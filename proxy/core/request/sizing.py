@@ -23,13 +23,13 @@ from proxy.core.tenants.tenants import Tenant
 
 TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # aliases: see parser.py
 CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
-LONGER = 2.0  # margin for longer words than seen
+WORD_LENGTH_MARGIN = 2.0  # margin for longer words than seen
 COMPLETION_OUTPUT = 16  # vLLM's default for /v1/completions
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 # Models and routes with rates per tenant: the last used.
-MOST_LEARNT = 32
-FEW = 50  # learn from every request up to this
+MAX_RATES_PER_TENANT = 32
+MIN_SAMPLES_LEARNED = 50  # learn from every request up to this
 # Other routes reject an output limit above the context.
 ANY_LIMIT = route_names(lambda route: route.takes_any_limit)
 CUT = "truncate_prompt_tokens"
@@ -57,7 +57,7 @@ class Sizer:
         prior = self._priors.get((model, route))
         return prior.base if prior is not None else self.prior(model, route).base
 
-    def _own(self, ask: RequestInfo) -> LearnedSizes:
+    def _learning_rates(self, ask: RequestInfo) -> LearnedSizes:
         """Return the rates to be updated by a request."""
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
         if tenant is None:
@@ -66,7 +66,7 @@ class Sizer:
         own = known.pop(key, None)
         if own is None:
             own = prior.first()
-            if len(known) >= MOST_LEARNT:
+            if len(known) >= MAX_RATES_PER_TENANT:
                 del known[next(iter(known))]
         known[key] = own
         prior.vote(tenant.name, own)
@@ -98,7 +98,7 @@ class Sizer:
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
-        longest = max(MAX_BYTES_PER_TOKEN, LONGER * learnt.bytes_per_token)
+        longest = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
         ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # template and image tokens are guesses
@@ -118,14 +118,14 @@ class Sizer:
         if extent.cut:
             ask.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
-            _cut(ask, count(body.get(CUT)), extent.prompts)
+            _apply_truncation(ask, count(body.get(CUT)), extent.prompts)
         elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
-            _cut(ask, None, extent.prompts)
+            _apply_truncation(ask, None, extent.prompts)
         return ask
 
     def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
         """Use a worker's token count, and learn from it."""
-        self._see_prompt(ask, self._own(ask), prompt_tokens)
+        self._see_prompt(ask, self._learning_rates(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
@@ -138,21 +138,21 @@ class Sizer:
         ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
 
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
-        own = self._own(ask)
+        own = self._learning_rates(ask)
         if not ask.counted:
             self._see_prompt(ask, own, usage.prompt_tokens)
         _see_output(ask, own, usage.completion_tokens)
 
     def wrote(self, ask: RequestInfo, tokens: int) -> None:
         """Learn the output of all samples together."""
-        _see_output(ask, self._own(ask), tokens)
+        _see_output(ask, self._learning_rates(ask), tokens)
 
     def knows_little(self, ask: RequestInfo) -> bool:
         """Return whether a tenant has too few samples to skip any."""
         if ask.tenant is None:
             return False
         own = ask.tenant.learnt.get((ask.model, ask.route))
-        return own is None or max(own.seen, own.outputs) < FEW
+        return own is None or max(own.seen, own.outputs) < MIN_SAMPLES_LEARNED
 
     def _see_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
         if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
@@ -191,8 +191,8 @@ def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None
     if counts is None or extent.vague != tokens:
         return None
     text = extent.text - extent.tools
-    beside = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
-    return RequestMedia(counts, int(beside), learnt.error(text, extent.tools))
+    other_tokens = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
+    return RequestMedia(counts, int(other_tokens), learnt.error(text, extent.tools))
 
 
 def _total(learnt: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
@@ -239,7 +239,7 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     samples = 1
     if "n" in body or "best_of" in body:
         for key in ("n", "best_of"):
-            samples = max(samples, min(_samples(body.get(key)), MOST_SAMPLES))
+            samples = max(samples, min(_samples(body.get(key)), MAX_SAMPLES))
     return output, samples
 
 
@@ -247,11 +247,11 @@ def _samples(said: object) -> int:
     """Return the samples; unclear text may mean any number to a worker."""
     found = count(said)
     if found is None and type(said) is str:
-        return MOST_SAMPLES
+        return MAX_SAMPLES
     return found or 1
 
 
-def _cut(ask: RequestInfo, most: int | None, prompts: int) -> None:
+def _apply_truncation(ask: RequestInfo, most: int | None, prompts: int) -> None:
     """Apply truncation by the worker: to `most` tokens, or to its context."""
     sure = ask.largest_prompt - ask.prompt_error
     ask.sure_prompt = sure if most is None else min(sure, most)

@@ -25,17 +25,17 @@ KINDS = (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO))
 EMBEDDED = "prompt_embeds"
 EMBEDDED_BYTES = 10_923  # base64 of 4096 two-byte numbers
 # An examined item blocks the event loop for up to 1 us.
-MOST_LOOKS = 20_000
+MAX_EXAMINED = 20_000
 BYTES_OF_A_TOKEN = 4  # of unexamined items
 # Longer non-ASCII text is sampled, error about 1%: to encode 100 KB takes 70 us, a sample 10-20.
 # The sampled characters are random, so that clients cannot exploit them.
-LONG_TEXT, LETTERS = 16_384, 4096
-PACE, PHASE = random.uniform(0.5, 1.0), random.random()
+LONG_TEXT_CHARS, SAMPLED_CHARS = 16_384, 4096
+SAMPLE_STEP_FACTOR, SAMPLE_PHASE = random.uniform(0.5, 1.0), random.random()
 # Larger numbers mean no limit; the cap keeps charges sane.
-MOST = 2**31
+MAX_TOKENS = 2**31
 # Text that pydantic, and so vLLM, reads as a whole number of at least 0.
 NUMBER = re.compile(r"\s*(\+?[0-9]+(?:_[0-9]+)*|-0+(?:_0+)*)(?:\.0+)?\s*")
-LONGEST_NUMBER = 40
+MAX_NUMBER_CHARS = 40
 
 JSON = Any
 
@@ -54,7 +54,7 @@ class PromptExtent:
     prompts: int = 1
     plain: bool = False  # a single text that /tokenize can count
     cut: bool = False  # the worker cuts more text off
-    looks: int = MOST_LOOKS  # remaining
+    looks: int = MAX_EXAMINED  # remaining
     sizes: Numbers = FIRST_SIZES  # tokens per medium
 
 
@@ -72,11 +72,11 @@ def measure(
 def count(value: object) -> int | None:
     """Parse a number of tokens like vLLM; None if absent or refused."""
     if type(value) is int:
-        return min(value, MOST) if value >= 0 else None
+        return min(value, MAX_TOKENS) if value >= 0 else None
     if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
-        return int(min(value, MOST))
-    if type(value) is str and len(value) < LONGEST_NUMBER and (said := NUMBER.fullmatch(value)):
-        return min(int(said[1]), MOST)
+        return int(min(value, MAX_TOKENS))
+    if type(value) is str and len(value) < MAX_NUMBER_CHARS and (said := NUMBER.fullmatch(value)):
+        return min(int(said[1]), MAX_TOKENS)
     return int(value) if type(value) is bool else None
 
 
@@ -85,10 +85,10 @@ def text_bytes(text: str) -> int:
     if text.isascii():
         return len(text)
     length = len(text)
-    if length <= LONG_TEXT:
+    if length <= LONG_TEXT_CHARS:
         return len(text.encode("utf-8", "surrogatepass"))
-    step = int(length / LETTERS * PACE) | 1  # odd: table columns are often even
-    some = text[int(step * PHASE) :: step]
+    step = int(length / SAMPLED_CHARS * SAMPLE_STEP_FACTOR) | 1  # odd: table columns are often even
+    some = text[int(step * SAMPLE_PHASE) :: step]
     return len(some.encode("utf-8", "surrogatepass")) * length // len(some)
 
 
@@ -362,7 +362,7 @@ BYTES_KEPT = 4  # per token, of cut text
 def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
     sizes = extent.sizes
-    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS, sizes)
+    left = _side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
     right = _side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read for each document
     extent.prompts = right.prompts

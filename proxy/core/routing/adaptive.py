@@ -29,7 +29,7 @@ from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.routing.view import (
     DECODE,
-    WRONG,
+    MISFIT_OTHER_POOL,
     HandoverOffer,
     Rule,
     View,
@@ -37,8 +37,8 @@ from proxy.core.routing.view import (
     reason_for,
 )
 
-SAME, SAME_S = 0.03, 0.001  # costs this close are equal
-RESERVE = 0.25  # of a long worker, while long requests are expected
+EQUAL_COST_SHARE, EQUAL_COST_S = 0.03, 0.001  # costs this close are equal
+RESERVED_SHARE = 0.25  # of a long worker, while long requests are expected
 # A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
@@ -53,12 +53,12 @@ class Adaptive(Rule):
 
     def choose(self, view: View) -> Decision | None:
         ask, held, candidates = view.ask, view.held, view.candidates
-        if view.pool.longs and longs_are_about(view):
+        if view.pool.longs and is_reserve_kept(view):
             candidates = [w for w in candidates if not reserved(w, view)]
             if not candidates:
                 return None
-        costs, uncached = reckon(candidates, view)
-        handed = offers(candidates, costs, view) if view.handing is not None else ()
+        costs, uncached = placement_costs(candidates, view)
+        handed = handover_offers(candidates, costs, view) if view.handing is not None else ()
         worker = cheapest(candidates, costs, long=ask.long)
         if view.handing is not None and worker in handed:
             handing = view.handing
@@ -91,15 +91,15 @@ class Adaptive(Rule):
 
     def note(self, worker: Worker, view: View) -> str:
         """Explain why a worker was not chosen."""
-        if view.pool.longs and longs_are_about(view) and reserved(worker, view):
-            return "kept for longs"
+        if view.pool.longs and is_reserve_kept(view) and reserved(worker, view):
+            return "reserved for long requests"
         handing = view.handing
         if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
-            return "has no room yet for what would be handed over"
-        return "others look better"
+            return "no room yet for a hand-over"
+        return "higher cost than the chosen worker"
 
 
-def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
+def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
     """Return the costs in seconds, and the costs without caches."""
     ask, now, held = view.ask, view.now, view.held
     long, prompt = ask.long, ask.prompt_tokens
@@ -122,7 +122,7 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
     return costs, uncached
 
 
-def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
+def handover_offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
     """Return the workers where a hand-over costs less, with `costs` updated."""
     handing = view.handing
     handed: set[Worker] = set()
@@ -142,16 +142,16 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
 
 def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
     """Return the worker with the least cost; ties go to fit, load, turn."""
-    near = min(costs) * (1.0 + SAME) + SAME_S
+    near = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
     close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= near]
     return min(close, key=SUITS_LONG if long else SUITS_SHORT) if len(close) > 1 else close[0]
 
 
 def score(worker: Worker, view: View) -> Score:
     ask, now, pace = view.ask, view.now, worker.pace
-    costs = reckon([worker], view)[0]
+    costs = placement_costs([worker], view)[0]
     handing = view.handing
-    if handing is not None and offers([worker], costs, view):
+    if handing is not None and handover_offers([worker], costs, view):
         wait = handing.prefill_s + handing.wait_s(worker, view)
         own = handing.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
@@ -170,11 +170,11 @@ def misfit_s(worker: Worker, view: View) -> float:
     """Return the delay from a request in the other size's pool."""
     ask, traffic, now = view.ask, view.traffic, view.now
     if ask.long:
-        if worker.misfit_long < WRONG:
+        if worker.misfit_long < MISFIT_OTHER_POOL:
             return 0.0
         prefill = worker.pace.token_s * ask.prompt_tokens
         return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
-    if worker.misfit_short < WRONG:
+    if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
     share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
     return share * ask.expected_output * worker.pace.step_s(worker.decoding)
@@ -200,7 +200,7 @@ def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 
 
-def longs_are_about(view: View) -> bool:
+def is_reserve_kept(view: View) -> bool:
     """Return whether this request must respect the reserve.
 
     A request with no other worker left is exempt.
@@ -213,11 +213,11 @@ def longs_are_about(view: View) -> bool:
 
 
 def reserved(worker: Worker, view: View) -> bool:
-    if worker.misfit_short < WRONG:
+    if worker.misfit_short < MISFIT_OTHER_POOL:
         return False
     if view.longs_waiting:
         return True
     most = worker.max_requests
-    if most is not None and worker.requests + 1 > most - max(int(most * RESERVE), 1):
+    if most is not None and worker.requests + 1 > most - max(int(most * RESERVED_SHARE), 1):
         return True
-    return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVE
+    return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVED_SHARE

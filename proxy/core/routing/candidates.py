@@ -18,10 +18,10 @@ from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.routing.view import View
 
 DECODE = Role.DECODE
-IN_PANIC = "failed lately, and is asked even so: too few of its pool are well (panic_threshold)"
+IN_PANIC = "failed recently; used because too few workers of its pool are healthy (panic_threshold)"
 
 
-def look(
+def find_candidates(
     fleet: Fleet,
     ask: RequestInfo,
     now: float,
@@ -55,17 +55,17 @@ def look(
     if tried:
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
-        found = _those_that_may_do(pool, ask, now, tried)
+        found = _possible_holders(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
 
 
-def keep_to_the_gaps(view: View, settings: FairnessSettings) -> None:
+def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
     """Keep workers with room to spare for a batch request."""
     ask, now = view.ask, view.now
     view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
 
 
-def is_in_the_way(decision: Decision, view: View, settings: FairnessSettings) -> bool:
+def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
     """Return whether a batch request would disturb hand-overs."""
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
@@ -77,7 +77,7 @@ def is_in_the_way(decision: Decision, view: View, settings: FairnessSettings) ->
     return stops_decodes(decision.worker, ask.prompt_tokens - decision.cached_tokens, settings)
 
 
-def keep_out_of_the_way(view: View, settings: FairnessSettings) -> None:
+def avoid_handovers(view: View, settings: FairnessSettings) -> None:
     """Keep workers where batch needs no prefill worker and stalls no decodes."""
     prompt, held = view.ask.prompt_tokens, view.held
     view.handing = None
@@ -104,7 +104,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _those_that_may_do(
+def _possible_holders(
     pool: Pool, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
@@ -118,11 +118,11 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
-def hopeless(
+def why_hopeless(
     fleet: Fleet, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> Refusal | None:
     """Return the refusal if waiting cannot help, else None."""
-    if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
+    if not ask.pinned and any(_can_serve(w, ask, tried) for w in fleet.pool(ask.model).all):
         return None
     workers = [w for w in fleet.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
@@ -136,13 +136,13 @@ def hopeless(
     left = [w for w in live if w not in tried]
     if live and not left:
         return refusals.no_worker_left("no other worker can take it")
-    if any(_will_do(w, ask, tried) for w in left):
+    if any(_can_serve(w, ask, tried) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
     return refusals.no_worker(ask.model, soonest)
 
 
-def _will_do(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
+def _can_serve(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
     well = not worker.barred or worker.breaker.busy
     return well and worker not in tried and worker.may_hold(ask)
 
@@ -154,7 +154,7 @@ def note(worker: Worker, ask: RequestInfo, now: float) -> str:
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
-        (not worker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
+        (not worker.lets_pass(now), "busy" if breaker.busy else "failed recently"),
         (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
         (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),
         (worker.full, "full"),

@@ -28,7 +28,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.routing.view import View, fits
 
 DECODE = Role.DECODE  # alias: see parser.py
-PATIENCE = 0.5  # of the longest wait, before the fallbacks
+FALLBACK_WAIT_SHARE = 0.5  # of the longest wait, before the fallbacks
 
 
 class HandoverVerdict:
@@ -86,7 +86,7 @@ def choose_prefill(
     return best
 
 
-def stands(lease: Lease, now: float, within_s: float) -> bool:
+def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
     worker, halves = lease.worker, lease.decision.handover
     if not is_well(lease):
         return False
@@ -99,7 +99,7 @@ def is_well(lease: Lease) -> bool:
     return lease.worker.up and (not lease.worker.barred or lease.trial)
 
 
-def instead(
+def choose_other_decode(
     workers: Iterable[Worker], lease: Lease, now: float, links: KvLinks, within_s: float
 ) -> Worker | None:
     """Return the decode worker with the shortest wait."""
@@ -140,7 +140,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
     return replace(handing.decision(worker, view), scores=decision.scores)
 
 
-def why(decision: Decision, view: View) -> str:
+def verdict(decision: Decision, view: View) -> str:
     ask, worker = view.ask, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER

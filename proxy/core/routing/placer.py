@@ -24,10 +24,10 @@ from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-NOBODY: frozenset[Worker] = frozenset()
+NO_WORKERS: frozenset[Worker] = frozenset()
 
 
-def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
+def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
     """Return whether other processes have filled a chosen worker."""
     handover = decision.handover
     if handover is not None and others.have_filled(handover.prefill, now):
@@ -71,7 +71,7 @@ class Placer:
     ) -> Lease | Refusal | None:
         others, whole = self.fleet.others, ask.whole
         view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
-        while decision is not None and others is not None and _is_late(decision, others, now):
+        while decision is not None and others is not None and _is_filled(decision, others, now):
             ask.whole = whole
             view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
         if decision is None:
@@ -81,7 +81,7 @@ class Placer:
             if refusal is not None:
                 return self._refused(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
-            decision.whether = handover_cost.why(decision, view)
+            decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
@@ -111,17 +111,17 @@ class Placer:
         view = self._look(ask, now, tried, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
-            candidate_rules.keep_to_the_gaps(view, fair)
+            candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
         decision = self._choose(view)
         if decision is None and late and not in_the_gaps and view.handing is not None:
-            decision = self._choose_late(view, view.handing, candidates)
+            decision = self._choose_fallback(view, view.handing, candidates)
         if (
             in_the_gaps
             and decision is not None
-            and candidate_rules.is_in_the_way(decision, view, fair)
+            and candidate_rules.disturbs_handovers(decision, view, fair)
         ):
-            candidate_rules.keep_out_of_the_way(view, fair)
+            candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
         return view, decision
 
@@ -137,7 +137,7 @@ class Placer:
             view.candidates = [worker for worker in view.candidates if worker is not full]
         return None
 
-    def _choose_late(
+    def _choose_fallback(
         self, view: View, handing: HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
         """Choose for a request that waited long for a decode worker."""
@@ -161,7 +161,7 @@ class Placer:
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
-        view = candidate_rules.look(
+        view = candidate_rules.find_candidates(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
         )
         pool = view.pool
@@ -185,7 +185,7 @@ class Placer:
             found = self.transfers[model] = TransferTimes()
         return found
 
-    def _saw(self, ask: RequestInfo, now: float) -> None:
+    def _record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.computes:
             return
         traffic = self.traffic_of(ask.model)
@@ -206,7 +206,7 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
-        view = self._look(ask, now, NOBODY, explain=True)
+        view = self._look(ask, now, NO_WORKERS, explain=True)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
@@ -217,12 +217,12 @@ class Placer:
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
-            whether = handover_cost.why(decision, view) if asked else ""
+            whether = handover_cost.verdict(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
-        if (refusal := candidate_rules.hopeless(self.fleet, ask, now, NOBODY)) is None:
+        if (refusal := candidate_rules.why_hopeless(self.fleet, ask, now, NO_WORKERS)) is None:
             message = (
-                "It would wait: every worker that can hold it is full, kept for longs, or not "
-                "probed yet."
+                "The request would wait: every worker that can hold it is full, reserved for long "
+                "requests, or not probed yet."
             )
             refusal = Refusal(429, Reason.FLEET_FULL, message)
         return replace(refusal, scores=scores)

@@ -19,5 +19,5 @@ def rule(name: str) -> Rule:
         return RULES[name]()
     except KeyError:
         raise ValueError(
-            f"no routing policy {name!r}; there are: {', '.join(sorted(RULES))}"
+            f"unknown routing policy {name!r}; valid policies: {', '.join(sorted(RULES))}"
         ) from None

@@ -18,13 +18,13 @@ from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
 from proxy.core.model.types import Reason, RequestInfo
 
-WRONG = 2  # the misfit of the other size's pool
+MISFIT_OTHER_POOL = 2  # the misfit of the other size's pool
 
 SHORT_REASONS = Reason.SHORT_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_LONG
 LONG_REASONS = Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_SHORT
 ONLY_CHOICE, DECODE_POOL = Reason.ONLY_CHOICE, Reason.DECODE_POOL
 DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER
-GAIN, GAIN_S = 0.03, 0.002  # a hand-over must gain more (share, seconds)
+MIN_GAIN_SHARE, MIN_GAIN_S = 0.03, 0.002  # a hand-over must gain more (share, seconds)
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class HandoverOffer:
         if self.above is not None:
             return cost_s if self.tokens(worker, view) > self.above else None
         whole_s += self.harm_s(worker, view)
-        return cost_s if cost_s * (1.0 + GAIN) + GAIN_S < whole_s else None
+        return cost_s if cost_s * (1.0 + MIN_GAIN_SHARE) + MIN_GAIN_S < whole_s else None
 
     def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
         """Return whether a transfer should succeed in time."""
@@ -177,11 +177,11 @@ def reason_for(worker: Worker, view: View) -> Reason:
         return DECODE_POOL
     if len(view.candidates) == 1:
         return ONLY_CHOICE
-    return general if misfit < WRONG else other
+    return general if misfit < MISFIT_OTHER_POOL else other
 
 
 def suits(worker: Worker, *, long: bool) -> bool:
-    return (worker.misfit_long if long else worker.misfit_short) < WRONG
+    return (worker.misfit_long if long else worker.misfit_short) < MISFIT_OTHER_POOL
 
 
 def own_pool_is_full(view: View) -> bool:
