@@ -49,7 +49,7 @@ class Overtaking:
 
 
 class DispatchRound:
-    """A round ends when no queued request can be dispatched.
+    """A round; it ends when no queued request can be dispatched.
 
     `end` places or refuses a request, or returns None.
     """

@@ -30,11 +30,11 @@ END = re.compile(rb"[ \t\n\r]*\}[ \t\n\r]*\Z")
 JUMP = re.compile(rb'[^"\[\]{}]*(?:"[^"]{0,96}"[^"\[\]{}]*)*')
 # An escaped letter, digit or `_`: a name may be written differently.
 ESCAPED = re.compile(rb"\\u00(?:3\d|[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
-SMALL_BODY_BYTES = 8192  # bytes; above, one walk is faster than several searches
+SMALL_BODY_BYTES = 8192  # above, one walk is faster than several searches
 SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
 # Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
 MAX_MEMBERS = 2000
-MAX_ADDED_MEMBERS = 50  # for the router
+MAX_ADDED_MEMBERS = 50
 MIN_MEMBER_BYTES, MAX_KEY_QUOTES = (
     5,
     2 * MAX_MEMBERS,
@@ -152,7 +152,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
 
 
 def _place(body: bytes, quoted: bytes, start: int) -> int:
-    """Find a quoted name, by its `_` if possible: rare in text, so memchr is fast."""
+    """Find a quoted name; its `_` is rare in text, so memchr is fast."""
     mark = quoted.find(b"_")
     if mark < 0:
         return body.find(quoted, start)
@@ -216,7 +216,7 @@ def spliced(
     pieces: list[bytes] = []
     at = 0
     there: set[str] = set()
-    text: bytes | None = None  # of the last member found
+    text: bytes | None = None
     for key, start, value, end in _named(body, names, said) if found is None else found:
         name = names[key][0]
         there.add(name)

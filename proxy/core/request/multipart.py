@@ -19,7 +19,7 @@ PLAIN_NAME = re.compile(
 )
 ANOTHER_NAME = re.compile(rb"(?<!file)name[\W\d]*=", re.IGNORECASE)
 MAX_PARTS = 100
-MAX_PLAIN_HEAD_BYTES = 4096  # of a part's head
+MAX_PLAIN_HEAD_BYTES = 4096
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:

@@ -21,9 +21,9 @@ from proxy.core.request.client_fields import is_true
 from proxy.core.request.token_estimate import PromptExtent, count, measure
 from proxy.core.tenants.tenants import Tenant
 
-TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # aliases: see parser.py
+TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT
 CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
-WORD_LENGTH_MARGIN = 2.0  # margin for longer words than seen
+WORD_LENGTH_MARGIN = 2.0
 COMPLETION_OUTPUT = 16  # vLLM's default for /v1/completions
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_SAMPLES = 4096
@@ -58,7 +58,6 @@ class Sizer:
         return prior.base if prior is not None else self.prior(model, route).base
 
     def _learning_rates(self, ask: RequestInfo) -> LearnedSizes:
-        """Return the rates to be updated by a request."""
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
         if tenant is None:
             return prior.base
@@ -81,7 +80,6 @@ class Sizer:
         request_id: str,
         tenant: Tenant | None = None,
     ) -> RequestInfo:
-        """Size a parsed body."""
         learnt = self.learnt(model, route.name, tenant)
         extent = measure(route.shape, body, learnt.media.tokens)
         text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
@@ -171,7 +169,6 @@ def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
 
 
 def _vague_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
-    """Return the error of the guessed tokens."""
     if extent.media is None:
         return extent.vague // 2
     media = _media_tokens(extent)

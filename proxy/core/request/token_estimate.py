@@ -42,19 +42,17 @@ JSON = Any
 
 @dataclass(slots=True)
 class PromptExtent:
-    """The size of all prompts of a body."""
-
     text: int = 0  # bytes
     tools: int = 0  # bytes of it: tools, documents
     tokens: int = 0  # exact or guessed, besides text
     vague: int = 0  # guessed ones of `tokens`
-    media: Numbers | None = None  # count per kind
+    media: Numbers | None = None
     largest_text: int = -1  # largest prompt; -1 if only one
     largest_tokens: int = 0
     prompts: int = 1
     plain: bool = False  # a single text that /tokenize can count
     cut: bool = False  # the worker cuts more text off
-    looks: int = MAX_EXAMINED  # remaining
+    looks: int = MAX_EXAMINED
     sizes: Numbers = FIRST_SIZES  # tokens per medium
 
 
@@ -114,7 +112,6 @@ def _walked(value: JSON) -> int:
 
 
 def _longest(prompts: list[JSON]) -> int:
-    """Return the longest unexamined prompt's approximate length."""
     if not {str, list} & set(map(type, prompts)):
         return 0
     sizes = [len(p) if type(p) is str else 4 * len(p) if type(p) is list else 0 for p in prompts]
@@ -198,7 +195,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
         extent.tokens += tokens
         extent.vague += tokens
         return
-    inner = part.get("content")  # a tool result
+    inner = part.get("content")
     if type(inner) is list and not nested:
         _parts(extent, inner, nested=True)
     else:
@@ -220,7 +217,6 @@ def _media(extent: PromptExtent, kind: int, number: int) -> None:
 
 
 def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
-    """Count the media of a part; their tokens are counted elsewhere."""
     if one.media is not None:
         images, audios, videos = extent.media or NONE
         more = one.media
@@ -241,7 +237,7 @@ def _chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
 
 
 def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    """Count what a template may omit, learned separately."""
+    """Count text that a template may omit."""
     documents = body.get("documents")
     if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
         documents = more.get("documents")
@@ -280,7 +276,6 @@ def _many(
 
 
 def _one(extent: PromptExtent, prompt: JSON) -> None:
-    """Measure text, token ids, or parts."""
     if type(prompt) is str:
         extent.text += text_bytes(prompt)
     elif type(prompt) is list:

@@ -8,8 +8,7 @@ Idea: a placement costs the request's predicted time to first token plus the del
 - A short request on a long worker is delayed for the share of time that long prefills take.
 
 After recent long requests, short ones may not use the last quarter of a long worker's slots or KV
-cache; while long ones wait, none of it. Costs within a few per cent are equal; then the matching
-pool, the fewest requests and turn decide.
+cache; while long ones wait, none of it.
 
 A decode worker offers a hand-over if that costs less (see `handover_cost`). A cached prefix is
 worth only its prefill time, so popular prefixes spread.
@@ -37,7 +36,7 @@ from proxy.core.routing.view import (
     reason_for,
 )
 
-EQUAL_COST_SHARE, EQUAL_COST_S = 0.03, 0.001  # costs this close are equal
+EQUAL_COST_SHARE, EQUAL_COST_S = 0.03, 0.001
 RESERVED_SHARE = 0.25  # of a long worker, while long requests are expected
 # A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
@@ -90,7 +89,6 @@ class Adaptive(Rule):
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        """Explain why a worker was not chosen."""
         if view.pool.longs and is_reserve_kept(view) and reserved(worker, view):
             return "reserved for long requests"
         handing = view.handing

@@ -2,7 +2,7 @@
 
 Idea: the token budget decides the pool (arXiv 2604.08075, 2604.09613), then the least load. General
 workers are in both; the other pool is the last resort. Cost: one comparison per candidate. How it
-fails: long workers idle without long requests; many long ones queue next to idle short workers.
+fails: idle long workers stay idle while short ones are busy, and the reverse.
 """
 
 from __future__ import annotations

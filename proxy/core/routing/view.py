@@ -18,7 +18,7 @@ from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
 from proxy.core.model.types import Reason, RequestInfo
 
-MISFIT_OTHER_POOL = 2  # the misfit of the other size's pool
+MISFIT_OTHER_POOL = 2
 
 SHORT_REASONS = Reason.SHORT_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_LONG
 LONG_REASONS = Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_SHORT
@@ -168,7 +168,6 @@ def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def reason_for(worker: Worker, view: View) -> Reason:
-    """Return the reason, if pool and load decided."""
     own, general, other = LONG_REASONS if view.ask.long else SHORT_REASONS
     misfit = worker.misfit_long if view.ask.long else worker.misfit_short
     if not misfit:
@@ -201,7 +200,6 @@ def own_pool_is_left(view: View) -> bool:
 
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
-    """Yield this size's workers that fit and have not failed."""
     ask, pool = view.ask, view.pool
     fitting = {group.limit for group in pool.holding(ask)}
     for worker in pool.for_longs if ask.long else pool.for_shorts:
