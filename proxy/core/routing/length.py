@@ -1,8 +1,9 @@
 """Short requests to short workers, long ones to long workers.
 
 Idea: the token budget decides the pool (arXiv 2604.08075, 2604.09613), then the least load. General
-workers are in both; the other pool is the last resort. Cost: one comparison per candidate. How it
-fails: idle long workers stay idle while short ones are busy, and the reverse.
+workers are in both; the other pool is the last resort. Cost: one comparison per candidate.
+
+How it fails: idle long workers stay idle while short ones are busy, and the reverse.
 """
 
 from __future__ import annotations
