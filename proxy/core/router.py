@@ -1,7 +1,7 @@
-"""Which worker serves a request, when, or why none does.
+"""Route requests to workers, queue them, or refuse them.
 
     refusal = router.spent(tenant, now)
-    ask = router.read(route, body, content_type, request_id)    # if it is refused, was_read
+    ask = router.read(route, body, content_type, request_id)    # was_read, if refused
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.first_token(lease, now); router.tokens(lease, 1); ...
     router.prefilled(lease, now, usage)    # of a hand-over, between its legs
@@ -9,10 +9,7 @@
     answer = router.retry(lease, now, outcome, tried=tried, after=leg)    # instead of finish
     for ticket, answer in router.due(now): ...
 
-Every lease must be finished once, on whichever way out; every ticket ends once, in `due` or by
-`withdraw`.
-
-Three floors: `placer` knows where, `leases` what becomes of it; here it is read, and has its turn.
+Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
 """
 
 from __future__ import annotations
@@ -36,32 +33,30 @@ from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.routing import candidates
-from proxy.core.routing.handover_cost import PATIENCE
-from proxy.core.routing.placer import NOBODY
+from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
+from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.registry import rule
 from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
 
-RETRY_AFTER_S = 1.0  # the budget's least comes back with time
+RETRY_AFTER_S = 1.0  # the retry budget refills with time
 
 
 class Router(LeaseBook):
-    """See the module's text."""
+    """Adds parsing, the queue and retries to `LeaseBook`."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         super().__init__(settings, fleet)
         self.tenants = Tenants()
         self.draining = False
-        # Where several processes serve: tells the others which worker holds a stored response.
+        # Reports stored responses to other processes.
         self.others_remember: Callable[[str, str, str], None] | None = None
-        self._evicted: dict[Ticket, Refusal] = {}  # from the queue, and not told yet
+        self._evicted: dict[Ticket, Refusal] = {}  # not yet reported by `due`
         self._reader = RequestParser(fleet, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = WorkerFailureEvents()
         self._split(settings)
-
-    # Reading
 
     def read(
         self,
@@ -73,7 +68,6 @@ class Router(LeaseBook):
         *,
         batch: bool = False,
     ) -> RequestInfo | Refusal:
-        """Read a request's body."""
         hashed = self._rule.affine and self.settings.prefix_affinity
         ask: RequestInfo | Refusal
         try:
@@ -85,84 +79,78 @@ class Router(LeaseBook):
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
     def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
-        """Refuse a request unread where a limit keeps out whatever its tenant asks."""
+        """Refuse a request unread if its tenant's limits are spent."""
         refusal = None if tenant is None else billing.exhausted_limit(tenant, now)
         return refusal and self._refused("", refusal)
 
     def was_read(self, tenant: Tenant | None, now: float) -> None:
-        """Have a tenant pay for one that `read` refused."""
+        """Charge a tenant for a refused `read`."""
         if tenant is not None:
             billing.charge_refused(tenant, now)
 
     def counter_for(self, ask: RequestInfo) -> Worker | None:
-        """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
+        """Return the worker to count an ask's tokens, if needed."""
         if not self.settings.tokenize:
             return None
         return self._reader.counter_for(ask, by_size=self._rule.by_size)
 
     def tokenize_body(self, ask: RequestInfo, body: bytes) -> bytes:  # noqa: ARG002
-        """Return what to send to /tokenize: the body itself, whose other fields it ignores."""
+        """Return the body for /tokenize, which ignores other fields."""
         return body
 
     def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
-        """Let a request in that a worker is to count: `submit` is next, or `leave`."""
+        """Admit a request before its tokens are counted."""
         refusal = billing.enter(ask, now, again=False, uncounted=True)
         return refusal and self._refused(ask.model, refusal)
 
     def leave(self, ask: RequestInfo, now: float) -> None:
-        """Let one out whose client left meanwhile."""
+        """End an admitted request after a disconnect."""
         billing.leave(ask, now)
 
     def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        """Take a worker's count."""
         self._reader.counted(ask, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        """Note which worker holds a stored response, and whose it is."""
         self._reader.remember(response_id, worker, tenant)
         if self.others_remember is not None:
             self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
 
     def recall(self, response_id: str, worker: str, tenant: str) -> None:
-        """Note what another process remembers."""
-        whose = self.tenants.get(tenant) if tenant else None
-        if whose is not None or not tenant:
-            self._reader.remember(response_id, worker, whose)
+        """Record a response stored by another process."""
+        owner = self.tenants.get(tenant) if tenant else None
+        if owner is not None or not tenant:
+            self._reader.remember(response_id, worker, owner)
 
     def remembered(self) -> Iterator[tuple[str, str, str]]:
-        """List all that is remembered: responses, workers, and whose they are."""
-        for response_id, worker, whose in self._reader.stored:
-            yield response_id, worker, "" if whose is None else whose.name
-
-    # Placing
+        for response_id, worker, owner in self._reader.stored:
+            yield response_id, worker, "" if owner is None else owner.name
 
     def submit(
         self,
         ask: RequestInfo,
         now: float,
         *,
-        tried: frozenset[Worker] = NOBODY,
+        tried: frozenset[Worker] = NO_WORKERS,
         after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Place a request, let it wait, or refuse it. `tried` are the workers that failed it.
+        """Place, queue or refuse a request. `tried` are the workers that failed it.
 
-        `after`: the leg that failed, so that those who fall with one worker need no budget each.
-        `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry, and is no
-        attempt: the decode worker that was counted on anyhow is well, and one dead prefill worker
-        may have had many requests.
+        `after`: the failed leg; requests that fail with one worker need no retry budget. `free`:
+        only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
+        healthy, and a dead prefill worker may have had many requests.
         """
         if self.draining and not tried:
             billing.leave(ask, now)
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._no_retry(ask, now, tried, after, free=free)) is not None:
+            if (refusal := self._refuse_retry(ask, now, tried, after, free=free)) is not None:
                 return refusal
         else:
             self._retries.earn(now)
-            self._saw(ask, now)
+            self._record_traffic(ask, now)
         if ask.tenant is None:
             return self._submit(ask, now, tried, explain=explain)
         if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
@@ -186,9 +174,9 @@ class Router(LeaseBook):
         explain: bool = False,
         why: str = "",
     ) -> Lease | Ticket | Refusal:
-        """Finish a lease and submit its request again: see there. Its tenant's place is kept."""
+        """Finish a lease and submit its request again, keeping its tenant's place."""
         ask = lease.ask
-        ask.drops += dropped  # by a worker that may have read it, and did not answer
+        ask.drops += dropped  # by a worker that may have read it
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
@@ -202,18 +190,18 @@ class Router(LeaseBook):
     def _submit(
         self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
     ) -> Lease | Ticket | Refusal:
-        # Whoever waits goes first.
+        # Queued requests go first.
         queue = self.queue
         strict = None if tried else self.settings.admission
-        free = not queue.stands_before(ask)
+        free = not queue.any_ahead_of(ask)
         if free or tried or ask.pinned:
             answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
             if answer is not None:
                 return answer
-        refusal = candidates.hopeless(self.fleet, ask, now, tried)
+        refusal = candidates.why_hopeless(self.fleet, ask, now, tried)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
-            give_way = queue.make_room(ask)
+            give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
         if refusal is None and strict is not None:
@@ -228,7 +216,7 @@ class Router(LeaseBook):
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self.fleet.pool(ask.model).all:
             return refusals.queue_full(self.queue.retry_after_s(now))
-        return refusals.no_worker(ask.model)  # none was probed yet, which takes but a moment
+        return refusals.no_worker(ask.model)  # not probed yet
 
     def _evict(self, tickets: Iterable[Ticket], now: float) -> None:
         for ticket in tickets:
@@ -238,19 +226,18 @@ class Router(LeaseBook):
             self._evicted[ticket] = self._refused(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
-        """Take a request out of the queue, because its client left."""
         if self.queue.remove(ticket):
             billing.leave(ticket.ask, now)
         else:
             self._evicted.pop(ticket, None)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
-        """Take those out of the queue whose turn or time has come."""
+        """Remove and return the tickets that are placed, refused or expired."""
         queue = self.queue
         if not queue.length and not self._evicted:
             return []
         self.fleet.settle(now)
-        self._evict(queue.too_much(), now)
+        self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
         self._evicted.clear()
         for ticket in queue.expired(now):
@@ -261,11 +248,11 @@ class Router(LeaseBook):
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
             explain, aged = ticket.explain, ticket.aged
-            late = now - ticket.since >= PATIENCE * (ticket.deadline - ticket.since)
+            late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
             answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = candidates.hopeless(self.fleet, ask, now, ticket.tried)
+            refusal = candidates.why_hopeless(self.fleet, ask, now, ticket.tried)
             return refusal and self._refused(ask.model, refusal)
 
         gone += queue.leave(end, now)
@@ -274,7 +261,7 @@ class Router(LeaseBook):
                 billing.leave(ticket.ask, now)
         return gone
 
-    def _no_retry(
+    def _refuse_retry(
         self,
         ask: RequestInfo,
         now: float,
@@ -285,18 +272,18 @@ class Router(LeaseBook):
     ) -> Refusal | None:
         if ask.drops >= MAX_DROPS:
             return self._refused(ask.model, refusals.dropped())
-        if free:  # few: the last of the attempts is whole
+        if free:  # few: the last attempt is whole
             return None
         if len(tried) >= self.settings.max_attempts:
-            why = "it was tried as often as it may be"
+            why = "it has used all its attempts (router.attempts)"
             return self._refused(ask.model, refusals.no_worker_left(why))
-        if self._fell_with(ask, now, tried, after) or self._retries.spend(now):
+        if self._failed_with_worker(ask, now, tried, after) or self._retries.spend(now):
             return None
         why = "too many requests are being retried"
         return self._refused(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
 
     def may_go_over(self, lease: Lease, now: float, tried: frozenset[Worker]) -> bool:
-        """Whether a request would be tried elsewhere if the leg failed that is under way."""
+        """Return whether a request would be retried if the current leg failed."""
         ask, leg = lease.ask, lease.under_way
         tried |= {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
@@ -312,17 +299,15 @@ class Router(LeaseBook):
         spared = len(tried) == 1 and self._falls.would_spare(leg.worker, leg.charged_at, now)
         return spared or self._retries.affords(now)
 
-    def _fell_with(
+    def _failed_with_worker(
         self, ask: RequestInfo, now: float, tried: frozenset[Worker], after: Lease | None
     ) -> bool:
-        """Whether a request failed with its worker, for the first time."""
+        """Return whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:
             return False
-        beside = len(self.fleet.pool(ask.model).all)
-        spared = self._falls.spare(after.worker, after.charged_at, now, beside)
+        live_workers = len(self.fleet.pool(ask.model).all)
+        spared = self._falls.spare(after.worker, after.charged_at, now, live_workers)
         return spared and len(tried) == 1
-
-    # Changing
 
     def _split(self, settings: RouterSettings) -> None:
         self.fleet.ejections.set_threshold(settings.panic_threshold)
@@ -334,7 +319,7 @@ class Router(LeaseBook):
         )
 
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
-        """Take a new fleet file: what is learnt of workers that stay is kept."""
+        """Apply a new fleet file; remaining workers keep what was learned."""
         self.settings = settings
         self._split(settings)
         self._reader.short_limit = settings.short_limit

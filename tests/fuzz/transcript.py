@@ -102,7 +102,7 @@ def answers(count: int) -> Iterator[object]:
 
 def bodies(count: int) -> Iterator[object]:
     """Read bodies, send them on, and end their requests."""
-    token_estimate.PACE, token_estimate.PHASE = 0.75, 0.5  # which are random
+    token_estimate.SAMPLE_STEP_FACTOR, token_estimate.SAMPLE_PHASE = 0.75, 0.5  # which are random
     paths, kinds = sorted(ROUTES), (JSON_TYPE, JSON_TYPE, JSON_TYPE, FORM_TYPE, b"\xff")
     for number in range(count):
         mutator = Mutator(SEED, number)

@@ -67,7 +67,7 @@ class LeaseBook(Placer):
         return goes_on
 
     def _finds_one(self, lease: Lease, now: float, within_s: float, may_move: bool) -> bool:
-        stands = handover_cost.stands(lease, now, within_s)
+        stands = handover_cost.may_still_decode(lease, now, within_s)
         if stands and not lease.worker.draining:
             return True
         other = self._another(lease, now, within_s) if may_move else None
@@ -81,9 +81,9 @@ class LeaseBook(Placer):
 
     def _another(self, lease: Lease, now: float, within_s: float) -> Worker | None:
         workers, others = self.fleet.pool(lease.ask.model).all, self.fleet.others
-        other = handover_cost.instead(workers, lease, now, self.links, within_s)
+        other = handover_cost.choose_other_decode(workers, lease, now, self.links, within_s)
         while other is not None and others is not None and others.have_filled(other, now):
-            other = handover_cost.instead(workers, lease, now, self.links, within_s)
+            other = handover_cost.choose_other_decode(workers, lease, now, self.links, within_s)
         return other
 
     def _has_come(self, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""Those who wait, as the queue keeps them: a line for each model, size, class and tenant."""
+"""Queued requests: a FIFO per model, size, class and tenant, sorted in buckets."""
 
 from __future__ import annotations
 
@@ -8,190 +8,179 @@ from itertools import count, islice
 from typing import NamedTuple, Protocol
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.eviction import APART, Amounts
+from proxy.core.queue.eviction import OWN_PLACE, Amounts
 from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, Turn
 from proxy.core.queue.sorted_buckets import SortedBuckets
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
-LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
-# Of a model's classes: that it does not go before one above for its age, that it did so last.
+MAX_TRIED_TICKETS = 16  # tickets examined per FIFO, failures per place
+# A class's sort key: not ahead by age, was last to go ahead.
 Late = tuple[bool, bool]
 IN_ORDER: Late = (True, False)
 
 
 class LastDispatch(NamedTuple):
-    """The last turn of a model."""
+    """The last dispatch of a model."""
 
     at: float = 0.0
-    passed: bool = False  # it went before a class above, for its age
-    passer: int = -1  # the class that did so last
+    passed: bool = False  # ahead of a higher class, by age
+    passer: int = -1  # the class that last went ahead
 
 
 class Bucket:
-    """All of one class that wait at one place."""
+    """All tickets of one class at one place."""
 
-    __slots__ = ("longer", "order", "tickets")
+    __slots__ = ("longer_than", "order", "tickets")
 
     def __init__(self) -> None:
         self.order = SortedBuckets()
-        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # as they came
-        self.longer: list[int] = []  # how many of its lines have more than none, than one, ...
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
+        self.longer_than: list[int] = []  # [n]: FIFOs with more than n tickets
 
     @property
     def oldest(self) -> float:
-        """Since when any waits."""
         return next(iter(self.tickets)).since
 
-    def grew(self, length: int) -> None:
-        """Note that a line of that length has one more."""
-        if length == len(self.longer):
-            self.longer.append(0)
-        self.longer[length] += 1
+    def count_longer(self, length: int) -> None:
+        """Count a ticket added to a FIFO of this length."""
+        if length == len(self.longer_than):
+            self.longer_than.append(0)
+        self.longer_than[length] += 1
 
 
 class Buckets:
-    """All lines, and in which order they go.
+    """All FIFOs in dispatch order.
 
-    A tenant's standing changes at any time. Those that did are noted, and find their places anew
-    when somebody wants to know: nothing is done for each of all that wait.
+    Tenants with changed counters are recorded; their FIFOs are sorted when the order is read.
     """
 
     def __init__(self) -> None:
         self.by_key: dict[Key, RequestFifo] = {}
-        self._crowds: dict[tuple[Place, Rank], Bucket] = {}
-        self._of: dict[Tenant, list[RequestFifo]] = {}
+        self._buckets: dict[tuple[Place, Rank], Bucket] = {}
+        self._by_tenant: dict[Tenant, list[RequestFifo]] = {}
         self._watch = ChangedTenants()
         self._numbers = count()
 
-    def crowds(self) -> Mapping[tuple[Place, Rank], Bucket]:
-        """Return all crowds, in order."""
+    def buckets(self) -> Mapping[tuple[Place, Rank], Bucket]:
         for tenant in self._watch.take():
-            for line in self._of.get(tenant, ()):
-                self._sort(line)
-        return self._crowds
+            for fifo in self._by_tenant.get(tenant, ()):
+                self._sort(fifo)
+        return self._buckets
 
     def count(self, place: Place, rank: Rank) -> int:
-        """How many wait."""
-        crowd = self._crowds.get((place, rank))
-        return len(crowd.tickets) if crowd is not None else 0
+        bucket = self._buckets.get((place, rank))
+        return len(bucket.tickets) if bucket is not None else 0
 
     def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
-        """Reckon how many of a class go before one who joins the end of a line now.
+        """Return how many tickets of a class go before a new one.
 
-        Each tenant has one turn for each of that line's.
+        Each tenant gets as many turns as the new ticket's FIFO has tickets.
         """
-        crowd = self._crowds.get((place, rank))
-        if crowd is None:
+        bucket = self._buckets.get((place, rank))
+        if bucket is None:
             return 0
         own = self.by_key.get((place, rank, tenant))
         turns = len(own.tickets) + 1 if own is not None else 1
-        return sum(crowd.longer[:turns])
+        return sum(bucket.longer_than[:turns])
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
-        """Name where anybody of a model waits."""
-        return (at for at in self._crowds if at[0][0] == model)
+        return (at for at in self._buckets if at[0][0] == model)
 
     def of_class(self, tenant: Tenant, rank: Rank) -> bool:
-        """Whether a tenant has any in a class."""
-        return any(line.rank is rank for line in self._of.get(tenant, ()))
+        return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))
 
     def push(self, ticket: Ticket) -> None:
-        """Let one in, as the last of its line."""
         key = key_of(ticket)
-        line = self.by_key.get(key)
-        if line is None:
-            line = self.by_key[key] = RequestFifo(key, next(self._numbers))
-            if line.tenant is not None:
-                self._of.setdefault(line.tenant, []).append(line)
-                line.tenant.watches.add(self._watch)
-        crowd = self._crowds.get(key[:2])
-        if crowd is None:
-            crowd = self._crowds[key[:2]] = Bucket()
-        crowd.grew(len(line.tickets))
-        line.tickets.append(ticket)
-        crowd.tickets[ticket] = None
-        if len(line.tickets) <= LOOK:
-            self._sort(line)
+        fifo = self.by_key.get(key)
+        if fifo is None:
+            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers))
+            if fifo.tenant is not None:
+                self._by_tenant.setdefault(fifo.tenant, []).append(fifo)
+                fifo.tenant.watches.add(self._watch)
+        bucket = self._buckets.get(key[:2])
+        if bucket is None:
+            bucket = self._buckets[key[:2]] = Bucket()
+        bucket.count_longer(len(fifo.tickets))
+        fifo.tickets.append(ticket)
+        bucket.tickets[ticket] = None
+        if len(fifo.tickets) <= MAX_TRIED_TICKETS:
+            self._sort(fifo)
 
     def remove(self, ticket: Ticket) -> None:
-        """Let one out."""
-        line = self.by_key[key_of(ticket)]
-        line.tickets.remove(ticket)
-        crowd = self._crowds[line.place, line.rank]
-        crowd.longer[len(line.tickets)] -= 1
-        del crowd.tickets[ticket]
-        self._sort(line)
-        if not crowd.tickets:
-            del self._crowds[line.place, line.rank]
-        if line.tickets:
+        fifo = self.by_key[key_of(ticket)]
+        fifo.tickets.remove(ticket)
+        bucket = self._buckets[fifo.place, fifo.rank]
+        bucket.longer_than[len(fifo.tickets)] -= 1
+        del bucket.tickets[ticket]
+        self._sort(fifo)
+        if not bucket.tickets:
+            del self._buckets[fifo.place, fifo.rank]
+        if fifo.tickets:
             return
-        del self.by_key[line.key]
-        if (tenant := line.tenant) is not None:
-            own = self._of[tenant]
-            own.remove(line)
+        del self.by_key[fifo.key]
+        if (tenant := fifo.tenant) is not None:
+            own = self._by_tenant[tenant]
+            own.remove(fifo)
             if not own:
-                del self._of[tenant]
+                del self._by_tenant[tenant]
                 tenant.watches.discard(self._watch)
 
-    def _sort(self, line: RequestFifo) -> None:
-        """Have a line stand where it belongs now."""
-        order, before = self._crowds[line.place, line.rank].order, line.entry
+    def _sort(self, fifo: RequestFifo) -> None:
+        order, before = self._buckets[fifo.place, fifo.rank].order, fifo.entry
         entry: Entry | None = None
-        if line.tickets:
-            line.least = min(ticket.ask.needs for ticket in islice(line.tickets, LOOK))
-            _, standing, since = line.turn
-            entry = standing, since, line.number, line.least, line
+        if fifo.tickets:
+            fifo.least = min(ticket.ask.needs for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
+            _, standing, since = fifo.turn
+            entry = standing, since, fifo.number, fifo.least, fifo
         if entry == before:
             return
         if before is not None:
             order.take(before)
         if entry is not None:
             order.put(entry)
-        line.entry = entry
+        fifo.entry = entry
 
 
 class RemoteQueues(Protocol):
-    """The queues of other processes, as far as they have told."""
+    """The queues of the other processes, as last reported."""
 
-    processes: int  # how many others there are
+    processes: int
     length: int
     bytes: int
     tokens: int
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
-        """Of what any of them has more than this one; of as much, the first of them has more."""
+        """Return whether another process has more requests, bytes, tokens; the first wins a tie."""
 
     def moved(self) -> None:
-        """Tell them of this one."""
+        """Report a change of this queue."""
 
     def before(self, place: Place, rank: int) -> bool:
-        """Whether any of a class above this number waits there."""
+        """Return whether a class above `rank` waits at a place."""
 
     def oldest(self, model: str) -> Mapping[Rank, float]:
-        """Since when the oldest of each class waits there."""
+        """Return each class's oldest arrival."""
 
     def last(self, model: str) -> LastDispatch:
-        """Return the last turn there."""
+        """Return a model's last dispatch there."""
 
     def goes_first(
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
-        """Whether somebody there is to have what is free now, before one whose turn is this.
+        """Return whether a remote request goes before this turn.
 
-        `aged` are the classes of its model that are of age, and when they go.
+        `aged` holds the model's aged classes.
         """
 
 
 def place_of(ask: RequestInfo) -> Place:
-    """Name where one waits who comes now."""
     return ask.model, LONG if ask.long else SHORT
 
 
 def key_of(ticket: Ticket) -> Key:
-    """Name the line where one waits."""
     ask = ticket.ask
     if ticket.tried or ask.pinned:
-        return (ask.model, APART), ask.rank, ask.tenant
+        return (ask.model, OWN_PLACE), ask.rank, ask.tenant
     return place_of(ask), ask.rank, ask.tenant

@@ -1,4 +1,4 @@
-"""One round of who goes next, of all that wait."""
+"""One dispatch round over all queued requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.core.queue.buckets import (
     IN_ORDER,
-    LOOK,
+    MAX_TRIED_TICKETS,
     Buckets,
     LastDispatch,
     Late,
     RemoteQueues,
 )
-from proxy.core.queue.eviction import APART
+from proxy.core.queue.eviction import OWN_PLACE
 from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
@@ -29,41 +29,40 @@ NO_TURN = LastDispatch()
 
 
 class Overtaking:
-    """Which classes have gone before those above them, for their age; outlives the rounds."""
+    """Each model's last dispatch; kept across rounds."""
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.last: dict[str, LastDispatch] = {}  # of each model, in any process
+        self.last: dict[str, LastDispatch] = {}
 
     def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
-        """Return the last turn of a model, here or elsewhere."""
         here = self.last.get(model, NO_TURN)
         if others is not None and (there := others.last(model)).at > here.at:
             here = self.last[model] = there
         return here
 
     def had(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
-        """Note a turn; `passed`: it went before a class above."""
+        """Record a dispatch; `passed` if ahead of a higher class."""
         before = self.last.get(model, NO_TURN)
         self.last[model] = LastDispatch(now, passed, rank if passed else before.passer)
 
 
 class DispatchRound:
-    """It lives until nobody more can go.
+    """A round; it ends when no queued request can be dispatched.
 
-    `end` places a request or refuses it, if it can.
+    `end` places or refuses a request, or returns None.
     """
 
     __slots__ = (
         "_ages",
-        "_elsewhere",
         "_end",
-        "_held",
-        "_least",
+        "_failed_need",
+        "_held_places",
         "_lines",
         "_misses",
         "_now",
+        "_others",
         "_overtaking",
     )
 
@@ -81,84 +80,84 @@ class DispatchRound:
         self._now = now
         self._ages = ages
         self._overtaking = overtaking
-        self._elsewhere = elsewhere
-        # What one could not do with, none at its place can do with who needs as much.
-        self._least: dict[Place, int] = {}
+        self._others = elsewhere
+        # At a place, requests that need at least this much context have failed in this round.
+        self._failed_need: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
-        self._held: set[Place] = set()  # whose turn it is in another process
+        self._held_places: set[Place] = set()  # another process goes first
 
     def next(self) -> tuple[Ticket, End] | None:
-        """Find who goes next; None if nobody can."""
-        crowds, others = self._lines.crowds(), self._elsewhere
-        oldest: dict[str, dict[Rank, float]] = {}  # since when, of each model's classes
-        for ((model, _), rank), crowd in crowds.items():
+        """Return the next request and its result; None ends the round."""
+        buckets, others = self._lines.buckets(), self._others
+        oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
+        for ((model, _), rank), bucket in buckets.items():
             known = oldest.setdefault(model, {})
-            known[rank] = min(known.get(rank, crowd.oldest), crowd.oldest)
-        first = {model: min(known) for model, known in oldest.items()}  # that waits here
+            known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
+        first = {model: min(known) for model, known in oldest.items()}  # local
         if others is not None and others.length:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)
         aged = {model: self._aged(model, known) for model, known in oldest.items()}
         turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
-        for (place, rank), crowd in crowds.items():
+        for (place, rank), bucket in buckets.items():
             model = place[0]
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
             at = aged[model].get(rank, IN_ORDER), rank
-            turns.setdefault(at, []).append(crowd.order.below(partial(self._most, place)))
-        self._held.clear()
+            turns.setdefault(at, []).append(bucket.order.below(partial(self._need_bound, place)))
+        self._held_places.clear()
         for order, rank in sorted(turns):
-            for *_, line in merge(*turns[order, rank]):
-                ended = self._turn_of(line, order, aged[line.place[0]])
+            for *_, fifo in merge(*turns[order, rank]):
+                ended = self._dispatch_from(fifo, order, aged[fifo.place[0]])
                 if ended is not None:
                     return ended
         return None
 
-    def _turn_of(
-        self, line: RequestFifo, order: Late, aged: Mapping[Rank, Late]
+    def _dispatch_from(
+        self, fifo: RequestFifo, order: Late, aged: Mapping[Rank, Late]
     ) -> tuple[Ticket, End] | None:
-        """Have one of a line go, if it is the turn of none elsewhere."""
-        (place, rank), others, now = (line.place, line.rank), self._elsewhere, self._now
-        if line.least >= self._most(place):
+        """Dispatch from a FIFO, unless another process goes first."""
+        (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
+        if fifo.least >= self._need_bound(place):
             return None
-        if others is not None and others.goes_first(place, order, line.turn, now, aged):
-            self._held.add(place)
+        if others is not None and others.goes_first(place, order, fifo.turn, now, aged):
+            self._held_places.add(place)
             return None
-        ended = self._first_of(line, aged=rank in aged)
+        ended = self._dispatch_first(fifo, aged=rank in aged)
         if ended is not None:
             self._overtaking.had(place[0], rank, now, passed=not order[0])
         return ended
 
-    def _most(self, place: Place) -> int:
-        """Below what one must need that is to be tried at a place."""
-        if place in self._held or self._misses.get(place, 0) >= LOOK:
+    def _need_bound(self, place: Place) -> int:
+        """Return the context need from which requests at a place are skipped."""
+        if place in self._held_places or self._misses.get(place, 0) >= MAX_TRIED_TICKETS:
             return 0
-        return maxsize if place[1] == APART else self._least.get(place, maxsize)
+        return maxsize if place[1] == OWN_PLACE else self._failed_need.get(place, maxsize)
 
     def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
-        """Name the classes that go before those above them, this time."""
-        last, highest = self._overtaking.known(model, self._elsewhere), min(oldest)
+        """Return the classes old enough to go ahead in this turn."""
+        last, highest = self._overtaking.known(model, self._others), min(oldest)
         if last.passed:
             return {}
-        # Where two classes are of age, neither has all the turns of the aged.
+        # Two aged classes alternate.
         return {
             rank: (False, last.passer == rank) if rank > highest else IN_ORDER
             for rank, since in oldest.items()
             if self._now - since >= self._ages[rank]
         }
 
-    def _first_of(self, line: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
-        """Find who may go: the head, or else one that could do with less than all before it."""
-        place, least, misses = line.place, self._least, self._misses
-        for ticket in islice(line.tickets, LOOK):
+    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
+        """Dispatch the first ticket that can go; skip needs that failed before."""
+        place, least, misses = fifo.place, self._failed_need, self._misses
+        for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
             needs = ticket.ask.needs
-            if needs >= self._most(place):
+            if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged
             if (ended := self._end(ticket)) is not None:
                 return ticket, ended
             misses[place] = misses.get(place, 0) + 1
-            # That batch leaves room free says nothing of others; they have been asked before.
+            # Batch may have failed for its reserve. Higher classes were tried before.
             least[place] = min(least.get(place, maxsize), needs)
         return None

@@ -1,13 +1,10 @@
-"""Whose requests give way where the queue is full: else one tenant's flood would be all that waits.
+"""Evict requests from a full queue, so that no tenant fills it alone.
 
-A newcomer takes the place of the last comer of whoever has most of the queue, for its weight, as
-long as that is more than its own tenant has; requests, bytes and tokens count alike, whichever is
-scarcest. Batch gives way to all others. So each of n tenants that send without end has an n-th of
-the queue, and a tenant that sends one request has a place for it. Retries have waited enough, and
-give way to nobody.
+A new request evicts the newest request of the tenant with the largest share by weight, if that
+exceeds its own tenant's. A share is the largest part in requests, bytes or tokens. Batch is evicted
+first, retries never.
 
-Cost: nothing until the queue is full; then a look at who has how much, and only for a newcomer that
-gets a place by it at all those who wait.
+Cost: nothing until the queue is full; then a scan of the FIFOs.
 """
 
 from __future__ import annotations
@@ -20,58 +17,55 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
 
 BATCH = Rank.BATCH
-APART = "apart"
-MOST_EVICTED = 64  # for one newcomer: more small ones than that are not worth one large
+OWN_PLACE = "apart"
+MAX_EVICTED = 64  # per new request
 Amounts = tuple[float, float, float]  # requests, bytes, tokens
 NOTHING: Amounts = (0, 0, 0)
 
 
 def amounts(ask: RequestInfo) -> Amounts:
-    """Say what one request takes."""
     return 1, ask.body_bytes, ask.prompt_tokens
 
 
 class QueueCapacity:
-    """What there is, and who has how much of it."""
-
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def take(self, ask: RequestInfo) -> None:
-        """Count one in."""
         self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
     def give(self, ask: RequestInfo) -> None:
-        """Count one out."""
         left = _plus(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
             self._used[ask.tenant] = left
         else:
             del self._used[ask.tenant]
 
-    def yielding(
+    def choose_evicted(
         self, ask: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
-        """Name those who give way to a newcomer; none if that would not make room enough.
+        """Return the tickets to evict; none if that would not make enough room.
 
-        `over` is by how much it would be too much.
+        `over` is the excess with the request.
         """
         used = dict(self._used)
         own = _share(_plus(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
-        may = [line for line in lines if line.place[1] != APART and _may_yield(line, ask)]
-        if not any(_is_more(line, ask, used, own, most) for line in may):
+        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
+        if not any(_is_more(fifo, ask, used, own, most) for fifo in may):
             return []
-        return _last_of(may, used, over, most, lambda line: _is_more(line, ask, used, own, most))
+        return _last_of(may, used, over, most, lambda fifo: _is_more(fifo, ask, used, own, most))
 
-    def surplus(self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts) -> list[Ticket]:
-        """Name those who give way because there are too many, as far as that makes it better.
+    def choose_surplus(
+        self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
+    ) -> list[Ticket]:
+        """Return tickets to evict, even if an excess remains.
 
-        One that is more than all may be was let in when nobody waited, and stays.
+        An oversized request accepted by an empty queue is kept.
         """
         may = [
-            line
-            for line in lines
-            if line.place[1] != APART and line.tickets[-1].ask.prompt_tokens <= most[2]
+            fifo
+            for fifo in lines
+            if fifo.place[1] != OWN_PLACE and fifo.tickets[-1].ask.prompt_tokens <= most[2]
         ]
         return _last_of(may, dict(self._used), over, most, lambda _: True, partly=True)
 
@@ -85,45 +79,44 @@ def _last_of(
     *,
     partly: bool = False,
 ) -> list[Ticket]:
-    """Take the last comers of whoever has most at that moment, until it is not too much."""
-    left = {line.key: len(line.tickets) for line in may}
+    """Take the newest ticket of the largest tenant until nothing exceeds its limit."""
+    left = {fifo.key: len(fifo.tickets) for fifo in may}
     gone: list[Ticket] = []
-    while max(over) > 0 and len(gone) < MOST_EVICTED:
-        there = [line for line in may if left[line.key] and yields(line)]
+    while max(over) > 0 and len(gone) < MAX_EVICTED:
+        there = [fifo for fifo in may if left[fifo.key] and yields(fifo)]
         if not there:
             break
-        line = max(there, key=lambda each: _order(each, used, most, left[each.key]))
-        left[line.key] -= 1
-        ticket = line.tickets[left[line.key]]
+        fifo = max(there, key=lambda fifo: _order(fifo, used, most, left[fifo.key]))
+        left[fifo.key] -= 1
+        ticket = fifo.tickets[left[fifo.key]]
         gone.append(ticket)
-        used[line.tenant] = _plus(used[line.tenant], amounts(ticket.ask), -1)
+        used[fifo.tenant] = _plus(used[fifo.tenant], amounts(ticket.ask), -1)
         over = _plus(over, amounts(ticket.ask), -1)
     return gone if partly or max(over) <= 0 else []
 
 
-def _may_yield(line: RequestFifo, ask: RequestInfo) -> bool:
-    if line.rank is BATCH:
-        return ask.rank is not BATCH or line.tenant is not ask.tenant
-    return ask.rank is not BATCH and line.tenant is not ask.tenant
+def _may_yield(fifo: RequestFifo, ask: RequestInfo) -> bool:
+    if fifo.rank is BATCH:
+        return ask.rank is not BATCH or fifo.tenant is not ask.tenant
+    return ask.rank is not BATCH and fifo.tenant is not ask.tenant
 
 
 def _is_more(
-    line: RequestFifo,
+    fifo: RequestFifo,
     ask: RequestInfo,
     used: dict[Tenant | None, Amounts],
     own: float,
     most: Amounts,
 ) -> bool:
-    """Whether a line's tenant has more than a newcomer's would."""
-    if line.rank is BATCH and ask.rank is not BATCH:
+    if fifo.rank is BATCH and ask.rank is not BATCH:
         return True
-    return _share(used[line.tenant], most, line.tenant) > own
+    return _share(used[fifo.tenant], most, fifo.tenant) > own
 
 
 def _order(
-    line: RequestFifo, used: dict[Tenant | None, Amounts], most: Amounts, left: int
+    fifo: RequestFifo, used: dict[Tenant | None, Amounts], most: Amounts, left: int
 ) -> tuple[bool, float, int]:
-    return line.rank is BATCH, _share(used[line.tenant], most, line.tenant), left
+    return fifo.rank is BATCH, _share(used[fifo.tenant], most, fifo.tenant), left
 
 
 def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:

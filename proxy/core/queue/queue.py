@@ -1,20 +1,15 @@
-"""Requests that wait for room.
+"""The router's queue.
 
-They wait in lines: one for each model, size, class and tenant. A model's shorts and longs have
-places of their own, so that a long that waits for a long worker does not hold shorts up; retries
-and requests that only one worker can answer stand apart. Of each place the higher class goes first,
-of a class the tenant with the least of its share (see `fairness`), of a tenant who came first. Of
-every line more than the head is looked at: that one may wait for a worker, one with a large context
-say, which the next does not want.
+Requests wait in FIFOs, one per model, size, class and tenant. Short, long, and pinned or retried
+requests have separate places. At a place the higher class goes first, then the tenant with the
+least counter (see `fairness`), then the oldest request. Where the head cannot go, later tickets
+that need less context are tried.
 
-A class whose front has waited for as long as its age goes before those above it, every second time,
-and where two are of age they take turns at that: so none waits for ever, and a flood of the aged
-can't shut the others out. Batch goes when nobody else of its model waits.
+A class with a request past its age goes ahead every second turn; aged classes alternate, so none
+starves. Batch waits for all other requests of its model.
 
-Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
-it gives way (see `room`). Of several processes each has a part of its own: what comes within that
-waits at once, and who has most where most wait gives way. How fast places became free lately says
-how long one who is turned away should stay away.
+A full queue evicts (see `eviction`). Each process has a part that it may always fill; the fullest
+process then evicts.
 """
 
 from __future__ import annotations
@@ -37,17 +32,15 @@ from proxy.core.tenants.tenants import Rank
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-SPAN_S = 5.0  # over which places that became free are counted
-LONGEST_RETRY_S = 120
-SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
+RATE_SAMPLE_S = 5.0  # per sample of freed slots
+MAX_RETRY_S = 120
+SPARE_DEADLINES = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
 ABOVE_BATCH = RANKS[:BATCH]
 
 
 class Queue:
-    """The router's queue."""
-
     def __init__(
         self,
         most: int,
@@ -63,31 +56,29 @@ class Queue:
         self.fairness = fairness or FairnessSettings()
         self.bytes = 0
         self.tokens = 0
-        self.length = 0  # how many wait
-        self.elsewhere: RemoteQueues | None = None  # the queues of other processes
+        self.length = 0
+        self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
-        self._room = QueueCapacity()
+        self._capacity = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
-        self._freed = 0  # places, since ever
-        # Moments, and the count at each: an older, a newer. While nobody waits, what becomes free
-        # says what was asked for, not how fast a queue would move: that time is left out.
-        self._marks = ((0.0, 0), (0.0, 0))
-        self._wanted_at = -inf  # when somebody was last seen to wait
+        self._freed = 0  # slots, since the start
+        # Two samples (time, slots freed): older, newer. Time without waiting requests is excluded:
+        # freed slots then measure demand, not speed.
+        self._samples = ((0.0, 0), (0.0, 0))
+        self._last_waiting_at = -inf  # a request was last seen waiting
 
     def __len__(self) -> int:
-        """How many wait."""
         return self.length
 
     def room_for(self, ask: RequestInfo) -> bool:
-        """Whether one more may wait."""
-        return max(self._over(ask)) <= 0
+        return max(self._excess(ask)) <= 0
 
-    def _over(self, ask: RequestInfo) -> Amounts:
-        """By how much one more would be too much; by nothing within this process's own part."""
-        (length, size, tokens), most = self._all(), self._most()
+    def _excess(self, ask: RequestInfo) -> Amounts:
+        """Return the excess with a request; none within this process's part."""
+        (length, size, tokens), most = self._total(), self._limits()
         one, own = amounts(ask), (self.length, self.bytes, self.tokens)
         if (others := self.elsewhere) is not None:
             parts = others.processes + 1
@@ -100,60 +91,55 @@ class Queue:
             tokens + one[2] - most_tokens,
         )
 
-    def _all(self) -> Amounts:
-        """How much waits in all processes."""
+    def _total(self) -> Amounts:
         if (others := self.elsewhere) is None:
             return self.length, self.bytes, self.tokens
         length, size = self.length + others.length, self.bytes + others.bytes
         return length, size, self.tokens + others.tokens
 
-    def _most(self) -> Amounts:
+    def _limits(self) -> Amounts:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
-    def make_room(self, ask: RequestInfo) -> list[Ticket]:
-        """Name those who should give way to a newcomer; none if it must go itself."""
-        return self._room.yielding(
-            ask, self._lines.by_key.values(), self._over(ask), self._shares()
+    def choose_evicted(self, ask: RequestInfo) -> list[Ticket]:
+        """Return the tickets to evict; none if that does not help."""
+        return self._capacity.choose_evicted(
+            ask, self._lines.by_key.values(), self._excess(ask), self._shares()
         )
 
     def _shares(self) -> Amounts:
         return self.most or inf, self.most_bytes, self.most_tokens or inf
 
-    def too_much(self) -> list[Ticket]:
-        """Name those who should give way to who came to other processes within their parts.
-
-        The process with the most of what is scarce finds them.
-        """
+    def choose_surplus(self) -> list[Ticket]:
+        """Return tickets to evict, if this is the fullest process."""
         others = self.elsewhere
         if others is None or not others.length or not self.length:
             return []
         elsewhere = others.has_more((self.length, self.bytes, self.tokens))
         over = [
             0 if theirs else there - most
-            for there, most, theirs in zip(self._all(), self._most(), elsewhere, strict=True)
+            for there, most, theirs in zip(self._total(), self._limits(), elsewhere, strict=True)
         ]
         if max(over) <= 0:
             return []
         length, size, tokens = over
         lines = self._lines.by_key.values()
-        return self._room.surplus(lines, (length, size, tokens), self._shares())
+        return self._capacity.choose_surplus(lines, (length, size, tokens), self._shares())
 
     def waiting(self, model: str, *, long: bool) -> int:
-        """How many of a model and size wait, batch left out; of other queues, whether any do."""
+        """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
         return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
 
     def has(self, model: str) -> bool:
-        """Whether anybody of a model waits."""
         if any(self._lines.places(model)):
             return True
         there = self.elsewhere
         sizes = SHORT, LONG
         return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
 
-    def stands_before(self, ask: RequestInfo) -> bool:
-        """Whether anybody waits who goes before a request that comes now."""
+    def any_ahead_of(self, ask: RequestInfo) -> bool:
+        """Return whether a waiting request goes before a new one."""
         if not self.length and self.elsewhere is None:
             return False
         place = place_of(ask)
@@ -165,12 +151,11 @@ class Queue:
         return any(rank is not BATCH for _, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
-        """Name who would go first of each model, size and class, and since when any waits."""
-        crowds = self._lines.crowds()
-        return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
+        """Return each bucket's first turn and oldest arrival."""
+        buckets = self._lines.buckets()
+        return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets.items()}
 
     def ahead_of(self, ask: RequestInfo) -> int:
-        """Reckon how many that wait will go before a request that comes now."""
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
         return above + lines.ahead(place, ask.rank, ask.tenant)
@@ -183,7 +168,6 @@ class Queue:
         *,
         explain: bool = False,
     ) -> Ticket:
-        """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
         ticket = Ticket(ask, now, now + wait_s, tried, explain)
         if ask.tenant is not None:
@@ -192,17 +176,17 @@ class Queue:
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
         if self.elsewhere is not None:
             self.elsewhere.moved()
-        self._room.take(ask)
+        self._capacity.take(ask)
         if not self.length:
-            self._go_on(now)
-        self._wanted_at = now
+            self._resume_samples(now)
+        self._last_waiting_at = now
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
         return ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Let one go; False if it has left before."""
+        """Remove a ticket; False if it has left before."""
         if ticket.left:
             return False
         ticket.left = True
@@ -213,19 +197,16 @@ class Queue:
             self.turns.went(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.moved()
-        self._room.give(ask)
+        self._capacity.give(ask)
         self.length -= 1
         self.bytes -= ask.body_bytes
         self.tokens -= ask.prompt_tokens
-        if len(self._deadlines) > 2 * self.length + SPARE:
-            self._deadlines = [each for each in self._deadlines if not each[2].left]
+        if len(self._deadlines) > 2 * self.length + SPARE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].left]
             heapify(self._deadlines)
         return True
 
-    # Who goes
-
     def expired(self, now: float) -> list[Ticket]:
-        """Let those go whose time is up."""
         gone: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
@@ -238,47 +219,43 @@ class Queue:
     def leave(
         self, end: Callable[[Ticket], End | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
-        """Let those go for whom there is an end, in their turns."""
+        """Remove and yield the tickets for which `end` has a result."""
         ages, elsewhere = self.fairness.ages, self.elsewhere
         turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
         while (found := turn.next()) is not None:
             self.remove(found[0])
             yield found
 
-    # When to come back
-
     def freed(self, now: float) -> None:
-        """Count a place that became free."""
-        if not self.most:  # nobody may wait: whoever is refused would have liked to
-            if now - self._marks[1][0] > 2 * SPAN_S:
-                self._marks = ((now, self._freed),) * 2
+        if not self.most:  # no queue: each refused request is demand
+            if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
+                self._samples = ((now, self._freed),) * 2
         elif not self.length:
             return
-        self._wanted_at = now
+        self._last_waiting_at = now
         self._freed += 1
-        if now - self._marks[1][0] > SPAN_S:
-            self._marks = self._marks[1], (now, self._freed)
+        if now - self._samples[1][0] > RATE_SAMPLE_S:
+            self._samples = self._samples[1], (now, self._freed)
 
-    def _go_on(self, now: float) -> None:
-        """Count on from when somebody waited last; anew if that is long ago."""
-        if (idle_s := now - self._wanted_at) > 2 * SPAN_S:
-            self._marks = ((now, self._freed),) * 2
+    def _resume_samples(self, now: float) -> None:
+        """Resume the samples after a pause; restart them after a long one."""
+        if (idle_s := now - self._last_waiting_at) > 2 * RATE_SAMPLE_S:
+            self._samples = ((now, self._freed),) * 2
         else:
-            older, newer = self._marks
-            self._marks = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
+            older, newer = self._samples
+            self._samples = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
 
     def wait_s(self, now: float, ahead: int) -> float | None:
-        """Reckon how long those take that are ahead; None if nothing tells."""
+        """Return the predicted wait; None if the speed is unknown."""
         if not self.length:
-            if now - self._wanted_at > 2 * SPAN_S:
+            if now - self._last_waiting_at > 2 * RATE_SAMPLE_S:
                 return None
-            now = self._wanted_at
-        since, before = self._marks[0]
+            now = self._last_waiting_at
+        since, before = self._samples[0]
         freed, seconds = self._freed - before, now - since
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
 
     def retry_after_s(self, now: float) -> int:
-        """How long until those who wait now should have been served."""
         wait = self.wait_s(now, self.length)
         wait = self.max_wait_s if wait is None else wait
-        return min(max(ceil(wait), 1), LONGEST_RETRY_S)
+        return min(max(ceil(wait), 1), MAX_RETRY_S)

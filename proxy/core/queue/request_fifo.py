@@ -1,4 +1,4 @@
-"""The queued requests of one tenant, class, model and size, in the order of arrival."""
+"""The queued requests of one tenant, class, model and size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from proxy.core.tenants.tenants import Rank, Tenant
 
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
-Turn = tuple[Rank, float, float]  # class, the tenant's counter, time of arrival
-# The tenant's counter, the time of arrival, a number that no other FIFO has, the context needed.
+Turn = tuple[Rank, float, float]  # class, tenant's counter, arrival
+# Tenant's counter, arrival, FIFO number, context needed.
 Entry = tuple[float, float, int, int, "RequestFifo"]
 
 
 class RequestFifo:
-    """Tickets of one tenant, class, model and size; the oldest is first."""
-
     __slots__ = ("entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
 
     def __init__(self, key: Key, number: int) -> None:
@@ -25,11 +23,11 @@ class RequestFifo:
         self.place, self.rank, self.tenant = key
         self.number = number
         self.tickets: deque[Ticket] = deque()
-        self.least = maxsize  # the least context that any of the tickets looked at needs
-        self.entry: Entry | None = None  # its entry in the sorted buckets
+        self.least = maxsize  # context needed by any examined ticket
+        self.entry: Entry | None = None  # in the sorted buckets
 
     @property
     def turn(self) -> Turn:
-        """Return the sort key of the first ticket; the least is dispatched first."""
+        """Return the first ticket's sort key; the least goes first."""
         standing = self.tenant.standings[self.rank] if self.tenant is not None else 0.0
         return self.rank, standing, self.tickets[0].since

@@ -1,8 +1,7 @@
-"""Lines in the order of their turns: those of one class that wait at one place.
+"""The FIFOs of one class at one place, sorted by turn.
 
-Sorted, in stretches of which each knows the least context that any in it needs: who looks for one
-that needs less than so much passes over a stretch at a time. Of a thousand lines that is a look at
-some thirty numbers, and to put one elsewhere costs the same.
+A sorted list of segments. A segment knows its least context need, so a search for smaller requests
+skips segments. With a thousand FIFOs, a search or move reads some thirty numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 from proxy.core.queue.request_fifo import Entry, RequestFifo
 
-LONGEST, SHORTEST = 64, 8  # stretches
+MAX_SEGMENT_ENTRIES, MIN_SEGMENT_ENTRIES = 64, 8  # entries of a segment
 
 
 class Segment:
-    """Some that stand beside each other."""
+    """Consecutive entries."""
 
     __slots__ = ("entries", "least")
 
@@ -26,63 +25,58 @@ class Segment:
 
 
 class SortedBuckets:
-    """All of them."""
-
-    __slots__ = ("_stretches",)
+    __slots__ = ("_segments",)
 
     def __init__(self) -> None:
-        self._stretches: list[Segment] = []
+        self._segments: list[Segment] = []
 
     def first(self) -> RequestFifo:
-        """Return whose turn it is."""
-        return self._stretches[0].entries[0][4]
+        return self._segments[0].entries[0][4]
 
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
-        """Go through those that need less than that, which may become less on the way.
+        """Yield the entries that need less than `most()`, which may fall between entries.
 
-        Nothing may be put or taken meanwhile.
+        The entries must not change meantime.
         """
         bound = most()
-        for stretch in self._stretches:
-            if stretch.least >= bound:
+        for segment in self._segments:
+            if segment.least >= bound:
                 continue
-            for entry in stretch.entries:
+            for entry in segment.entries:
                 if entry[3] < bound:
                     yield entry
                     bound = most()
 
     def put(self, entry: Entry) -> None:
-        """Let one in, where it belongs."""
-        stretches = self._stretches
-        if not stretches:
-            stretches.append(Segment([entry]))
+        segments = self._segments
+        if not segments:
+            segments.append(Segment([entry]))
             return
-        at = min(self._find(entry), len(stretches) - 1)
-        stretch = stretches[at]
-        insort(stretch.entries, entry)
-        stretch.least = min(stretch.least, entry[3])
-        if len(stretch.entries) > LONGEST:
-            half = len(stretch.entries) // 2
-            entries = stretch.entries
-            stretches[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
+        at = min(self._find(entry), len(segments) - 1)
+        segment = segments[at]
+        insort(segment.entries, entry)
+        segment.least = min(segment.least, entry[3])
+        if len(segment.entries) > MAX_SEGMENT_ENTRIES:
+            half = len(segment.entries) // 2
+            entries = segment.entries
+            segments[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
 
     def take(self, entry: Entry) -> None:
-        """Let one out."""
-        stretches = self._stretches
+        segments = self._segments
         at = self._find(entry)
-        entries = stretches[at].entries
+        entries = segments[at].entries
         del entries[bisect_left(entries, entry)]
-        if len(entries) >= SHORTEST or (len(stretches) == 1 and entries):
-            if entry[3] == stretches[at].least:
-                stretches[at].least = min(each[3] for each in entries)
+        if len(entries) >= MIN_SEGMENT_ENTRIES or (len(segments) == 1 and entries):
+            if entry[3] == segments[at].least:
+                segments[at].least = min(other[3] for other in entries)
             return
-        del stretches[at]
-        for each in entries:  # too few for a stretch of their own
-            self.put(each)
+        del segments[at]
+        for other in entries:  # too few for a segment
+            self.put(other)
 
     def _find(self, entry: Entry) -> int:
-        return bisect_left(self._stretches, entry, key=_last)
+        return bisect_left(self._segments, entry, key=_last)
 
 
-def _last(stretch: Segment) -> Entry:
-    return stretch.entries[-1]
+def _last(segment: Segment) -> Entry:
+    return segment.entries[-1]

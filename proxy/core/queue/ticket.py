@@ -1,4 +1,4 @@
-"""A place in the router's queue."""
+"""A place in the queue."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from proxy.core.model.types import RequestInfo
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that waits in the router's queue."""
-
     ask: RequestInfo
     since: float
     deadline: float
     tried: frozenset[Worker] = frozenset()
     explain: bool = False
-    left: bool = False  # withdrawn, placed or refused
-    aged: bool = False  # dispatched ahead of its class because of its age
+    left: bool = False
+    aged: bool = False  # went ahead of its class by age

@@ -1,1 +1,1 @@
-"""From the bytes of a request to what the core knows of it."""
+"""Parsing, measuring and editing of requests."""

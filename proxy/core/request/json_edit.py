@@ -1,16 +1,10 @@
-"""Change top-level members of a JSON object in its bytes; every other byte stays as it was.
+"""Edit top-level members of a JSON object in its bytes; all other bytes stay unchanged.
 
-The text must have been parsed before: what is not JSON is not noticed here. Nothing is parsed
-again and nothing is printed anew, so that numbers, escapes, white space and the order of members
-reach a worker as the client wrote them.
+The text must be valid JSON.
 
-Cost: where the names are known that a parser found, nothing for those that are not among them; the
-others are searched for, and one that stands in one place alone is that member. Else, of a small
-body, a search for each name and, where one is found, a walk from there to the end of the text,
-which tells whether it was a member of the outermost object: 1-5 us for 1 KB. Else a walk through
-all of it: a prompt of 100 KB takes 10-100 us (the more it escapes, the more), the same in 200
-messages 300, a list of 160,000 token ids 60, for long strings and lists of numbers are passed over
-at the speed of memchr.
+Cost: with known names, one search per present name that occurs once. Otherwise a small body is
+walked from the first hit (1-5 us for 1 KB), a large one from its start: a prompt of 100 KB takes
+10-100 us, 200 messages of the same size 300, a list of 160,000 token ids 60.
 """
 
 from __future__ import annotations
@@ -32,59 +26,60 @@ KEY = re.compile(rb'[ \t\n\r]*"([^"]*)"[ \t\n\r]*:[ \t\n\r]*')
 SCALAR = re.compile(rb"[^ \t\n\r,}\]]+")
 COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
 END = re.compile(rb"[ \t\n\r]*\}[ \t\n\r]*\Z")
-# Up to the next bracket, or the next string too long for a regex to be the fast way over it.
+# Skip to the next bracket or long string; memchr is faster for long strings.
 JUMP = re.compile(rb'[^"\[\]{}]*(?:"[^"]{0,96}"[^"\[\]{}]*)*')
-# A letter, a digit or `_` that is written as an escape: a name may be spelt otherwise.
+# An escaped letter, digit or `_`: a name may be written differently.
 ESCAPED = re.compile(rb"\\u00(?:3\d|[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
-SMALL = 8192  # in more than that, to search for some names takes longer than to walk
-SHORT = 256  # bytes of a value that is told without a walk, beside numbers and words
-# Of one object: 4 us each, and meanwhile nobody else is served. vLLM's bodies know 150 of them.
-MOST_MEMBERS = 2000
-OURS = 50  # more than are set in one on its way
-SHORTEST, QUOTES = 5, 2 * MOST_MEMBERS  # bytes of one, as in `"":1,`; quotes of all of them
+SMALL_BODY_BYTES = 8192  # above, one walk is faster than several searches
+SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
+# Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
+MAX_MEMBERS = 2000
+MAX_ADDED_MEMBERS = 50
+MIN_MEMBER_BYTES, MAX_KEY_QUOTES = (
+    5,
+    2 * MAX_MEMBERS,
+)  # bytes of `"":1,`; quotes of the keys and values
 START = attrgetter("start")
 
 
 class TooManyMembersError(ValueError):
-    """An object has more members than are walked through."""
-
     def __init__(self) -> None:
-        super().__init__(f"An object of the body has more than {MOST_MEMBERS:,} members.")
+        super().__init__(f"An object of the body has more than {MAX_MEMBERS:,} members.")
 
 
 class JsonMember(NamedTuple):
-    """Where one member of an object is: its key's quote, its value, the byte after it."""
+    """A member's opening quote, value, and end (exclusive)."""
 
-    name: bytes  # as it reads, escapes undone
+    name: bytes  # unescaped
     start: int
     value: int
     end: int
 
 
 def members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember]:
-    """Return the members of an object in order, duplicates included.
-
-    Raise `TooManyMembersError` where it has too many.
-    """
+    """Return an object's members in order, with duplicates."""
     return _walk(body, body.index(b"{") + 1, masked(body) if mask is None else mask.get()) or []
 
 
 def check(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
-    """Raise `TooManyMembersError` where `members` would, now or with what is set in it on its way.
+    """Raise `TooManyMembersError` if later edits would.
 
-    Return what they are, where that had to be found out, or costs little by now.
+    Return the members if they had to be found, or the mask exists.
     """
-    may = len(body) > MOST_MEMBERS * SHORTEST and up_to(body, b'"', QUOTES) > QUOTES
+    may = (
+        len(body) > MAX_MEMBERS * MIN_MEMBER_BYTES
+        and up_to(body, b'"', MAX_KEY_QUOTES) > MAX_KEY_QUOTES
+    )
     if not may and (mask is None or not mask.is_made):
         return None
     found = members(body, mask)
-    if len(found) > MOST_MEMBERS:
+    if len(found) > MAX_MEMBERS:
         raise TooManyMembersError
     return found
 
 
 def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
-    """List the members from one on; None if they are not the outermost object's."""
+    """Return the members from `start`; None if nested."""
     found: list[JsonMember] = []
     at = start
     while (key := KEY.match(plain, at)) is not None:
@@ -93,10 +88,10 @@ def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
         end = _value_end(plain, value)
         name = body[begin:close]
         if b"\\" in name:
-            with suppress(orjson.JSONDecodeError):  # half a character: no name that anybody knows
+            with suppress(orjson.JSONDecodeError):  # half a surrogate pair: no known name
                 name = orjson.loads(b'"%b"' % name).encode()
         found.append(JsonMember(name, begin - 1, value, end))
-        if len(found) > MOST_MEMBERS + OURS:
+        if len(found) > MAX_MEMBERS + MAX_ADDED_MEMBERS:
             raise TooManyMembersError
         comma = COMMA.match(plain, end)
         if comma is None:
@@ -115,10 +110,10 @@ def _value_end(masked: bytes, start: int) -> int:
     if first == OPENING[0]:
         close = masked.find(b"]", start)
         if not any(masked.find(each, start + 1, close) >= 0 for each in (b'"', b"[", b"{")):
-            return close + 1  # numbers: the one kind of list that gets as long as a prompt
+            return close + 1  # numbers: lists as long as prompts
     depth, at, jump = 1, start + 1, JUMP.match
     while depth:
-        at = jump(masked, at).end()  # type: ignore[union-attr]  # it matches anything
+        at = jump(masked, at).end()  # type: ignore[union-attr]  # matches always
         byte = masked[at]
         at += 1
         if byte == QUOTE:
@@ -132,16 +127,15 @@ def _value_end(masked: bytes, start: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
-    """Write names as they are in a body, without their quotes and with them."""
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
 def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMember] | None:
-    """List the members of names that are there, each known by the one place where its name stands.
+    """Return these members, if each name occurs once in the text.
 
-    None where that does not tell: a name stands in several places, or may be spelt otherwise.
+    Return None if a name may be escaped.
     """
-    if b"\\u00" in body and (len(body) > SMALL or ESCAPED.search(body)):
+    if b"\\u00" in body and (len(body) > SMALL_BODY_BYTES or ESCAPED.search(body)):
         return None
     found: list[JsonMember] = []
     for name, (_, quoted) in names.items():
@@ -158,7 +152,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
 
 
 def _place(body: bytes, quoted: bytes, start: int) -> int:
-    """Find a name from somewhere on, or -1; a `_` is seldom in a text, and found by memchr."""
+    """Find a quoted name; its `_` is rare in text, so memchr is fast."""
     mark = quoted.find(b"_")
     if mark < 0:
         return body.find(quoted, start)
@@ -167,12 +161,12 @@ def _place(body: bytes, quoted: bytes, start: int) -> int:
 
 
 def _end_of_short(body: bytes, start: int) -> int:
-    """Find the end of a value in the text around it; -1 where it is long, or a list."""
+    """Find the end of a short value; -1 if it is long or a list."""
     first = body[start]
     if first == QUOTE or first == OPENING[1]:
         try:
-            return start + _value_end(masked(body[start : start + SHORT]), 0)
-        except (IndexError, ValueError):  # it does not end in there
+            return start + _value_end(masked(body[start : start + SHORT_VALUE_BYTES]), 0)
+        except (IndexError, ValueError):  # longer
             return -1
     scalar = None if first == OPENING[0] else SCALAR.match(body, start)
     return scalar.end() if scalar else -1
@@ -181,15 +175,14 @@ def _end_of_short(body: bytes, start: int) -> int:
 def _named(
     body: bytes, names: Mapping[bytes, tuple[str, bytes]], said: Set[str] | None
 ) -> list[JsonMember]:
-    """List the members of these names."""
     if said is not None:
         names = {key: each for key, each in names.items() if each[0] in said}
         found = _found(body, names) if names else []
         if found is not None:
             return found
     there = None
-    if len(body) <= SMALL and not (b"\\u00" in body and ESCAPED.search(body)):
-        # In a string such quotes would be escaped: it is a key somewhere, or the end of a string.
+    if len(body) <= SMALL_BODY_BYTES and not (b"\\u00" in body and ESCAPED.search(body)):
+        # Unescaped quotes: a key, or the end of a string.
         first, find = len(body), body.find
         for _, quoted in names.values():
             if 0 <= (at := find(quoted)) < first:
@@ -202,7 +195,6 @@ def _named(
 
 
 def times(body: bytes, name: str) -> int:
-    """Count the members of a name that a parser found in this body."""
     return len(_named(body, _spelt((name,)), {name}))
 
 
@@ -212,21 +204,19 @@ def spliced(
     said: Set[str] | None = None,
     found: list[JsonMember] | None = None,
 ) -> bytes:
-    """Set members, or take out those that are None; each is JSON text and goes in as it is.
+    """Set members to JSON text, or remove those with None.
 
-    Their names are of letters, digits and `_`. Where a member is there several times, all of them
-    are changed. One that is not there yet comes last: who reads `body` from its start finds the
-    prompt where the client put it.
+    Names consist of letters, digits and `_`. Duplicates are all edited. New members go last, so the
+    prompt keeps its offset.
 
-    `said`: the names of all members, as a parser found them in this very text; None: not known. It
-    must name no more than is there: a member of that name deeper down would be taken for it.
-    `found`: of its members those of these names, where somebody has been through it before.
+    `said`: the names that a parser found in exactly this text, or None. `found`: the members with
+    these names, if known.
     """
     names = _spelt(tuple(fields))
     pieces: list[bytes] = []
-    at = 0  # bytes of the body that are dealt with
+    at = 0
     there: set[str] = set()
-    text: bytes | None = None  # for the last of those that are there
+    text: bytes | None = None
     for key, start, value, end in _named(body, names, said) if found is None else found:
         name = names[key][0]
         there.add(name)
@@ -236,10 +226,10 @@ def spliced(
             at = end
             continue
         before = _last(body, start)
-        if before >= at and body[before] != OPENING[1]:  # with the comma before it
+        if before >= at and body[before] != OPENING[1]:  # with the preceding comma
             pieces.append(body[at : _last(body, before) + 1])
             at = end
-        else:  # with the comma after it
+        else:  # with the following comma
             pieces.append(body[at:start])
             comma = COMMA.match(body, end)
             at = comma.end() if comma else end
@@ -264,7 +254,6 @@ def spliced(
 
 
 def _ends_with_brace(pieces: list[bytes]) -> bool:
-    """Whether an object has no members so far."""
     for piece in reversed(pieces):
         if stripped := piece.strip(SPACE):
             return stripped.endswith(b"{")
@@ -272,11 +261,10 @@ def _ends_with_brace(pieces: list[bytes]) -> bool:
 
 
 def _last(text: bytes, end: int) -> int:
-    """Find the last byte before a place that is no white space."""
     if text[end - 1] not in SPACE:
         return end - 1
-    while end:  # piece by piece: of megabytes of blanks each would cost 60 ns
-        start = max(end - SMALL, 0)
+    while end:  # in pieces: byte by byte takes 60 ns each
+        start = max(end - SMALL_BODY_BYTES, 0)
         if found := len(text[start:end].rstrip()):
             return start + found - 1
         end = start

@@ -1,31 +1,25 @@
-"""Whether a JSON text makes more than may be made of it while everybody waits.
+"""Refuse JSON that blocks the event loop for too long.
 
-Idea: what it costs to parse is what comes of it. Numbers are cheap, 30 to 70 ns each, and a prompt
-may be a million of them. A string is 100 ns, an object of one member 200, a member whose name is
-new 300; so these have a bound of their own, which no conversation comes near. Together with what
-`body` looks at, a body takes tens of milliseconds, and beside that for each MB of its text 1.5 to
-3, and 4 where that is JSON again, in a string. Of nothing but escapes it takes 7, of those that the
-parser finds hardest 12; of what is not quite JSON, and parsed once more for it, 15.
+Idea: bound the values. A number takes 30-70 ns (a prompt may have a million), a string 100, an
+object 200, a new member name 300. Each MB of text adds 1.5-4 ms; escapes only 7, the worst text 12,
+lenient parsing 15.
 
-Told by counting four characters. In strings they count, too, so that this is never too little; only
-where it is too much are strings left out. Cost: 0.1 ms for each MB, and 10 ns for each that is
-found; with strings left out 2 ms for each MB, and 6 of nothing but escapes. Nothing for a body that
-is too small to be dear.
+Four characters are counted, with strings included: too many at worst. Above a bound, strings are
+excluded. Cost: 0.1 ms per MB and 10 ns per hit; without strings 2-6 ms per MB.
 """
 
 from __future__ import annotations
 
-LARGE = 262_144  # bytes; a shorter text can't make more
-MOST_VALUES = 1_100_000
-MOST_NODES = 200_000
-PIECE = 65_536  # is copied within a processor's cache
+LARGE_BODY_BYTES = 262_144  # shorter text stays below the bounds
+MAX_VALUES = 1_100_000
+MAX_NODES = 200_000
+PIECE_BYTES = 65_536  # fits the CPU's cache
 
 
 class JsonMask:
-    """A JSON text in which each quote that is left begins or ends a string.
+    """A JSON text with escaped quotes blanked: each other quote begins or ends a string.
 
-    Made where somebody needs it, and then once: of a text that is full of escapes that takes longer
-    than to parse it.
+    Made once, on demand; that may take longer than parsing.
     """
 
     __slots__ = ("_made", "text")
@@ -36,51 +30,46 @@ class JsonMask:
 
     @property
     def is_made(self) -> bool:
-        """Whether somebody has needed it."""
         return self._made is not None
 
     def get(self) -> bytes:
-        """Return it; every byte is where it was."""
+        """Return the masked text; positions are unchanged."""
         if self._made is None:
             self._made = masked(self.text)
         return self._made
 
 
 def masked(text: bytes) -> bytes:
-    """Blank escapes of quotes.
-
-    The backslashes go first, and in pairs, as a parser takes them.
-    """
+    """Blank escaped quotes, after escaped backslashes."""
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
 def too_many(body: bytes, mask: JsonMask | None = None) -> str:
-    """Say which bound a JSON text is beyond; nothing if none."""
-    if len(body) <= LARGE or not _excess(up_to(body, b'"', 2 * MOST_NODES), body):
+    """Return the bound that a JSON text exceeds, or ""."""
+    if len(body) <= LARGE_BODY_BYTES or not _excess(up_to(body, b'"', 2 * MAX_NODES), body):
         return ""
     plain = (mask or JsonMask(body)).get()
-    quotes = up_to(plain, b'"', 2 * MOST_NODES)
-    if quotes > 2 * MOST_NODES:
+    quotes = up_to(plain, b'"', 2 * MAX_NODES)
+    if quotes > 2 * MAX_NODES:
         return _excess(quotes, b"")
     return _excess(quotes, b"".join(plain.split(b'"')[::2]))
 
 
 def _excess(quotes: int, outside: bytes) -> str:
-    strings = (quotes + 1) // 2  # the count may have stopped in one
-    nodes = strings + up_to(outside, b"[", MOST_NODES) + up_to(outside, b"{", MOST_NODES)
-    if nodes > MOST_NODES:
-        return f"{MOST_NODES:,} strings, lists and objects"
-    if nodes + up_to(outside, b",", MOST_VALUES) > MOST_VALUES:
-        return f"{MOST_VALUES:,} values"
+    strings = (quotes + 1) // 2  # the count may stop inside a string
+    nodes = strings + up_to(outside, b"[", MAX_NODES) + up_to(outside, b"{", MAX_NODES)
+    if nodes > MAX_NODES:
+        return f"{MAX_NODES:,} strings, lists and objects"
+    if nodes + up_to(outside, b",", MAX_VALUES) > MAX_VALUES:
+        return f"{MAX_VALUES:,} values"
     return ""
 
 
 def up_to(text: bytes, sign: bytes, most: int) -> int:
-    """Count a character until there are more than so many."""
     found = 0
-    for at in range(0, len(text), PIECE):
-        piece = text[at : at + PIECE]
-        found += len(piece) - len(piece.replace(sign, b""))  # ten times as fast as to count
+    for at in range(0, len(text), PIECE_BYTES):
+        piece = text[at : at + PIECE_BYTES]
+        found += len(piece) - len(piece.replace(sign, b""))  # ten times as fast as count()
         if found > most:
             break
     return found

@@ -1,17 +1,15 @@
-"""What in a client's body would steer a transfer of KV blocks, wherever an engine reads it from.
+"""Fields in a client's body that would steer a KV transfer.
 
-A worker does what such parameters say: it reads another request's blocks, connects to any address,
-or dies of one that is malformed. vLLM 0.32 takes them
+A worker obeys them: it reads another request's blocks, connects anywhere, or crashes. vLLM 0.32
+reads
 
-- from `kv_transfer_params` and `ec_transfer_params` of every route that generates;
-- from members of those names in `vllm_xargs`, where a mere string is enough to kill the engine;
-- from the same in `sampling_params.extra_args` of `/inference/v1/generate`;
-- from the JSON text of a form's `vllm_xargs`, where audio is transcribed or translated.
+- `kv_transfer_params` and `ec_transfer_params` of every route that generates;
+- the same in `vllm_xargs`, where a string crashes the engine;
+- the same in `sampling_params.extra_args` of `/inference/v1/generate`;
+- the JSON of a form's `vllm_xargs` (audio routes).
 
-The parsed body says what an engine reads, escapes undone, at the cost of a few look-ups; a prompt
-that mentions these words is no member of any object. Of a member written twice the parsed body
-shows the last, and an engine may read the first: where one of these is there at all, the bytes are
-looked at too. `null` steers nothing.
+The parsed body shows the last of duplicates, but an engine may read the first. So the bytes are
+searched if a name is present. `null` is harmless.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ NULL = b"null"
 
 NAMES = tuple(name.decode() for name in LEAVES)
 ARGUMENTS = b"vllm_xargs"
-# What names such a part in a form's head. Older parsers put `name*0=vllm_; name*1=xargs` together,
-# in any case, and one parser or another takes all of these for white space.
+# A part's name. Old parsers join `name*0=vllm_; name*1=xargs`; some parser takes each of these as
+# white space.
 BLANK = rb"[\s\x1c-\x1f\x85\xa0]"
 NAME = re.compile(
     rb"(?:;|%b)name(?:%b*=%b*\"?%b|\*)\Z" % (BLANK, BLANK, BLANK, ARGUMENTS), re.IGNORECASE
@@ -39,25 +37,22 @@ NAME = re.compile(
 PLACE = b"content-disposition"
 EXTENDED = b"name*"
 HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
-# Beyond these it is no form as anybody writes one, and not worth more time to tell.
-LONGEST_LINE = 8192
-MOST_MENTIONS = 100
-LONGEST_TEXT = 65_536
+# Beyond these limits a form is refused.
+MAX_LINE_BYTES = 8192
+MAX_MENTIONS = 100
+MAX_TEXT_BYTES = 65_536
 CHARSET = re.compile(rb"charset([^=]*)=", re.IGNORECASE)
 VALUE = re.compile(rb"[ \t]*\"?([^\s;\"]*)")
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
 
 def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
-    """Name what in a JSON body would steer a transfer; None if nothing does.
-
-    `fields` is the parsed body.
-    """
+    """Return the first steering member of a JSON body, or None."""
     if (
         "kv_transfer_params" in fields
         or "ec_transfer_params" in fields
         or "vllm_xargs" in fields
-        # These are in all bodies of one route, beside a long list of token ids.
+        # Every body of this route has it, with a long list of token ids.
         or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
     ):
         return find(body, TREE)
@@ -65,7 +60,7 @@ def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
 
 
 def find(text: bytes, tree: Tree) -> str | None:
-    """Name the first member of an object that a tree has, and that is not null."""
+    """Return the first member of `tree` that is not null."""
     for name, _, start, end in members(text):
         if name not in tree:
             continue
@@ -79,22 +74,20 @@ def find(text: bytes, tree: Tree) -> str | None:
 
 
 def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> str | None:
-    """Name what in a multipart form would steer a transfer; None if nothing does.
+    """Return the first steering field of a form, or None.
 
-    `at_all`: name its arguments for the engine whatever they are.
-
-    Parts are not told apart by their boundary, about which two parsers might disagree: any line
-    that begins such a part counts, and so does the JSON text after its head.
+    `at_all`: refuse any `vllm_xargs`. Parsers disagree about boundaries, so every line like a
+    part's head counts, with the JSON after it.
     """
-    # Behind the last sign nothing is looked at: each of many names would be followed to the end.
+    # Stop at the last `=`: earlier matches would scan to the end.
     for found in CHARSET.finditer(content_type, 0, content_type.rfind(b"=") + 1):
         value = VALUE.match(content_type, found.end())
         if found[1].strip() or value is None or value[1].lower() not in PLAIN:
-            return "charset"  # of which names and values could be spelt in any way
-    read: set[int] = set()  # where texts begin that were: many heads may have one in common
+            return "charset"  # names and values may have any encoding
+    read: set[int] = set()  # starts of examined texts, which heads may share
     for mark, text in ((ARGUMENTS, body), (EXTENDED, body.lower())):
         at = text.find(mark)
-        for _ in range(MOST_MENTIONS):
+        for _ in range(MAX_MENTIONS):
             if at < 0:
                 break
             if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
@@ -106,9 +99,8 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
 
 
 def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
-    """Look into the part in whose head a mention may be."""
-    first = max(at - LONGEST_LINE, 0)
-    # A header runs up to its CR: to some parsers a mere LF is part of it.
+    first = max(at - MAX_LINE_BYTES, 0)
+    # A header ends at its CR; some parsers keep a bare LF.
     line = body.rfind(b"\r", first, at) + 1
     if not line and first:
         return ARGUMENTS.decode()
@@ -117,22 +109,22 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
         return None
     if at_all:
         return ARGUMENTS.decode()
-    start = body.find(HEAD_END, end, end + LONGEST_TEXT)
-    if start < 0 and len(body) - end > LONGEST_TEXT:
+    start = body.find(HEAD_END, end, end + MAX_TEXT_BYTES)
+    if start < 0 and len(body) - end > MAX_TEXT_BYTES:
         return ARGUMENTS.decode()
     if start < 0 or start in read:
         return None
     read.add(start)
     begin = start + len(HEAD_END)
-    # No line inside of JSON text begins with `--`. A form that is cut off has no such line.
+    # JSON text has no line starting with `--`.
     stop = body.find(PART_END, begin)
     text = body[begin : stop if stop >= 0 else len(body)]
-    if len(text) > LONGEST_TEXT:
+    if len(text) > MAX_TEXT_BYTES:
         return ARGUMENTS.decode()
-    try:  # Python's parser, as vLLM: others don't take NaN
+    try:  # vLLM's parser; others reject NaN
         pairs = json.loads(text.decode("utf-8", "replace"), object_pairs_hook=list)
     except (ValueError, RecursionError):
-        return None  # the worker will say so
+        return None  # the worker refuses it
     for pair in pairs if type(pairs) is list else ():
         if type(pair) is tuple and pair[0] in NAMES and pair[1] is not None:
             return f"{ARGUMENTS.decode()}.{pair[0]}"

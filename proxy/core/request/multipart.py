@@ -1,15 +1,15 @@
-"""The few short fields of a multipart form that matter to routing. Files are skipped, not read."""
+"""Read the few form fields that routing needs; skip files."""
 
 from __future__ import annotations
 
 import re
 
 NAMES = ("model", "stream", "prompt")
-LONGEST_FIELD = 4096
-LONGEST_HEAD = 300
-MOST_MENTIONS = 1000  # of a field, most of them in files
+MAX_FIELD_BYTES = 4096
+MAX_HEAD_BYTES = 300
+MAX_MENTIONS = 1000  # of a field name; most are in files
 HEAD_END = b"\r\n\r\n"
-# As clients' libraries write them, and as no two parsers read differently.
+# The strict form that all parsers read alike.
 PLAIN_TYPE = re.compile(
     rb"multipart/form-data; ?boundary=(\"?)([\w'()+,./:=?-]{1,70})\1", re.IGNORECASE
 )
@@ -18,12 +18,12 @@ PLAIN_NAME = re.compile(
     re.IGNORECASE,
 )
 ANOTHER_NAME = re.compile(rb"(?<!file)name[\W\d]*=", re.IGNORECASE)
-MOST_PARTS = 100
-LONGEST_PLAIN = 4096  # of a part's head
+MAX_PARTS = 100
+MAX_PLAIN_HEAD_BYTES = 4096
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
-    """Read the fields; none where the form is not as it should be."""
+    """Return the fields; none if the form is malformed."""
     _, _, parameter = content_type.partition(b"boundary=")
     boundary = parameter.split(b";")[0].strip().strip(b'"')
     if not boundary:
@@ -35,15 +35,15 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
 def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
     mark = b'name="' + name + b'"'
     at = -len(mark)
-    for _ in range(MOST_MENTIONS):
+    for _ in range(MAX_MENTIONS):
         at = body.find(mark, at + len(mark))
         if at < 0:
             return None
-        opened = body.rfind(boundary, max(at - LONGEST_HEAD, 0), at)
-        # A blank line between boundary and mark: those bytes were in a file.
+        opened = body.rfind(boundary, max(at - MAX_HEAD_BYTES, 0), at)
+        # A blank line between boundary and name: the name is inside a file.
         if opened >= 0 and HEAD_END not in body[opened:at]:
-            start = body.find(HEAD_END, at, at + LONGEST_HEAD) + len(HEAD_END)
-            end = body.find(b"\r\n" + boundary, start, start + LONGEST_FIELD + len(boundary))
+            start = body.find(HEAD_END, at, at + MAX_HEAD_BYTES) + len(HEAD_END)
+            end = body.find(b"\r\n" + boundary, start, start + MAX_FIELD_BYTES + len(boundary))
             if start < len(HEAD_END) or end < 0:
                 return None
             return body[start:end].decode("utf-8", "replace")
@@ -51,26 +51,26 @@ def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
 
 
 def plain_model(body: bytes, content_type: bytes) -> str | None:
-    """Read the model of a form in which every parser finds that one; None of any other form.
+    """Return the model if all parsers agree on it, else None.
 
-    What a client may use is judged by it. A worker takes the last of several, spellings that
-    `form_fields` doesn't know, and its own model where it finds none.
+    Access control uses this name. Workers accept the last of several, other spellings, or a
+    default.
     """
     kind = PLAIN_TYPE.fullmatch(content_type)
     if kind is None:
         return None
-    before, *parts = body.split(b"--" + kind[2], MOST_PARTS)
+    before, *parts = body.split(b"--" + kind[2], MAX_PARTS)
     if before or not parts or not parts.pop().startswith(b"--"):
         return None
     models: list[bytes] = []
     for part in parts:
-        end = part.find(HEAD_END, 0, LONGEST_PLAIN)
+        end = part.find(HEAD_END, 0, MAX_PLAIN_HEAD_BYTES)
         head, start = part[: end + 2], end + len(HEAD_END)
         names = PLAIN_NAME.findall(head)
         if end < 0 or len(names) != 1 or head.lower().count(b"content-disposition") != 1:
             return None
         if not (part.startswith(b"\r\n") and part.endswith(b"\r\n", start)):
-            return None  # what splits it is no line, or one whose break is the head's
+            return None  # the boundary is not on a line of its own
         name, rest = names[0]
         if ANOTHER_NAME.search(rest) or (rest and name == b"model"):
             return None

@@ -1,4 +1,4 @@
-"""From the bytes of a request to what the router must know of it."""
+"""Parse a request's body into a `RequestInfo`."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from proxy.core.request.client_fields import (
     tells_usage,
 )
 from proxy.core.request.json_edit import check
-from proxy.core.request.json_limits import LARGE, JsonMask, too_many
+from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask, too_many
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant
 
-# The key where each kind of body begins its prompt. A quote inside a JSON string is escaped, so
-# that these bytes are found nowhere but at a key (or a string of that very text, which is as good).
+# The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
+# a harmless string of that text.
 PROMPT_KEYS = {
     PromptFields.CHAT: b'"messages"',
     PromptFields.PROMPT: b'"prompt"',
     PromptFields.RESPONSE: b'"input"',
     PromptFields.TOKENS: b'"token_ids"',
 }
-# By these names they cost a tenth: Python 3.11 looks a member of an enum up in Python.
+# Aliases: Python 3.11 looks up an enum member ten times slower.
 EMPTY, FORM, RESPONSE, PROMPT = (
     PromptFields.EMPTY,
     PromptFields.FORM,
@@ -58,18 +58,18 @@ EMPTY, FORM, RESPONSE, PROMPT = (
 )
 OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
-SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
-COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
-JUDGED_BYTES = 4 * COUNTED_BYTES  # unless it would be refused by an estimate
-UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
+MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
+MAX_COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
+MAX_JUDGED_BYTES = 4 * MAX_COUNTED_BYTES  # unless the estimate would refuse them
+UNCLEAR_FORM = "The form must have exactly one `model` field, and one plain quoted name per part."
 BATCH = Rank.BATCH
-# What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
+# The workers' `priority` per class: lower is more urgent, the default is 0.
 PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
 
 
 def parsed(body: bytes) -> Any:
-    """Parse JSON; the collector would walk all that is made of a large text again and again."""
-    if len(body) <= LARGE or not gc.isenabled():
+    """Parse JSON; large text without garbage collection, which would walk it repeatedly."""
+    if len(body) <= LARGE_BODY_BYTES or not gc.isenabled():
         return _parsed(body)
     gc.disable()
     try:
@@ -88,10 +88,9 @@ def _parsed(body: bytes) -> Any:
 
 
 def _lenient(body: bytes) -> Any:
-    """Parse what vLLM takes though it is not quite JSON: a byte order mark, NaN, Infinity.
+    """Parse what vLLM accepts beyond JSON: a byte order mark, NaN, Infinity.
 
-    None if it is not UTF-8, or a worker would not take it either, as text that ends in half a
-    character. That takes two to four times as long as JSON that is whole.
+    Return None for text that workers refuse. Takes two to four times as long as strict JSON.
     """
     try:
         found = json.loads(body.decode("utf-8-sig"))
@@ -102,14 +101,12 @@ def _lenient(body: bytes) -> Any:
 
 
 class RequestParser:
-    """Reads requests for one fleet."""
-
     def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
-        self.splits = False  # whether requests may be handed over
+        self.splits = False  # requests may be handed over
         self.may = ClientFields()
-        self.passes_priority = False  # whether workers are told the class
-        self.cuts_output = False  # whether the largest worker may cut what nobody has room for
+        self.passes_priority = False  # workers get the class
+        self.cuts_output = False  # the largest worker may cut output that fits no worker
         self._fleet = fleet
         self._sizer = sizer
         self.stored = ResponseOwners()
@@ -125,9 +122,9 @@ class RequestParser:
         tenant: Tenant | None = None,
         batch: bool = False,
     ) -> RequestInfo | Refusal:
-        """Read a body: which model, and how large; or say what is wrong with it.
+        """Parse a body, or refuse it.
 
-        `batch`: it is served in the gaps, whatever the tenant's class.
+        `batch`: use the batch class.
         """
         shape = route.shape
         tenants = tenant is not None
@@ -141,9 +138,9 @@ class RequestParser:
             if tenant is not None and tenant.spec.models is not None:
                 fields["model"] = plain_model(body, content_type)
                 if not fields["model"]:
-                    return refusals.bad_request(UNCLEAR, "model")
+                    return refusals.bad_request(UNCLEAR_FORM, "model")
         else:
-            if len(body) > LARGE:
+            if len(body) > LARGE_BODY_BYTES:
                 mask = JsonMask(body)
             if what := too_many(body, mask):
                 return refusals.bad_request(f"The body has more than {what}.")
@@ -171,7 +168,7 @@ class RequestParser:
         elif tenant is not None:
             ask.rank = tenant.spec.rank
         if tenant is not None:
-            if (refusal := self._own(ask, tenant, fields, shape)) is not None:
+            if (refusal := self._apply_tenant(ask, tenant, fields, shape)) is not None:
                 return refusal
         elif SALT in fields:
             ask.salt = salt_in(fields)
@@ -186,21 +183,21 @@ class RequestParser:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
             if not ask.whole:
-                ask.said = _said(fields, ask.fields)
+                ask.said = _member_names(fields, ask.fields)
         if ask.fields is not None or (self.splits and not ask.whole):
-            found = check(body, mask)  # which is changed on its way
+            found = check(body, mask)  # it will be edited
             if found is not None and (changed := ask.fields) is not None:
                 names = {name.encode() for name in changed}
                 ask.found = [each for each in found if each.name in names]
         return ask
 
-    def _own(
+    def _apply_tenant(
         self, ask: RequestInfo, tenant: Tenant, fields: dict[str, Any], shape: PromptFields
     ) -> Refusal | None:
-        """Note whose it is, and what of its body is for the router to say."""
+        """Set the tenant and the members that the router edits."""
         ask.tenant = tenant
         changed: dict[str, bytes | None] = {ID: None} if ID in fields else {}
-        if tenant.spec.models is not None:  # a worker takes its own where none is named
+        if tenant.spec.models is not None:  # workers default to their own model
             changed["model"] = orjson.dumps(ask.model)
         if not self.may.priority:
             if PRIORITY in fields:
@@ -210,7 +207,7 @@ class RequestParser:
         if INTERVAL in fields:
             changed[INTERVAL] = None
         if ask.stream:
-            # Whoever searches writes nothing before the end.
+            # Beam search streams nothing before its end.
             ask.stream = not is_true(fields.get("use_beam_search"))
             if ask.route in WITH_OPTIONS and not tells_usage(fields):
                 changed[OPTIONS] = WITH_USAGE
@@ -231,7 +228,7 @@ class RequestParser:
         return [name for name in known if tenant is None or tenant.may_use(name)]
 
     def _only_model(self, named: object, tenant: Tenant | None) -> str | Refusal:
-        """Take the fleet's model where none is named; vLLM needs no name either."""
+        """Return the fleet's only model if the body names none, as in vLLM."""
         known = self._known(tenant)
         if named is None or named == "":
             if len(known) == 1:
@@ -242,9 +239,9 @@ class RequestParser:
         return refusals.bad_request("`model` must be a string.", "model")
 
     def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
-        """Ask the worker that stores a response; any other says in its own words that none is.
+        """Pin a request to the worker that stores its response.
 
-        What is not known to be a tenant's may be another's: nobody is asked then.
+        Without a known owner, the response may be another tenant's, so it is refused.
         """
         holder = self._holder(route.response_id, tenant)
         if tenant is not None and not holder:
@@ -266,42 +263,38 @@ class RequestParser:
         return holder if holder in self._fleet else ""
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        """Note which worker stores a response, and whose."""
         self.stored.remember(response_id, worker, tenant)
 
     def _hash(self, ask: RequestInfo, shape: PromptFields, body: bytes) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
-            whose = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
-            ask.prefix = self._fleet.prefixes.hashes(whose, body, start)
+            scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
+            ask.prefix = self._fleet.prefixes.hashes(scope, body, start)
             ask.prefix_bytes = len(body) - start
 
-    # Counting
-
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
-        """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
+        """Return the worker to count an ask's tokens; None if the estimate suffices."""
         if not ask.countable or ask.counted:
             return None
         pool, tenant = self._fleet.pool(ask.model), ask.tenant
-        near = ask.body_bytes <= COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
+        near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
         well = (worker for worker in pool.members if not worker.barred)
         return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
 
     def _is_near(self, ask: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
-        """Whether the count may decide who serves it."""
+        """Return whether the exact count may change the routing."""
         error = ask.prompt_error
         if by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error:
             return True
         needs = ask.needs
-        for limit in pool.boundaries:  # noqa: SIM110 - most often there is none
+        for limit in pool.boundaries:  # noqa: SIM110 - usually empty
             if abs(needs - limit) <= error:
                 return True
         return False
 
     def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        """Take a worker's count."""
         self._sizer.counted(ask, prompt_tokens)
         self._fit(ask)
         ask.long = ask.budget > self.short_limit
@@ -313,8 +306,10 @@ class RequestParser:
             fit(ask, most, cuts_output=self.cuts_output)
 
 
-def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> frozenset[str]:
-    """Name the members of a body as it will be, once some are set or taken out."""
+def _member_names(
+    fields: dict[str, Any], changed: dict[str, bytes | None] | None
+) -> frozenset[str]:
+    """Return the member names after the edits."""
     if changed is None:
         return frozenset(fields)
     added = {name for name, text in changed.items() if text is not None}
@@ -322,24 +317,24 @@ def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> fr
 
 
 def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
-    """Whether a mere estimate says that a prompt is longer than its tenant may have.
+    """Return whether an estimate alone would refuse a prompt by its tenant's limit.
 
-    No worker has the last word on that, as it has on its context.
+    No worker checks that limit.
     """
     most = tenant.spec.limits.max_prompt_tokens
-    if most is None or ask.body_bytes > JUDGED_BYTES:
+    if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
         return False
     return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:
-    """Find where a body's prompt begins; -1 where prefixes are of no use."""
+    """Return the prompt's start; -1 if prefixes do not apply."""
     key = PROMPT_KEYS.get(shape)
     if key is None:
         return -1
     start = body.find(key)
-    if start > SHORTEST_BEFORE and shape is not PROMPT:
-        for before in KEYS_BEFORE:  # a template prints tools and system first
+    if start > MIN_BYTES_BEFORE and shape is not PROMPT:
+        for before in KEYS_BEFORE:  # templates put tools and system first
             found = body.find(before, 0, start)
             if found >= 0:
                 start = found

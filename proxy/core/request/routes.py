@@ -1,4 +1,4 @@
-"""The route of a request, by its method and path."""
+"""Find a request's route."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from proxy.core.model.route_table import CANCEL_RESPONSE, GET_RESPONSE, ROUTES, 
 from proxy.core.model.types import Reason, Refusal
 
 RESPONSES = "/v1/responses/"
-# No dot in front and no escapes: the path goes on to a worker as it is, and `..` would lead
-# elsewhere. Within, those of hand-overs by P2P NCCL have addresses.
+# No escapes, no leading dot: workers get the path unchanged. P2P NCCL ids contain addresses.
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 
 
 def find(method: str, path: str) -> Route | Refusal:
-    """Return the route of a request, or a refusal: 404 for its path or 405 for its method."""
+    """Return the route, or a refusal: 404 for the path, 405 for the method."""
     route = ROUTES.get(path) or _stored(path)
     if route is None:
         return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}")
@@ -26,7 +25,6 @@ def find(method: str, path: str) -> Route | Refusal:
 
 
 def _stored(path: str) -> Route | None:
-    """Return the route of `/v1/responses/{id}` or `/v1/responses/{id}/cancel`."""
     if not path.startswith(RESPONSES):
         return None
     response_id, slash, action = path.removeprefix(RESPONSES).partition("/")

@@ -1,14 +1,10 @@
-"""How many tokens a request will come to, without a tokenizer.
+"""Estimate a request's tokens without a tokenizer.
 
-Idea: workers say in `usage`, or when asked to count, how many tokens a prompt had. What that says
-of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
-learnt too, for clients that state no limit, which most chat clients do not; and how many tokens an
-image or an audio clip has (`media`). Where there are tenants, each has rates of its own; a tenant
-without data has the rates that tenants have in common (`prior`).
+Idea: learn tokens per byte from `usage` and /tokenize with an error band (`rates`), output lengths,
+and tokens per medium (`media`). A new tenant starts with the tenants' common rates (`prior`).
 
-Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
-more requests near a boundary are counted by a worker; until the first answers come, the band is
-half of the estimate, and of a short text the 128 tokens that its template may add.
+Cost: see there. How it fails: mixed languages widen the band, so workers count more requests near a
+boundary. At first the band is half the estimate, or 128 template tokens for short text.
 """
 
 from __future__ import annotations
@@ -25,30 +21,28 @@ from proxy.core.request.client_fields import is_true
 from proxy.core.request.token_estimate import PromptExtent, count, measure
 from proxy.core.tenants.tenants import Tenant
 
-TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT  # looked up once: see reading.py
+TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT
 CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
-LONGER = 2.0  # a model that has seen long words may have longer ones by as much
-COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
+WORD_LENGTH_MARGIN = 2.0
+COMPLETION_OUTPUT = 16  # vLLM's default for /v1/completions
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-MOST_SAMPLES = 4096
-# Models and routes of which a tenant keeps rates of its own: the last that it used.
-MOST_LEARNT = 32
-FEW = 50  # prompts and answers of a tenant that are all learnt from
-# On other routes an output limit above the context is an error, whatever the prompt.
+MAX_SAMPLES = 4096
+# Models and routes with rates per tenant: the last used.
+MAX_RATES_PER_TENANT = 32
+MIN_SAMPLES_LEARNED = 50  # learn from every request up to this
+# Other routes reject an output limit above the context.
 ANY_LIMIT = route_names(lambda route: route.takes_any_limit)
 CUT = "truncate_prompt_tokens"
-# What a response says for the same; whatever else is said there, null too, cuts it.
+# For responses, any other value truncates, null too.
 TRUNCATION, WHOLE = "truncation", "disabled"
 
 
 class Sizer:
-    """Estimates sizes, and learns from what workers say."""
-
     def __init__(self) -> None:
         self._priors: dict[tuple[str, str], TenantPrior] = {}
 
     def prior(self, model: str, route: str) -> TenantPrior:
-        """Return what tenants have in common; the models are the fleet's, so there are few."""
+        """Return the tenants' common rates; bounded, as models are the fleet's."""
         key = (model, route)
         found = self._priors.get(key)
         if found is None:
@@ -56,15 +50,14 @@ class Sizer:
         return found
 
     def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
-        """Return what is known of a model on a route: of a tenant, or where there are none."""
+        """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is not None:
             found = tenant.learnt.get((model, route))
             return found if found is not None else self.prior(model, route).common()
         prior = self._priors.get((model, route))
         return prior.base if prior is not None else self.prior(model, route).base
 
-    def _own(self, ask: RequestInfo) -> LearnedSizes:
-        """Return what a request is to teach."""
+    def _learning_rates(self, ask: RequestInfo) -> LearnedSizes:
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
         if tenant is None:
             return prior.base
@@ -72,7 +65,7 @@ class Sizer:
         own = known.pop(key, None)
         if own is None:
             own = prior.first()
-            if len(known) >= MOST_LEARNT:
+            if len(known) >= MAX_RATES_PER_TENANT:
                 del known[next(iter(known))]
         known[key] = own
         prior.vote(tenant.name, own)
@@ -87,7 +80,6 @@ class Sizer:
         request_id: str,
         tenant: Tenant | None = None,
     ) -> RequestInfo:
-        """Size a parsed body."""
         learnt = self.learnt(model, route.name, tenant)
         extent = measure(route.shape, body, learnt.media.tokens)
         text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
@@ -100,14 +92,14 @@ class Sizer:
             error += _vague_error(extent, learnt)
         error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
-        # Positional, and the rest set after: this is done for every request.
+        # Positional for speed: this runs for every request.
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
-        longest = max(MAX_BYTES_PER_TOKEN, LONGER * learnt.bytes_per_token)
-        ask.least_prompt = int((text - tools) / longest)  # a template may leave tools out
+        longest = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
+        ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
-            ask.least_prompt += tokens  # those of a template and of images are guesses
+            ask.least_prompt += tokens  # template and image tokens are guesses
         if extent.vague:
             ask.media = None if extent.cut else _teaching(extent, learnt)
             ask.text_bytes = 0
@@ -124,45 +116,44 @@ class Sizer:
         if extent.cut:
             ask.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
-            _cut(ask, count(body.get(CUT)), extent.prompts)
+            _apply_truncation(ask, count(body.get(CUT)), extent.prompts)
         elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
-            _cut(ask, None, extent.prompts)
+            _apply_truncation(ask, None, extent.prompts)
         return ask
 
     def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        """Take a worker's own count of the one prompt of an ask, and learn from it."""
-        self._see_prompt(ask, self._own(ask), prompt_tokens)
+        """Use a worker's token count, and learn from it."""
+        self._see_prompt(ask, self._learning_rates(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
 
     def outgrew(self, ask: RequestInfo, limit: int) -> None:
-        """Take a worker's word that an ask does not fit into so many tokens."""
+        """Raise the size after a worker found the request above its limit."""
         if (more := limit + 1 - ask.needs) > 0:
             ask.prompt_tokens += more
             ask.largest_prompt += more
         ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
 
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
-        """Learn from an answer's usage."""
-        own = self._own(ask)
+        own = self._learning_rates(ask)
         if not ask.counted:
             self._see_prompt(ask, own, usage.prompt_tokens)
         _see_output(ask, own, usage.completion_tokens)
 
     def wrote(self, ask: RequestInfo, tokens: int) -> None:
-        """Learn how much was written, all samples together."""
-        _see_output(ask, self._own(ask), tokens)
+        """Learn the output of all samples together."""
+        _see_output(ask, self._learning_rates(ask), tokens)
 
     def knows_little(self, ask: RequestInfo) -> bool:
-        """Whether a tenant has taught so little that each of its answers is worth learning from."""
+        """Return whether a tenant has too few samples to skip any."""
         if ask.tenant is None:
             return False
         own = ask.tenant.learnt.get((ask.model, ask.route))
-        return own is None or max(own.seen, own.outputs) < FEW
+        return own is None or max(own.seen, own.outputs) < MIN_SAMPLES_LEARNED
 
     def _see_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
-        if prompt_tokens <= 0 or ask.pinned:  # to what came before
+        if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
             return
         if ask.media is not None:
             own.media.see(ask.media, prompt_tokens)
@@ -178,7 +169,6 @@ def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
 
 
 def _vague_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
-    """Return by how much the guessed part of a prompt may be off."""
     if extent.media is None:
         return extent.vague // 2
     media = _media_tokens(extent)
@@ -193,27 +183,25 @@ def _media_tokens(extent: PromptExtent) -> int:
 
 
 def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
-    """Return a request's media, if nothing else of it is guessed."""
+    """Return a request's media to learn from, if all other tokens are known."""
     counts, tokens = extent.media, _media_tokens(extent)
     if counts is None or extent.vague != tokens:
         return None
     text = extent.text - extent.tools
-    beside = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
-    return RequestMedia(counts, int(beside), learnt.error(text, extent.tools))
+    other_tokens = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
+    return RequestMedia(counts, int(other_tokens), learnt.error(text, extent.tools))
 
 
 def _total(learnt: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
-    """Add what is estimated to what needs no estimate."""
     if text or tools:
         return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
     return tokens
 
 
 def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
-    """Leave it to the worker with the largest context whether an ask fits that needs more.
+    """Shrink an ask to `most` if it may fit, so that the largest worker decides.
 
-    An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
-    `cuts_output`: vLLM 0.32 cuts a limit to what the prompt leaves, if that is a token at least.
+    `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.
     """
     stated = ask.output_tokens
     output = ask.generates if cuts_output or stated is None else stated
@@ -229,11 +217,11 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
     if over > 0:
         ask.largest_prompt -= over
         ask.prompt_tokens -= over
-        ask.prompt_error = max(ask.prompt_error - over, 0)  # nobody smaller should try
+        ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
 
 
 def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
-    """Read how much each sample may write, and how many samples each prompt has."""
+    """Return the output limit per sample, and the samples per prompt."""
     if route.shape is TOKENS:
         inner = body.get("sampling_params")
         body = inner if type(inner) is dict else {}
@@ -248,20 +236,20 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     samples = 1
     if "n" in body or "best_of" in body:
         for key in ("n", "best_of"):
-            samples = max(samples, min(_samples(body.get(key)), MOST_SAMPLES))
+            samples = max(samples, min(_samples(body.get(key)), MAX_SAMPLES))
     return output, samples
 
 
 def _samples(said: object) -> int:
-    """Read a number of samples; a text that is none to us may be any to a worker."""
+    """Return the samples; unclear text may mean any number to a worker."""
     found = count(said)
     if found is None and type(said) is str:
-        return MOST_SAMPLES
+        return MAX_SAMPLES
     return found or 1
 
 
-def _cut(ask: RequestInfo, most: int | None, prompts: int) -> None:
-    """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
+def _apply_truncation(ask: RequestInfo, most: int | None, prompts: int) -> None:
+    """Apply truncation by the worker: to `most` tokens, or to its context."""
     sure = ask.largest_prompt - ask.prompt_error
     ask.sure_prompt = sure if most is None else min(sure, most)
     if most is None:

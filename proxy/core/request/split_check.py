@@ -1,7 +1,7 @@
-"""Whether a request may be served in two legs, prefill on one worker and decode on another.
+"""Whether a request may have a prefill leg and a decode leg on two workers.
 
-It may where both legs read the same prompt to the same tokens, and where what the client is told
-comes from the decode leg alone. What is in doubt is served whole: that is always right.
+Both legs must tokenize the prompt alike, and the whole response must come from the decode leg. If
+in doubt, a request stays whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAT, RESPONSES = "chat/completions", "responses"
 
 
 def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
-    """Say why a request can't be split, in a word that may be a label; empty if it can."""
+    """Return why a request can't be split, as a metric label; "" if it can."""
     if ask.route not in SPLITTABLE:
         return "route"
     if ask.samples != 1:
@@ -29,14 +29,14 @@ def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
         return "stored"
     if NOTED.isdisjoint(fields):  # nearly always
         return ""
-    # Whatever is not surely one: two would share parameters that are for one use.
+    # Anything but one sample: two would share single-use parameters.
     if any(count(said) != 1 for name in SAMPLES if (said := fields.get(name)) is not None):
         return "samples"
     if fields.get("background"):
         return "stored"
     for name, why in WHOLE:
         value = fields.get(name)
-        if value is not None and value is not False:  # 0 prompt_logprobs are some
+        if value is not None and value is not False:  # 0 prompt_logprobs still adds output
             return why
     if fields.get("truncation") == "auto":
         return "truncated"
@@ -50,17 +50,17 @@ def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
     return ""
 
 
-# Fields that are enough, and what to call them.
+# Fields that forbid a split, with labels.
 WHOLE = (
     ("use_beam_search", "beam_search"),
     ("prompt_logprobs", "prompt_logprobs"),
     ("echo", "echo"),
-    ("truncate_prompt_tokens", "truncated"),  # to what is left beside the output, which differs
+    ("truncate_prompt_tokens", "truncated"),  # depends on the output limit, which differs
     ("prompt_embeds", "not_text"),
     ("kv_transfer_params", "client"),
     ("ec_transfer_params", "client"),
 )
-# By which this route's workers know a request; where both legs need one of ours, it is not this.
+# Identifies the response at the worker; the legs may need the router's id.
 OWN_ID = "request_id"
 NOTED = frozenset(
     [
@@ -71,13 +71,13 @@ NOTED = frozenset(
 
 
 def _runs_tools(tools: object) -> bool:
-    """Whether a worker would call tools itself, and go on from there in turns of its own."""
+    """Return whether a worker would run tools itself, in further turns."""
     if type(tools) is not list:
         return tools is not None
     return any(type(tool) is not dict or tool.get("type") != "function" for tool in tools)
 
 
 def _must_call(choice: object) -> bool:
-    """Whether an answer has to call a tool: some routes fail to read the first token of a call."""
+    """Return whether a tool call is forced: some routes lose its first token."""
     kind = choice.get("type") if type(choice) is dict else choice
     return kind not in (None, "auto", "none")

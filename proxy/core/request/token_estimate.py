@@ -1,10 +1,7 @@
-"""How much a request's body asks to be read: bytes of text, and tokens that need no estimate.
+"""Measure a body's prompt: bytes of text, and known or guessed tokens.
 
-It looks at the parsed body once and only at what becomes prompt. Nothing here trusts a type: what
-is not as it should be counts for nothing, and the worker will say 400 in its own words.
-
-Of messages, parts, prompts and the members of unusual messages it looks at so many and no more: the
-rest is counted by its length as JSON, which is a guess as an image's size is.
+Only prompt fields are read. Values of a wrong type count as nothing; the worker refuses them. The
+number of examined messages and parts is bounded; the rest is guessed from its length as JSON.
 """
 
 from __future__ import annotations
@@ -21,51 +18,48 @@ import orjson
 from proxy.core.learned.media_tokens import AUDIO, FIRST_SIZES, IMAGE, NONE, VIDEO, Numbers
 from proxy.core.model.route_table import PromptFields
 
-# What a chat template adds around each message, and once per conversation.
+# Added by a chat template per message and per conversation.
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
-# Media have no size before they are decoded: usual or learnt ones, which `vague` says are guesses.
+# Default or learned sizes; real ones need decoding. Counted as `vague`.
 KINDS = (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO))
 EMBEDDED = "prompt_embeds"
-EMBEDDED_BYTES = 10_923  # of such a token: 4096 numbers of two bytes, in base64
-# A look takes up to a microsecond, and meanwhile nobody else is served.
-MOST_LOOKS = 20_000
-BYTES_OF_A_TOKEN = 4  # of what was not looked at
-# The length of a longer text is reckoned from so many of its letters, up to twice that: to encode
-# 100 KB takes 70 us, these 10 to 20. Off by a hundredth or so. Which letters nobody can know who
-# writes a text, or it would be long in all other places.
-LONG_TEXT, LETTERS = 16_384, 4096
-PACE, PHASE = random.uniform(0.5, 1.0), random.random()
-# Beyond this no limit is meant, and arithmetic on charges should stay sane.
-MOST = 2**31
-# What pydantic, and so vLLM, takes for a whole number from 0 up in a text.
+EMBEDDED_BYTES = 10_923  # base64 of 4096 two-byte numbers
+# An examined item blocks the event loop for up to 1 us.
+MAX_EXAMINED = 20_000
+BYTES_OF_A_TOKEN = 4  # of unexamined items
+# Longer non-ASCII text is sampled, error about 1%: to encode 100 KB takes 70 us, a sample 10-20.
+# The sampled characters are random, so that clients cannot exploit them.
+LONG_TEXT_CHARS, SAMPLED_CHARS = 16_384, 4096
+SAMPLE_STEP_FACTOR, SAMPLE_PHASE = random.uniform(0.5, 1.0), random.random()
+# Larger numbers mean no limit; the cap keeps charges sane.
+MAX_TOKENS = 2**31
+# Text that pydantic, and so vLLM, reads as a whole number of at least 0.
 NUMBER = re.compile(r"\s*(\+?[0-9]+(?:_[0-9]+)*|-0+(?:_0+)*)(?:\.0+)?\s*")
-LONGEST_NUMBER = 40
+MAX_NUMBER_CHARS = 40
 
 JSON = Any
 
 
 @dataclass(slots=True)
 class PromptExtent:
-    """What was found."""
-
-    text: int = 0  # bytes, all prompts together
-    tools: int = 0  # of those, what describes tools, and documents beside a chat
-    tokens: int = 0  # that need no estimate, all prompts together
-    vague: int = 0  # of those, guessed: images and their like
-    media: Numbers | None = None  # how many of each kind, all prompts together
-    largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
+    text: int = 0  # bytes
+    tools: int = 0  # bytes of it: tools, documents
+    tokens: int = 0  # exact or guessed, besides text
+    vague: int = 0  # guessed ones of `tokens`
+    media: Numbers | None = None
+    largest_text: int = -1  # largest prompt; -1 if only one
     largest_tokens: int = 0
     prompts: int = 1
-    plain: bool = False  # one prompt of text alone, which /tokenize can count
-    cut: bool = False  # whether there is more text, which the body has the worker cut off
-    looks: int = MOST_LOOKS  # that are left
-    sizes: Numbers = FIRST_SIZES  # tokens of one of each kind of media
+    plain: bool = False  # a single text that /tokenize can count
+    cut: bool = False  # the worker cuts more text off
+    looks: int = MAX_EXAMINED
+    sizes: Numbers = FIRST_SIZES  # tokens per medium
 
 
 def measure(
     shape: PromptFields, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES
 ) -> PromptExtent:
-    """Read what matters of a body. `sizes`: what one of each kind of media comes to."""
+    """Measure a body's prompt. `sizes`: tokens per medium."""
     extent = PromptExtent(sizes=sizes)
     reader = READERS.get(shape)
     if reader is not None:
@@ -74,38 +68,38 @@ def measure(
 
 
 def count(value: object) -> int | None:
-    """Read a number of tokens as vLLM would; None for what it would refuse or what is absent."""
+    """Parse a number of tokens like vLLM; None if absent or refused."""
     if type(value) is int:
-        return min(value, MOST) if value >= 0 else None
+        return min(value, MAX_TOKENS) if value >= 0 else None
     if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
-        return int(min(value, MOST))
-    if type(value) is str and len(value) < LONGEST_NUMBER and (said := NUMBER.fullmatch(value)):
-        return min(int(said[1]), MOST)
+        return int(min(value, MAX_TOKENS))
+    if type(value) is str and len(value) < MAX_NUMBER_CHARS and (said := NUMBER.fullmatch(value)):
+        return min(int(said[1]), MAX_TOKENS)
     return int(value) if type(value) is bool else None
 
 
 def text_bytes(text: str) -> int:
-    """Its length in UTF-8; of a long text that is not ASCII, about that."""
+    """Return the length in UTF-8; sampled for long non-ASCII text."""
     if text.isascii():
         return len(text)
     length = len(text)
-    if length <= LONG_TEXT:
+    if length <= LONG_TEXT_CHARS:
         return len(text.encode("utf-8", "surrogatepass"))
-    step = int(length / LETTERS * PACE) | 1  # odd: columns of a table are often even
-    some = text[int(step * PHASE) :: step]
+    step = int(length / SAMPLED_CHARS * SAMPLE_STEP_FACTOR) | 1  # odd: table columns are often even
+    some = text[int(step * SAMPLE_PHASE) :: step]
     return len(some.encode("utf-8", "surrogatepass")) * length // len(some)
 
 
 def json_bytes(value: JSON) -> int:
-    """Its length as JSON, as a chat template would print it."""
+    """Return the length as JSON, as a template prints it."""
     try:
         return len(orjson.dumps(value))
-    except (TypeError, RecursionError):  # nested deeper than it can print
+    except (TypeError, RecursionError):  # nested too deeply for orjson
         return _walked(value)
 
 
 def _walked(value: JSON) -> int:
-    """Add up the texts within, and a sign or two for all else."""
+    """Return the length of all texts, plus 2 per other value."""
     found, left = 0, [value]
     while left:
         each = left.pop()
@@ -118,7 +112,6 @@ def _walked(value: JSON) -> int:
 
 
 def _longest(prompts: list[JSON]) -> int:
-    """Say how long the longest of those is that are not looked at, about."""
     if not {str, list} & set(map(type, prompts)):
         return 0
     sizes = [len(p) if type(p) is str else 4 * len(p) if type(p) is list else 0 for p in prompts]
@@ -126,7 +119,7 @@ def _longest(prompts: list[JSON]) -> int:
 
 
 def _some(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
-    """Take what may be looked at of a list, from its start; the rest is guessed."""
+    """Return the values to examine; guess the rest."""
     left = extent.looks
     if len(values) <= left:
         extent.looks = left - len(values)
@@ -162,9 +155,9 @@ def _conversation(extent: PromptExtent, messages: JSON) -> None:
             text += len(content) if content.isascii() else text_bytes(content)
         elif type(content) is list:
             _parts(extent, content)
-        if members > 2 or content is None:  # tool calls, names, thoughts
+        if members > 2 or content is None:  # tool calls, names, reasoning
             for key, value in message.items():
-                if key == "output" and type(value) is list:  # of a tool, where it is an item
+                if key == "output" and type(value) is list:  # of a tool item
                     _parts(extent, value)
                 elif key not in ("role", "content"):
                     text += _loose(value)
@@ -192,7 +185,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
         return
     kind = part.get("type")
     if type(kind) is not str:
-        kind = " ".join(part)  # vLLM takes {"image_url": "..."}, too
+        kind = " ".join(part)  # {"image_url": "..."} is valid too
     for word, which in KINDS:
         if word in kind:
             _media(extent, which, 1)
@@ -202,7 +195,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
         extent.tokens += tokens
         extent.vague += tokens
         return
-    inner = part.get("content")  # the result of a tool
+    inner = part.get("content")
     if type(inner) is list and not nested:
         _parts(extent, inner, nested=True)
     else:
@@ -210,7 +203,6 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
 
 
 def _media(extent: PromptExtent, kind: int, number: int) -> None:
-    """Count media of a kind."""
     tokens = number * extent.sizes[kind]
     extent.tokens += tokens
     extent.vague += tokens
@@ -225,7 +217,6 @@ def _media(extent: PromptExtent, kind: int, number: int) -> None:
 
 
 def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
-    """Count the media of a part `times` over; their tokens are counted elsewhere."""
     if one.media is not None:
         images, audios, videos = extent.media or NONE
         more = one.media
@@ -242,11 +233,11 @@ def _chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
     if system is not None:
         _parts(extent, system if type(system) is list else [system])
     _beside(extent, body)
-    extent.plain = not (extent.vague or body.get("documents"))  # of which /tokenize knows nothing
+    extent.plain = not (extent.vague or body.get("documents"))  # unknown to /tokenize
 
 
 def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    """Count what a template may print or leave out: learnt apart from text."""
+    """Count text that a template may omit."""
     documents = body.get("documents")
     if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
         documents = more.get("documents")
@@ -285,7 +276,6 @@ def _many(
 
 
 def _one(extent: PromptExtent, prompt: JSON) -> None:
-    """Text, token ids, or content in parts."""
     if type(prompt) is str:
         extent.text += text_bytes(prompt)
     elif type(prompt) is list:
@@ -313,9 +303,9 @@ def _completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
         _prompt(extent, prompt)
         extent.plain = type(prompt) is str
         return
-    # Each is a prompt, beside those that are text or token ids.
+    # Each blob is a prompt, besides text and token ids.
     blobs = embedded if type(embedded) is list else [embedded]
-    seen = blobs[: extent.looks]  # which `_many` counts
+    seen = blobs[: extent.looks]  # `_many` charges them to `looks`
     prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in seen]
     if unseen := len(blobs) - len(seen):
         _guess(extent, blobs[len(seen) :])
@@ -360,16 +350,16 @@ def _tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
 
 
 PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "data_2", "text_2"))
-PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # each text is cut to so many; 0: is not
-BYTES_KEPT = 4  # per token, of what is cut
+PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # tokens per text; 0: no cut
+BYTES_KEPT = 4  # per token, of cut text
 
 
 def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
     sizes = extent.sizes
-    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS, sizes)
+    left = _side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
     right = _side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
-    repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
+    repeats = right.prompts if left.prompts == 1 else 1  # one query is read for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
     extent.tokens = repeats * left.tokens + right.tokens
@@ -384,7 +374,7 @@ def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
 def _side(
     body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
 ) -> PromptExtent:
-    """Measure one side's prompts together, with the longest text and the most tokens of one."""
+    """Measure all prompts of a side; the largest text and tokens may differ in prompt."""
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]

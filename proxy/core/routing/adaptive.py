@@ -1,30 +1,20 @@
-"""The worker where a request costs everybody the least time.
+"""The worker where a request costs all requests the least time.
 
-Idea: the cost of a placement is the request's own predicted time to first token (what waits ahead
-of it, and its prefill less what is cached), plus the delay it brings to others:
+Idea: a placement costs the request's predicted time to first token plus the delay of others:
 
-- Those that decode there stand still for its prefill, and every step of its own answer is longer
-  by its sequences.
-- A long on a short worker delays the shorts expected meanwhile: with r of them a second, a prefill
-  of T seconds costs r T T / 2. An idle short pool is therefore open to longs, a busy one is not.
-- A short on a long worker will itself be delayed by the longs to come, for the share of time that
-  longs keep such workers. With no longs about the share is zero, and the pools are one.
+- Its prefill stalls the decodes there; its decode lengthens their steps.
+- A long request on a short worker delays later short ones: with r per second, a prefill of T
+  seconds costs r T T / 2. So only an idle short pool takes long requests.
+- A short request on a long worker is delayed for the share of time that long prefills take.
 
-Longs that wait, or came lately, also keep a reserve: shorts may not take the last quarter of a long
-worker's places or of its KV cache, and none at all while longs wait for one; unless no other worker
-is left for them: live, well or merely busy, and not one that has failed this very request. Costs
-within a few per cent are equal: then the pool that is there for the size, the fewest requests, and
-turn decide.
+After recent long requests, short ones may not use the last quarter of a long worker's slots or KV
+cache; while long ones wait, none of it.
 
-Where prefill workers are about, a decode worker offers a hand-over in place of the whole if that
-costs less (see `handover`); its cost is then that of both legs.
+A decode worker offers a hand-over if that costs less (see `handover_cost`). A cached prefix is
+worth only its prefill time, so popular prefixes spread.
 
-A cached prefix is worth its prefill time and no more, so requests that share one spread as soon as
-the delay they cause each other exceeds that, and whoever takes the first of them has it cached too.
-
-Cost: some twenty multiplications per candidate. How it fails: everything is in predicted seconds,
-so until the workers' pace is learnt it balances by tokens; a worker that is much slower for long
-contexts than its pace says gets somewhat too many of them.
+Cost: some twenty multiplications per candidate. How it fails: before the workers' pace is learned,
+it balances tokens. Workers that slow down at long contexts get too many long requests.
 """
 
 from __future__ import annotations
@@ -38,7 +28,7 @@ from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.routing.view import (
     DECODE,
-    WRONG,
+    MISFIT_OTHER_POOL,
     HandoverOffer,
     Rule,
     View,
@@ -46,9 +36,9 @@ from proxy.core.routing.view import (
     reason_for,
 )
 
-SAME, SAME_S = 0.03, 0.001  # costs this close are equal
-RESERVE = 0.25  # of a long worker, while longs are about
-# A request as they come, to put the workers of a large group in order.
+EQUAL_COST_SHARE, EQUAL_COST_S = 0.03, 0.001
+RESERVED_SHARE = 0.25  # of a long worker, while long requests are expected
+# A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
 SUITS_SHORT = attrgetter("misfit_short", "requests", "served")
@@ -56,35 +46,31 @@ SUITS_LONG = attrgetter("misfit_long", "requests", "served")
 
 
 class Adaptive(Rule):
-    """See the module's text."""
-
     name = "adaptive"
     by_size = True
     affine = True
 
     def choose(self, view: View) -> Decision | None:
-        """Choose the least cost."""
         ask, held, candidates = view.ask, view.held, view.candidates
-        if view.pool.longs and longs_are_about(view):
+        if view.pool.longs and is_reserve_kept(view):
             candidates = [w for w in candidates if not reserved(w, view)]
             if not candidates:
                 return None
-        costs, uncached = reckon(candidates, view)
-        handed = offers(candidates, costs, view) if view.handing is not None else ()
+        costs, uncached = placement_costs(candidates, view)
+        handed = handover_offers(candidates, costs, view) if view.handing is not None else ()
         worker = cheapest(candidates, costs, long=ask.long)
         if view.handing is not None and worker in handed:
             handing = view.handing
             if handing.may_begin(worker, view):
                 return self._hand_over(worker, handing, view)
-            # Its prefill would be done before there is anywhere to put it. So to a hand-over it is
-            # as good as full: whoever else there is may do it sooner.
+            # The prefill would end before the decode worker has room. Other workers may be faster.
             view.candidates = [
                 w for w in candidates if w not in handed or handing.may_begin(w, view)
             ]
             return self.choose(view) if view.candidates else None
         reason = reason_for(worker, view)
         cached = worker.cached(held) if held else 0
-        uneven = cached and view.pool.bits & ~held[0][1]  # not everybody has as much
+        uneven = cached and view.pool.bits & ~held[0][1]  # some workers cache less
         if uneven and cheapest(candidates, uncached, long=ask.long) is not worker:
             reason = PREFIX
         ttft_s = worker.ttft_s(ask, view.now, cached)
@@ -98,23 +84,21 @@ class Adaptive(Rule):
         return decision
 
     def rank(self, worker: Worker) -> float:
-        """Reckon the cost of a usual request."""
         usual = worker.prompt_price * USUAL_PROMPT + worker.output_price * USUAL_OUTPUT
         ahead = worker.prefill_tokens + worker.strange_tokens
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        """Say why one is left out that could have taken it."""
-        if view.pool.longs and longs_are_about(view) and reserved(worker, view):
-            return "kept for longs"
+        if view.pool.longs and is_reserve_kept(view) and reserved(worker, view):
+            return "reserved for long requests"
         handing = view.handing
         if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
-            return "has no room yet for what would be handed over"
-        return "others look better"
+            return "no room yet for a hand-over"
+        return "higher cost than the chosen worker"
 
 
-def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
-    """Reckon what each placement costs, in seconds; and what it would with nothing cached."""
+def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
+    """Return the costs in seconds, and the costs without caches."""
     ask, now, held = view.ask, view.now, view.held
     long, prompt = ask.long, ask.prompt_tokens
     output = ask.expected_output * ask.samples
@@ -136,8 +120,8 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
     return costs, uncached
 
 
-def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
-    """Name those that would better not prefill it themselves; their cost becomes both legs'."""
+def handover_offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
+    """Return the workers where a hand-over costs less, with `costs` updated."""
     handing = view.handing
     handed: set[Worker] = set()
     if handing is None:
@@ -145,7 +129,7 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
     ask = view.ask
     need = ask.prompt_tokens + ask.expected_output * ask.samples
     for at, worker in enumerate(candidates):
-        wait_s = kv_wait_s(worker, ask, need)  # for room, which either way takes
+        wait_s = kv_wait_s(worker, ask, need)  # for room; needed either way
         if (cost_s := handing.offer(worker, view, costs[at] - wait_s)) is not None:
             costs[at] = cost_s + wait_s
             handed.add(worker)
@@ -155,18 +139,17 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
 
 
 def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
-    """Return the least cost; among equals, who suits, who has the least, and who waited."""
-    near = min(costs) * (1.0 + SAME) + SAME_S
+    """Return the worker with the least cost; ties go to fit, load, turn."""
+    near = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
     close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= near]
     return min(close, key=SUITS_LONG if long else SUITS_SHORT) if len(close) > 1 else close[0]
 
 
 def score(worker: Worker, view: View) -> Score:
-    """Take a cost apart, for those who want to know."""
     ask, now, pace = view.ask, view.now, worker.pace
-    costs = reckon([worker], view)[0]
+    costs = placement_costs([worker], view)[0]
     handing = view.handing
-    if handing is not None and offers([worker], costs, view):
+    if handing is not None and handover_offers([worker], costs, view):
         wait = handing.prefill_s + handing.wait_s(worker, view)
         own = handing.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
@@ -182,28 +165,27 @@ def score(worker: Worker, view: View) -> Score:
 
 
 def misfit_s(worker: Worker, view: View) -> float:
-    """Reckon the delay between the sizes, where one is put into the other's pool."""
+    """Return the delay from a request in the other size's pool."""
     ask, traffic, now = view.ask, view.traffic, view.now
     if ask.long:
-        if worker.misfit_long < WRONG:
+        if worker.misfit_long < MISFIT_OTHER_POOL:
             return 0.0
         prefill = worker.pace.token_s * ask.prompt_tokens
         return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
-    if worker.misfit_short < WRONG:
+    if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
     share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
     return share * ask.expected_output * worker.pace.step_s(worker.decoding)
 
 
 def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
-    """Reckon how long until enough of the KV cache is free, as far as its size is known.
+    """Return the wait for KV cache, if its size is known.
 
-    What others there begin with takes no more room: or else, when caches are full, those who share
-    a beginning would be parted, and with what each takes alone the caches would stay full.
+    A shared prefix needs no room; otherwise full caches would separate its requests and stay full.
     """
     capacity = worker.kv_capacity
     room = KV_FULL * capacity - need
-    # What `kv_held` says, without the call: this is asked of every candidate.
+    # `kv_held` inlined: this runs for every candidate.
     if not capacity or worker.kv_tokens - worker.kv_spare <= room >= worker.kv_coming:
         return 0.0
     held = worker.kv_held
@@ -216,10 +198,10 @@ def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 
 
-def longs_are_about(view: View) -> bool:
-    """Whether there is a reserve to keep from this request.
+def is_reserve_kept(view: View) -> bool:
+    """Return whether this request must respect the reserve.
 
-    Not from one that nobody else is left for: it would wait for a worker that has failed it.
+    A request with no other worker left is exempt.
     """
     if view.ask.long or view.ask.pinned:
         return False
@@ -229,12 +211,11 @@ def longs_are_about(view: View) -> bool:
 
 
 def reserved(worker: Worker, view: View) -> bool:
-    """Whether what is left of a worker is kept for longs."""
-    if worker.misfit_short < WRONG:
+    if worker.misfit_short < MISFIT_OTHER_POOL:
         return False
     if view.longs_waiting:
         return True
     most = worker.max_requests
-    if most is not None and worker.requests + 1 > most - max(int(most * RESERVE), 1):
+    if most is not None and worker.requests + 1 > most - max(int(most * RESERVED_SHARE), 1):
         return True
-    return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVE
+    return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVED_SHARE

@@ -1,4 +1,4 @@
-"""Who may be given a request now; and if nobody, why."""
+"""The workers that may take a request now, or the reason for none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.routing.view import View
 
 DECODE = Role.DECODE
-IN_PANIC = "failed lately, and is asked even so: too few of its pool are well (panic_threshold)"
+IN_PANIC = "failed recently; used because too few workers of its pool are healthy (panic_threshold)"
 
 
-def look(
+def find_candidates(
     fleet: Fleet,
     ask: RequestInfo,
     now: float,
@@ -31,7 +31,7 @@ def look(
     longs_waiting: bool,
     explain: bool,
 ) -> View:
-    """Gather the workers that may be given a request now, and what they may have cached."""
+    """Return the candidates and their cached prefixes."""
     pool = fleet.pool(ask.model)
     held: PrefixHolders = []
     holders: list[Worker] = []
@@ -55,30 +55,30 @@ def look(
     if tried:
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
-        found = _those_that_may_do(pool, ask, now, tried)
+        found = _possible_holders(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
 
 
-def keep_to_the_gaps(view: View, settings: FairnessSettings) -> None:
-    """Leave to one of batch only the workers where it would leave room for others."""
+def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
+    """Keep workers with room to spare for a batch request."""
     ask, now = view.ask, view.now
     view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
 
 
-def is_in_the_way(decision: Decision, view: View, settings: FairnessSettings) -> bool:
-    """Whether one of batch would, as decided, be in the way of either side of hand-overs."""
+def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
+    """Return whether a batch request would disturb hand-overs."""
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
         return not leaves_room(halves.prefill, ask, view.now, settings)
     if not view.pool.prefills or ask.whole or view.tried:
         return False
     if handing is not None and leaves_room(handing.prefill, ask, view.now, settings):
-        return False  # the rule has weighed it
+        return False  # the rule compared both
     return stops_decodes(decision.worker, ask.prompt_tokens - decision.cached_tokens, settings)
 
 
-def keep_out_of_the_way(view: View, settings: FairnessSettings) -> None:
-    """Leave to one of batch what needs no prefill worker, and stops nobody who decodes."""
+def avoid_handovers(view: View, settings: FairnessSettings) -> None:
+    """Keep workers where batch needs no prefill worker and stalls no decodes."""
     prompt, held = view.ask.prompt_tokens, view.held
     view.handing = None
     view.candidates = [
@@ -87,13 +87,12 @@ def keep_out_of_the_way(view: View, settings: FairnessSettings) -> None:
 
 
 def stops_decodes(worker: Worker, tokens: int, settings: FairnessSettings) -> bool:
-    """Whether those who decode on a decode worker would wait for such a prefill of batch."""
     busy = worker.role is DECODE and worker.requests > 0
     return busy and worker.pace.token_s * tokens >= settings.batch_gap_s
 
 
 def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: FairnessSettings) -> bool:
-    """Whether one of batch would leave a worker room for others who come; an idle one has it."""
+    """Return whether a batch request leaves room for others."""
     if not worker.requests:
         return True
     share = 1.0 - settings.batch_reserve
@@ -105,60 +104,57 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _those_that_may_do(
+def _possible_holders(
     pool: Pool, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> list[Worker]:
-    """Where those that surely hold it have failed: the others that may, if the estimate is high."""
+    """Return workers that may fit a high estimate, if all that surely fit have failed."""
     left = [w for w in pool.all if w.may_hold(ask) and w not in tried]
     if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
-        return []  # full, or busy: worth the wait
+        return []  # full or busy: worth the wait
     return [w for w in left if w.takes(now)]
 
 
 def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    """Whether the one worker that can answer may be asked; it may even be draining."""
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
-def hopeless(
+def why_hopeless(
     fleet: Fleet, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> Refusal | None:
-    """Say why waiting would not help; None if it would."""
-    if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
+    """Return the refusal if waiting cannot help, else None."""
+    if not ask.pinned and any(_can_serve(w, ask, tried) for w in fleet.pool(ask.model).all):
         return None
     workers = [w for w in fleet.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
         workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
     holders = [w for w in workers if w.may_hold(ask)]
-    if workers and not holders:  # not even one that is down or drains, and comes back
+    if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))
     if any(not w.probed and not w.draining and w not in tried for w in holders):
-        return None  # its first probe will tell in a moment
+        return None  # its first probe is due
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
     left = [w for w in live if w not in tried]
     if live and not left:
         return refusals.no_worker_left("no other worker can take it")
-    if any(_will_do(w, ask, tried) for w in left):
+    if any(_can_serve(w, ask, tried) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
     return refusals.no_worker(ask.model, soonest)
 
 
-def _will_do(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
-    """Whether a live worker is at most busy."""
+def _can_serve(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
     well = not worker.barred or worker.breaker.busy
     return well and worker not in tried and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: RequestInfo, now: float) -> str:
-    """Say why a worker was no candidate."""
     breaker = worker.breaker
     reasons = (
         (not worker.role.serves_whole, "prefills only"),
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
-        (not worker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
+        (not worker.lets_pass(now), "busy" if breaker.busy else "failed recently"),
         (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
         (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),
         (worker.full, "full"),
@@ -167,7 +163,7 @@ def note(worker: Worker, ask: RequestInfo, now: float) -> str:
 
 
 def with_panic(score: Score, worker: Worker) -> Score:
-    """Add to a score that its worker's breaker is open and ignored, if it is."""
+    """Note that panic mode ignores the worker's open breaker."""
     if worker.breaker.closed or worker.barred:
         return score
     return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)

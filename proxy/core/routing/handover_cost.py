@@ -1,21 +1,15 @@
-"""One request on two workers: when that is better, and which two.
+"""Whether two legs are better than one, and on which workers.
 
-Idea: prefill on a worker that does nothing else, decode on one that is not disturbed by prefills,
-and pay a transfer of the prompt's KV cache in between. Per decode worker the question is one of
-seconds: what the prompt would cost there (its own prefill, the time that those who decode there
-lose by it, and those who come meanwhile) against the prefill worker's wait and prefill, and the
-transfer. Or, where the operator set a threshold, of tokens: those that the decode worker would have
-to prefill. So the decode worker is chosen first, by what the request costs there in the better way;
-the prefill worker is the one that will be done soonest. Nothing is sent to it before the decode
-worker's cache has room, and should have a seat when the prefill is done. Where shorts leave no seat
-for too long it is handed over all the same, one at a time; where they leave no room, the decode
-worker is given all of it. In either case its engine has it wait.
+Idea: prefill on one worker and decode on another, undisturbed. Per decode worker, compare the
+request's cost there (prefill, stalled decodes, delayed requests) with the prefill leg plus the
+transfer; with a threshold, compare uncached tokens. The prefill worker is the first to be done. The
+prefill starts once the decode worker has room, and a slot by its end. After a long wait for a slot,
+requests are handed over one at a time; after a long wait for room, the decode worker gets the whole
+request. Both wait in its engine.
 
-Cost: some ten multiplications per prefill worker and twenty per decode worker. How it fails: a
-decode worker that is faster than the prefill worker is not known to be, until it has had some long
-prompts itself; the prefill worker that is done soonest may have the slowest link to the decode
-worker; with a threshold, a busy prefill worker is waited for though a decode worker could do it
-sooner.
+Cost: some ten multiplications per prefill worker, twenty per decode worker. How it fails: a fast
+decode worker is unknown until it prefills long prompts. The prefill worker may have the slowest
+link. With a threshold, requests wait for a busy prefill worker.
 """
 
 from __future__ import annotations
@@ -33,29 +27,25 @@ from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.core.routing.view import View, fits
 
-DECODE = Role.DECODE  # looked up once: see reading.py
-PATIENCE = 0.5  # of the time that one may wait at all, for room to be handed over
+DECODE = Role.DECODE  # alias: see parser.py
+FALLBACK_WAIT_SHARE = 0.5  # of the longest wait, before the fallbacks
 
 
 class HandoverVerdict:
-    """What became of the question whether to hand a request over; a label in metrics.
-
-    No enum: its members hash in Python, and one is counted with every request.
-    """
+    """A metric label, no enum: enum members hash slowly, and every request counts one."""
 
     HANDED_OVER: Final = "handed_over"
-    ELSEWHERE: Final = "elsewhere"  # whole, on a worker that is neither for prefill nor for decode
-    NOT_WORTH_IT: Final = "not_worth_it"  # whole on a decode worker: little to prefill
-    CACHED: Final = "cached"  # the same, because most of it should be cached there
+    ELSEWHERE: Final = "elsewhere"  # whole, on a general worker
+    NOT_WORTH_IT: Final = "not_worth_it"  # whole on a decode worker
+    CACHED: Final = "cached"  # the same, mostly cached
     NO_PREFILL: Final = "no_prefill_worker"  # none is live
-    NO_ROOM: Final = "no_room"  # no decode worker had any for so long that one was given all of it
-    # None that is live takes more, or is connected to who decodes.
+    NO_ROOM: Final = "no_room"  # waited too long for room
+    # All are busy or have no link.
     PREFILL_BUSY: Final = "prefill_busy"
-    # Or else why it can't be split: see `splitting`.
+    # Or the reasons of `split_check`.
 
 
 def whole_s(worker: Worker, view: View) -> float:
-    """Reckon what a request costs a decode worker and those on it, prompt and all."""
     ask, now, held = view.ask, view.now, view.held
     cost = worker.flat_price + worker.prompt_price * ask.prompt_tokens
     cost += worker.output_price * ask.expected_output * ask.samples
@@ -64,7 +54,7 @@ def whole_s(worker: Worker, view: View) -> float:
 
 
 def may_queue(worker: Worker, ask: RequestInfo) -> bool:
-    """Whether a request may wait in a worker's engine: one of its size at a time."""
+    """Return whether a request may wait in a worker's engine: one of its size at a time."""
     return worker.role is not DECODE or worker.prefill_tokens < ask.prompt_tokens
 
 
@@ -77,9 +67,9 @@ def choose_prefill(
     links: KvLinks,
     decodes: Iterable[Worker],
 ) -> tuple[Worker, float, int] | None:
-    """Name the prefill worker that would be done soonest, when, and what it has cached.
+    """Return the first prefill worker to be done, its seconds and cached tokens.
 
-    One that can hand nothing over to any of `decodes` is idle, and would be chosen each time.
+    Workers without a link to `decodes` are skipped; idle, they would always win.
     """
     best: tuple[Worker, float, int] | None = None
     for worker in workers:
@@ -96,8 +86,7 @@ def choose_prefill(
     return best
 
 
-def stands(lease: Lease, now: float, within_s: float) -> bool:
-    """Whether the decode worker that was chosen before the prefill is still good for the rest."""
+def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
     worker, halves = lease.worker, lease.decision.handover
     if not is_well(lease):
         return False
@@ -107,14 +96,13 @@ def stands(lease: Lease, now: float, within_s: float) -> bool:
 
 
 def is_well(lease: Lease) -> bool:
-    """Whether a lease's worker answers, as far as is known."""
     return lease.worker.up and (not lease.worker.barred or lease.trial)
 
 
-def instead(
+def choose_other_decode(
     workers: Iterable[Worker], lease: Lease, now: float, links: KvLinks, within_s: float
 ) -> Worker | None:
-    """Name another decode worker for the rest of a hand-over: the one with the least ahead."""
+    """Return the decode worker with the shortest wait."""
     ask, first, halves = lease.ask, lease.prefill, lease.decision.handover
     if first is None or halves is None:
         return None
@@ -138,9 +126,9 @@ def _may_prefill(worker: Worker, ask: RequestInfo) -> bool:
 
 
 def refine(decision: Decision, view: View) -> Decision | None:
-    """Hand over what a rule that knows nothing of it gave to a decode worker, if that is better.
+    """Convert a decision to a hand-over if that is better.
 
-    None if it has to wait until the decode worker has room.
+    Return None to wait for room.
     """
     handing, worker = view.handing, decision.worker
     if handing is None or decision.handover is not None or worker.role is not DECODE:
@@ -152,8 +140,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
     return replace(handing.decision(worker, view), scores=decision.scores)
 
 
-def why(decision: Decision, view: View) -> str:
-    """Say what became of the question."""
+def verdict(decision: Decision, view: View) -> str:
     ask, worker = view.ask, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER

@@ -1,9 +1,9 @@
-"""Shorts to short workers, longs to long ones, whatever the load.
+"""Short requests to short workers, long ones to long workers.
 
-Idea: total token budget decides the pool (arXiv 2604.08075 and 2604.09613); within it the least
-loaded worker. General workers belong to both pools. Only when a pool has nobody left does a
-request go to the other. Cost: one comparison per candidate. How it fails: while no longs are about
-their workers idle, and when many are, they queue beside idle short ones.
+Idea: the token budget decides the pool (arXiv 2604.08075, 2604.09613), then the least load. General
+workers are in both; the other pool is the last resort. Cost: one comparison per candidate.
+
+How it fails: idle long workers stay idle while short ones are busy, and the reverse.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from proxy.core.routing.view import Rule, View, own_pool_is_full, reason_for, su
 
 
 class Length(Rule):
-    """See the module's text."""
-
     name = "length"
     by_size = True
 
     def choose(self, view: View) -> Decision | None:
-        """Choose the least loaded of the pool."""
         long = view.ask.long
         pool = [w for w in view.candidates if suits(w, long=long)]
         if not pool:
@@ -32,5 +29,4 @@ class Length(Rule):
         return Decision(worker, reason_for(worker, view))
 
     def rank(self, worker: Worker) -> float:
-        """Count its requests."""
         return worker.requests

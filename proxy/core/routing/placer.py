@@ -1,7 +1,4 @@
-"""Where a request goes: the workers that may be given it, the rule's choice of them, and why.
-
-Whose turn it is has been settled before: see `router`.
-"""
+"""Place a request: candidates, the rule's choice, the charge."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-NOBODY: frozenset[Worker] = frozenset()
+NO_WORKERS: frozenset[Worker] = frozenset()
 
 
-def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
-    """Whether other processes have left no room where a request was to go."""
+def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
+    """Return whether other processes have filled a chosen worker."""
     handover = decision.handover
     if handover is not None and others.have_filled(handover.prefill, now):
         return True
@@ -39,7 +36,7 @@ def _is_late(decision: Decision, others: RemoteLoad, now: float) -> bool:
 
 
 class Placer:
-    """The router's lowest floor."""
+    """Places requests: the router's lowest layer."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
@@ -53,7 +50,7 @@ class Placer:
             settings.fairness,
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
-        self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
+        self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.traffic: dict[str, Traffic] = {}
         self.links = KvLinks()
@@ -74,7 +71,7 @@ class Placer:
     ) -> Lease | Refusal | None:
         others, whole = self.fleet.others, ask.whole
         view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
-        while decision is not None and others is not None and _is_late(decision, others, now):
+        while decision is not None and others is not None and _is_filled(decision, others, now):
             ask.whole = whole
             view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
         if decision is None:
@@ -84,7 +81,7 @@ class Placer:
             if refusal is not None:
                 return self._refused(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
-            decision.whether = handover_cost.why(decision, view)
+            decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
@@ -95,7 +92,7 @@ class Placer:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
-        if ask.prefix:  # a decode worker has it when it has come: see `leases`
+        if ask.prefix:  # a decode worker has it after the transfer: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
             self.prefixes.record(ask.prefix, first.index)
         self._count(ask.model, decision.reason)
@@ -111,21 +108,20 @@ class Placer:
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        """Find the best place there is, and by what."""
         view = self._look(ask, now, tried, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
-            candidate_rules.keep_to_the_gaps(view, fair)
+            candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
         decision = self._choose(view)
         if decision is None and late and not in_the_gaps and view.handing is not None:
-            decision = self._choose_late(view, view.handing, candidates)
+            decision = self._choose_fallback(view, view.handing, candidates)
         if (
             in_the_gaps
             and decision is not None
-            and candidate_rules.is_in_the_way(decision, view, fair)
+            and candidate_rules.disturbs_handovers(decision, view, fair)
         ):
-            candidate_rules.keep_out_of_the_way(view, fair)
+            candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
         return view, decision
 
@@ -141,12 +137,12 @@ class Placer:
             view.candidates = [worker for worker in view.candidates if worker is not full]
         return None
 
-    def _choose_late(
+    def _choose_fallback(
         self, view: View, handing: HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
-        """Choose for one that has waited for long for a decode worker to have room."""
+        """Choose for a request that waited long for a decode worker."""
         ask, view.candidates = view.ask, candidates
-        # For a seat alone: served whole it would wait for the same one, and then stop others.
+        # For a mere slot: as a whole request it would wait for the same slot, then stall decodes.
         handing.stands = True
         if (decision := self._choose(view)) is not None:
             one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0
@@ -165,13 +161,13 @@ class Placer:
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
-        view = candidate_rules.look(
+        view = candidate_rules.find_candidates(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
         )
         pool = view.pool
         if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
             return view
-        # The last try is for one worker alone: its chance of success is the best.
+        # The last attempt uses one worker: the best chance.
         if not tried or len(tried) < self.settings.max_attempts - 1:
             links, within_s = self.links, self.settings.transfer_within_s
             best = handover_cost.choose_prefill(
@@ -184,13 +180,12 @@ class Placer:
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:
-        """Show what is known of a model's transfers."""
         found = self.transfers.get(model)
         if found is None:
             found = self.transfers[model] = TransferTimes()
         return found
 
-    def _saw(self, ask: RequestInfo, now: float) -> None:
+    def _record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.computes:
             return
         traffic = self.traffic_of(ask.model)
@@ -203,18 +198,15 @@ class Placer:
         traffic.saw_long(now, ask.prompt_tokens * token_s)
 
     def traffic_of(self, model: str) -> Traffic:
-        """Show what was asked of a model lately."""
         found = self.traffic.get(model)
         if found is None:
             found = self.traffic[model] = Traffic()
         return found
 
-    # Telling
-
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
-        """Say where a request would go now, with the score of every worker."""
+        """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
-        view = self._look(ask, now, NOBODY, explain=True)
+        view = self._look(ask, now, NO_WORKERS, explain=True)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
@@ -225,12 +217,12 @@ class Placer:
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
-            whether = handover_cost.why(decision, view) if asked else ""
+            whether = handover_cost.verdict(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
-        if (refusal := candidate_rules.hopeless(self.fleet, ask, now, NOBODY)) is None:
+        if (refusal := candidate_rules.why_hopeless(self.fleet, ask, now, NO_WORKERS)) is None:
             message = (
-                "It would wait: every worker that can hold it is full, kept for longs, or not "
-                "probed yet."
+                "The request would wait: every worker that can hold it is full, reserved for long "
+                "requests, or not probed yet."
             )
             refusal = Refusal(429, Reason.FLEET_FULL, message)
         return replace(refusal, scores=scores)

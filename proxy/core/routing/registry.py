@@ -14,10 +14,10 @@ RULES: dict[str, type[Rule]] = {
 
 
 def rule(name: str) -> Rule:
-    """Make a rule; `ValueError` lists the names there are."""
+    """Return a new rule; `ValueError` lists the valid names."""
     try:
         return RULES[name]()
     except KeyError:
         raise ValueError(
-            f"no routing policy {name!r}; there are: {', '.join(sorted(RULES))}"
+            f"unknown routing policy {name!r}; valid policies: {', '.join(sorted(RULES))}"
         ) from None

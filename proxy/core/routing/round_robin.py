@@ -1,8 +1,7 @@
 """Each worker in turn.
 
-Idea: whoever was given a request longest ago is next, which also gives a worker that was away no
-flood when it returns. Cost: one comparison per candidate. How it fails: it sees neither size nor
-load, so a short prompt waits behind a long one as often as not. It is here to be compared with.
+Idea: the worker not used for longest is next; a returning worker gets no flood. Cost: one
+comparison per candidate. How it fails: it ignores size and load. It is a baseline.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from proxy.core.routing.view import Rule, View
 
 
 class RoundRobin(Rule):
-    """See the module's text."""
-
     name = "round_robin"
 
     def choose(self, view: View) -> Decision | None:
-        """Choose whose turn it is."""
         return Decision(min(view.candidates, key=self.rank), Reason.ROUND_ROBIN)
 
     def rank(self, worker: Worker) -> float:
-        """Whose turn was longest ago."""
         return worker.served

@@ -1,4 +1,4 @@
-"""What a routing rule is shown, and what it must be able to say."""
+"""The input and interface of routing rules."""
 
 from __future__ import annotations
 
@@ -18,76 +18,69 @@ from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
 from proxy.core.model.types import Reason, RequestInfo
 
-WRONG = 2  # the misfit of the other size's pool
+MISFIT_OTHER_POOL = 2
 
 SHORT_REASONS = Reason.SHORT_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_LONG
 LONG_REASONS = Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_SHORT
 ONLY_CHOICE, DECODE_POOL = Reason.ONLY_CHOICE, Reason.DECODE_POOL
 DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER
-GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
+MIN_GAIN_SHARE, MIN_GAIN_S = 0.03, 0.002  # a hand-over must gain more (share, seconds)
 
 
 @dataclass(slots=True)
 class View:
-    """The moment of one decision."""
+    """State of one decision."""
 
     ask: RequestInfo
     now: float
-    candidates: list[Worker]  # each may be given it now; never empty
-    pool: Pool  # all that is live of the model
+    candidates: list[Worker]  # never empty
+    pool: Pool  # the model's live workers
     traffic: Traffic
-    held: PrefixHolders  # how much of the prompt is cached, and where
-    longs_waiting: bool  # in the router's queue, for this model
+    held: PrefixHolders  # cached prefix lengths and their workers
+    longs_waiting: bool  # queued, of this model
     tried: frozenset[Worker]
-    explain: bool  # whether somebody wants to see the scores
-    handing: HandoverOffer | None = None  # what a hand-over would be, where there may be one
+    explain: bool
+    handing: HandoverOffer | None = None
 
 
 @dataclass(slots=True)
 class HandoverOffer:
-    """What a hand-over would be for one request, now."""
-
-    prefill: Worker  # who would prefill
-    prefill_s: float  # until that has answered
-    cached_tokens: int  # there
+    prefill: Worker
+    prefill_s: float  # until its response
+    cached_tokens: int  # on the prefill worker
     transfers: TransferTimes
-    above: int | None  # tokens to prefill; None = where it costs less
+    above: int | None  # threshold in tokens; None: compare costs
     links: KvLinks
-    within_s: float = inf  # that a transfer may take, with the wait for it
-    shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
-    stands: bool = False  # whether it may wait in the decode worker's engine for a seat
+    within_s: float = inf  # limit of wait and transfer
+    shorts_per_s: float = 0.0  # expected per decode worker
+    stands: bool = False  # may wait in the decode engine for a slot
 
     def tokens(self, worker: Worker, view: View) -> int:
-        """Count what would have to be transferred to a decode worker."""
         prompt, held = view.ask.prompt_tokens, view.held
         return max(prompt - worker.cached(held), 1) if held else prompt or 1
 
     def transfer_s(self, worker: Worker, view: View) -> float:
-        """Predict how long that takes."""
         time = self.transfers.of(self.prefill.name, worker.name)
         return time.seconds(self.tokens(worker, view))
 
     def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
-        """Reckon what it costs everybody, as `adaptive` reckons the whole."""
+        """Return the cost to all requests, comparable with `adaptive`."""
         ask, pace = view.ask, worker.pace
         step_s = pace.step_s(worker.decoding)
         output_s = worker.output_price * ask.expected_output * ask.samples
         return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
 
     def wait_s(self, worker: Worker, view: View) -> float:
-        """Reckon for how long what a decode worker prefills itself outlasts the prefill."""
+        """Return how long the decode worker's own prefills outlast the prefill leg."""
         if not (worker.prefill_tokens or worker.strange_tokens):
             return 0.0
         return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)
 
     def harm_s(self, worker: Worker, view: View) -> float:
-        """Reckon what a decode worker's own prefill costs beyond what `adaptive` reckons of it.
+        """Return a decode worker's prefill cost beyond what `adaptive` counts.
 
-        Its pace is that of the short prompts that it prefills itself; of long ones, whose tokens
-        are dearer, the prefill worker has the word. While chunks of a prompt are computed those who
-        decode get hardly a token: they lose all of the time but one step, not a part of it. Shorts
-        that come meanwhile wait. And to wait for a seat takes a hand-over no time until its
-        prefill is done.
+        Its pace is learned from short prompts; for long ones the prefill worker's counts. Chunks
+        stall decodes for all but one step. A hand-over waits for a slot only after its prefill.
         """
         tokens, here, there = self.tokens(worker, view), worker.pace, self.prefill.pace
         token_s = here.token_s
@@ -101,10 +94,7 @@ class HandoverOffer:
         return more_s + tide_s + min(slots.wait_s(worker, view.now), self.prefill_s)
 
     def offer(self, worker: Worker, view: View, whole_s: float) -> float | None:
-        """Reckon what a hand-over to a decode worker costs; None if it had better do it all.
-
-        That costs `whole_s`.
-        """
+        """Return a hand-over's cost; None if `whole_s` is less."""
         if worker.role is not DECODE:
             return None
         transfer_s = self.transfer_s(worker, view)
@@ -113,15 +103,15 @@ class HandoverOffer:
         return self.worth(worker, view, whole_s, transfer_s)
 
     def worth(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
-        """Reckon the same, whether or not there is a link to that decode worker."""
+        """Return the same, without a check of the link."""
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
             return cost_s if self.tokens(worker, view) > self.above else None
         whole_s += self.harm_s(worker, view)
-        return cost_s if cost_s * (1.0 + GAIN) + GAIN_S < whole_s else None
+        return cost_s if cost_s * (1.0 + MIN_GAIN_SHARE) + MIN_GAIN_S < whole_s else None
 
     def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
-        """Whether a transfer to a decode worker has reason to succeed, and in time."""
+        """Return whether a transfer should succeed in time."""
         now = view.now
         if self.links.is_shut(self.prefill, worker, now):
             return False
@@ -130,15 +120,14 @@ class HandoverOffer:
         return transfer_s <= self.within_s
 
     def is_seated(self, worker: Worker, view: View) -> bool:
-        """Whether a decode worker has a seat by the time that the prefill is done."""
+        """Return whether a slot is free by the end of the prefill."""
         return self.stands or not slots.must_wait(worker, view.now, self.prefill_s)
 
     def may_begin(self, worker: Worker, view: View) -> bool:
-        """Whether a decode worker has room now, and a seat by the time that the prefill is done."""
+        """Return whether room is free now, and a slot by the end of the prefill."""
         return self.is_seated(worker, view) and fits(worker, view.ask, view.now)
 
     def decision(self, worker: Worker, view: View) -> Decision:
-        """Write down a hand-over to a decode worker."""
         tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
         handover = HandoverDecision(
             self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s
@@ -150,27 +139,27 @@ class HandoverOffer:
 
 
 class Rule:
-    """A way to choose. One file each; the registry knows them by name."""
+    """A routing rule, one per file."""
 
     name: ClassVar[str]
-    by_size: ClassVar[bool] = False  # whether longs and shorts are different to it
-    affine: ClassVar[bool] = False  # whether it heeds what is cached where
+    by_size: ClassVar[bool] = False  # distinguishes short and long
+    affine: ClassVar[bool] = False  # uses cached prefixes
 
     def choose(self, view: View) -> Decision | None:
-        """Choose a worker, or none: then the request waits."""
+        """Return a decision; None lets the request wait."""
         raise NotImplementedError
 
     def rank(self, worker: Worker) -> float:
-        """Say where a worker stands in a group too large to be looked at whole; least first."""
+        """Return a sort key for groups too large to scan; least first."""
         raise NotImplementedError
 
     def note(self, worker: Worker, view: View) -> str:  # noqa: ARG002
-        """Say something of a candidate that was given no score."""
+        """Describe a candidate without a score."""
         return f"{worker.requests} requests"
 
 
 def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    """Whether a decode worker's cache has room for a request right now, as far as is known."""
+    """Return whether the KV cache has room, if known."""
     capacity = worker.kv_capacity
     if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
@@ -179,7 +168,6 @@ def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def reason_for(worker: Worker, view: View) -> Reason:
-    """Say why a worker was right, where its pool and its load decided."""
     own, general, other = LONG_REASONS if view.ask.long else SHORT_REASONS
     misfit = worker.misfit_long if view.ask.long else worker.misfit_short
     if not misfit:
@@ -188,22 +176,21 @@ def reason_for(worker: Worker, view: View) -> Reason:
         return DECODE_POOL
     if len(view.candidates) == 1:
         return ONLY_CHOICE
-    return general if misfit < WRONG else other
+    return general if misfit < MISFIT_OTHER_POOL else other
 
 
 def suits(worker: Worker, *, long: bool) -> bool:
-    """Whether a worker is there for requests of this size, be it among others."""
-    return (worker.misfit_long if long else worker.misfit_short) < WRONG
+    return (worker.misfit_long if long else worker.misfit_short) < MISFIT_OTHER_POOL
 
 
 def own_pool_is_full(view: View) -> bool:
-    """Whether a worker meant for this size is there, well, and merely full."""
+    """Return whether a healthy worker for this size is merely full."""
     now = view.now
     return any(w.full and w.lets_pass(now) for w in _untried_of_own_pool(view))
 
 
 def own_pool_is_left(view: View) -> bool:
-    """Whether a worker meant for this size is worth the wait: well, or busy, or being tried."""
+    """Return whether a worker for this size is worth waiting for."""
     if any(suits(worker, long=view.ask.long) for worker in view.candidates):  # nearly always
         return True
     now = view.now
@@ -213,7 +200,6 @@ def own_pool_is_left(view: View) -> bool:
 
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
-    """Name the workers meant for this size that hold it and have not failed it."""
     ask, pool = view.ask, view.pool
     fitting = {group.limit for group in pool.holding(ask)}
     for worker in pool.for_longs if ask.long else pool.for_shorts:

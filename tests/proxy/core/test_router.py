@@ -448,10 +448,10 @@ def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
     many = [spec(f"s{at}", SHORT, 8192) for at in range(MAX_UNRANKED + 1)]
     router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
     left_out = {score.note for score in scores(router.explain(ask(10), 0.0)).values()}
-    assert left_out == {"", "others look better"}
+    assert left_out == {"", "higher cost than the chosen worker"}
     router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
     told = scores(router.explain(ask(10), 1.0))
-    assert told["l"].note == "kept for longs"
+    assert told["l"].note == "reserved for long requests"
     assert {score.note for name, score in told.items() if name != "l"} == left_out
     for worker in router.fleet:
         if worker.role is SHORT:
@@ -468,9 +468,9 @@ def test_explain_tells_that_one_would_wait_for_what_is_kept() -> None:
     told = refused(router.explain(ask(10), 1.0))
     assert {name: score.note for name, score in scores(told).items()} == {
         "s": "full",
-        "l": "kept for longs",
+        "l": "reserved for long requests",
     }
-    assert "kept for longs" in told.message
+    assert "reserved for long requests" in told.message
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])

@@ -178,7 +178,7 @@ def test_explain_says_that_a_breaker_is_ignored() -> None:
     router.fleet.succeeded(worker_of(router, "a"))
     found = router.explain(ask(), 0.0)
     assert isinstance(found, Decision)
-    assert {score.worker: score.note for score in found.scores}["b"] == "failed lately"
+    assert {score.worker: score.note for score in found.scores}["b"] == "failed recently"
 
 
 def test_a_worker_that_becomes_anothers_pool_counts_there() -> None:

@@ -90,7 +90,7 @@ def test_an_explanation_tells_that_it_waits_for_room() -> None:
     for second in (1.0, 2.0):
         page(here, second, 2, 2)
     told = {score.worker: score.note for score in here.explain(ask(LONG), 2.0).scores}
-    assert told == {"p0": "prefills only", "d0": "has no room yet for what would be handed over"}
+    assert told == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
 def spread(here: Router, now: float, usage: float, queued: int = 0) -> Worker:

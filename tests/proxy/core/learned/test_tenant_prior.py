@@ -9,7 +9,7 @@ import pytest
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.tenant_prior import MAX_VOTERS
 from proxy.core.model.types import Outcome, RequestInfo, Usage
-from proxy.core.request.sizing import FEW, MOST_LEARNT, Sizer
+from proxy.core.request.sizing import MAX_RATES_PER_TENANT, MIN_SAMPLES_LEARNED, Sizer
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import chat, placed, refused, route, router_of, spec
@@ -78,24 +78,24 @@ def test_a_tenants_first_answers_all_teach() -> None:
     """However many answers of other tenants end just before."""
     router, flood, small = router_of(spec("w")), tenant("flood"), tenant("small")
     now = 0.0
-    for number in range(40 * FEW):
+    for number in range(40 * MIN_SAMPLES_LEARNED):
         now += 0.001
         who = small if number % 20 == 7 else flood
         asked = size(router.sizer, who, stream=True)
         lease = placed(router.submit(asked, now))
         router.first_token(lease, now)
         router.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
-    assert small.learnt["m", CHAT].seen >= FEW
-    assert flood.learnt["m", CHAT].seen < 20 * FEW, "of many, some will do"
+    assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
+    assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "of many, some will do"
 
 
 def test_what_is_kept_is_bounded_and_no_tenant_takes_anothers_room() -> None:
     sizer, many, few = Sizer(), tenant("many"), tenant("few")
     taught(sizer, few, 2.0)
-    for number in range(3 * MOST_LEARNT):
+    for number in range(3 * MAX_RATES_PER_TENANT):
         for model in (f"m{number}", "often"):
             sizer.learn(size(sizer, many, model), Usage(2000, 50))
-    assert len(many.learnt) == MOST_LEARNT
+    assert len(many.learnt) == MAX_RATES_PER_TENANT
     assert ("often", CHAT) in many.learnt
     assert few.learnt["m", CHAT].seen == 60
     for number in range(3 * MAX_VOTERS):

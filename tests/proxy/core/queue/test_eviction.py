@@ -46,7 +46,7 @@ class Hall:
         self.now += 1.0
         gone: list[Ticket] = []
         if not self.queue.room_for(one):
-            gone = self.queue.make_room(one)
+            gone = self.queue.choose_evicted(one)
             if not gone:
                 return None
         for ticket in gone:
@@ -111,7 +111,7 @@ def test_retries_and_the_anonymous_do_not_give_way() -> None:
     hall, who = Hall(2), tenant("who")
     hall.queue.push(of(who), 0.0, frozenset({"w"}))
     hall.queue.push(of(who), 0.0, frozenset({"w"}))
-    assert hall.queue.make_room(of(tenant("other"))) == []
+    assert hall.queue.choose_evicted(of(tenant("other"))) == []
     hall = Hall(2)
     for _ in range(2):
         hall.came(of(None))

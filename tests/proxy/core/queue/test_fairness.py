@@ -318,14 +318,14 @@ def test_who_stands_before() -> None:
     hall = Hall()
     standard, urgent = tenant("standard"), tenant("urgent", rank=INTERACTIVE)
     batch = tenant("batch", rank=BATCH)
-    assert not hall.queue.stands_before(of(batch))
+    assert not hall.queue.any_ahead_of(of(batch))
     hall.push(of(batch))
-    assert not hall.queue.stands_before(of(standard)), "batch is in nobody's way"
+    assert not hall.queue.any_ahead_of(of(standard)), "batch is in nobody's way"
     hall.push(of(standard))
-    assert hall.queue.stands_before(of(standard))
-    assert hall.queue.stands_before(of(batch, long=True)), "whatever its size"
-    assert not hall.queue.stands_before(of(standard, long=True))
-    assert not hall.queue.stands_before(of(urgent))
+    assert hall.queue.any_ahead_of(of(standard))
+    assert hall.queue.any_ahead_of(of(batch, long=True)), "whatever its size"
+    assert not hall.queue.any_ahead_of(of(standard, long=True))
+    assert not hall.queue.any_ahead_of(of(urgent))
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.queue.request_fifo import Entry, RequestFifo
-from proxy.core.queue.sorted_buckets import LONGEST, SortedBuckets
+from proxy.core.queue.sorted_buckets import MAX_SEGMENT_ENTRIES, SortedBuckets
 from proxy.core.tenants.tenants import Rank
 
 NUMBERS = count()
@@ -23,7 +23,7 @@ def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
 
 
 def stretches(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
-    return ((each.entries, each.least) for each in order._stretches)
+    return ((each.entries, each.least) for each in order._segments)
 
 
 @given(
@@ -43,7 +43,7 @@ def test_it_is_as_a_sorted_list(steps: list[tuple[int, int, bool]], most: int) -
             plain.sort()
             order.put(one)
         for entries, known in stretches(order):
-            assert 0 < len(entries) <= LONGEST
+            assert 0 < len(entries) <= MAX_SEGMENT_ENTRIES
             assert known == min(each[3] for each in entries)
     assert [each for entries, _ in stretches(order) for each in entries] == plain
     assert list(order.below(lambda: most)) == [each for each in plain if each[3] < most]

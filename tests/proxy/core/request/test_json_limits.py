@@ -10,8 +10,14 @@ import orjson
 import pytest
 
 from proxy.core.model.types import Refusal
-from proxy.core.request.json_limits import LARGE, MOST_NODES, MOST_VALUES, PIECE, too_many
-from proxy.core.request.token_estimate import MOST_LOOKS, measure
+from proxy.core.request.json_limits import (
+    LARGE_BODY_BYTES,
+    MAX_NODES,
+    MAX_VALUES,
+    PIECE_BYTES,
+    too_many,
+)
+from proxy.core.request.token_estimate import MAX_EXAMINED, measure
 from tests.proxy.core.making import read, refused, route, router_of, spec
 
 
@@ -35,29 +41,31 @@ def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
     ],
 )
 def test_so_many_strings_lists_and_objects_and_no_more(unit: bytes, nodes: int) -> None:
-    most = (MOST_NODES - 3) // nodes  # beside the object, its key and the list
+    most = (MAX_NODES - 3) // nodes  # beside the object, its key and the list
     assert too_many(listed(unit, most)) == ""
     more = listed(unit, most + 1)
-    assert too_many(more) == ("200,000 strings, lists and objects" if len(more) > LARGE else "")
+    assert too_many(more) == (
+        "200,000 strings, lists and objects" if len(more) > LARGE_BODY_BYTES else ""
+    )
 
 
 def test_so_many_numbers_and_no_more() -> None:
-    most = MOST_VALUES - 3
+    most = MAX_VALUES - 3
     for unit in (b"7", b"123456"):
         assert too_many(listed(unit, most)) == ""
         assert too_many(listed(unit, most + 2)) == "1,100,000 values"
 
 
-@pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MOST_NODES + 1)])
+@pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MAX_NODES + 1)])
 def test_what_is_no_json_is_for_the_parser_to_refuse(mark: bytes) -> None:
-    too_many(b"{" + mark + b"[," * MOST_VALUES)
+    too_many(b"{" + mark + b"[," * MAX_VALUES)
 
 
 def test_where_the_count_stops_is_no_way_around() -> None:
-    head = b'{"messages":[' + b'"",' * (MOST_NODES - 1)
+    head = b'{"messages":[' + b'"",' * (MAX_NODES - 1)
     body = (
         head
-        + b" " * (-len(head) % PIECE + PIECE - 3)
+        + b" " * (-len(head) % PIECE_BYTES + PIECE_BYTES - 3)
         + b'"xxxxxx",'
         + b'{"a":1},' * 100_000
         + b"1]}"
@@ -66,13 +74,13 @@ def test_where_the_count_stops_is_no_way_around() -> None:
 
 
 # The costliest that each reader of bodies may be given.
-N = MOST_NODES - 50
+N = MAX_NODES - 50
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 COSTLY: list[tuple[str, bytes]] = [
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b'{"a":1},' * (N // 2))),
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b"{}," * N)),
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b'"",' * N)),
-    (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b"1," * (MOST_VALUES - 50))),
+    (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b"1," * (MAX_VALUES - 50))),
     (CHAT, b'{"messages":[%b1]}' % (b"{}," * N)),
     (CHAT, b'{"messages":[%b1]}' % (b'{"content":[1]},' * (N // 3))),
     (CHAT, b'{"messages":[%b1]}' % (b'{"a":1,"b":[1],"c":{}},' * (N // 6))),
@@ -82,7 +90,7 @@ COSTLY: list[tuple[str, bytes]] = [
     ("/v1/chat/completions/batch", b'{"messages":[%b[]]}' % (b"[{}]," * (N // 2))),
     (COMPLETION, b'{"prompt":[%b[1]]}' % (b"[1]," * N)),
     (COMPLETION, b'{"prompt":[%b""]}' % (b'"",' * N)),
-    (COMPLETION, b'{"prompt":[%b1]}' % (b'"",' + b"1," * (MOST_VALUES - 50))),
+    (COMPLETION, b'{"prompt":[%b1]}' % (b'"",' + b"1," * (MAX_VALUES - 50))),
     (
         COMPLETION,
         b'{"prompt_embeds":[%b""],"prompt":[%b""]}' % (b'"",' * (N // 2), b'"",' * 99_000),
@@ -112,14 +120,14 @@ def test_of_the_costliest_bodies_so_much_is_looked_at_and_no_more(at: int) -> No
     finally:
         sys.settrace(before)
     # Of prompts that are not looked at the lengths are: a line for each.
-    assert lines <= 40 * MOST_LOOKS + MOST_NODES
+    assert lines <= 40 * MAX_EXAMINED + MAX_NODES
     # And nothing is forgotten: of what was not looked at there is a guess.
     assert extent.text + 4 * extent.tokens >= 0.1 * len(body)
 
 
 def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
     router, message = router_of(spec("w")), {"content": "x" * 70}
-    few, many = ({"messages": [message] * n} for n in (MOST_LOOKS, 2 * MOST_LOOKS))
+    few, many = ({"messages": [message] * n} for n in (MAX_EXAMINED, 2 * MAX_EXAMINED))
     sure, doubtful = read(router, few), read(router, many)
     assert not isinstance(sure, Refusal)
     assert not isinstance(doubtful, Refusal)
@@ -139,7 +147,7 @@ def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
 def test_a_long_prompt_behind_all_that_is_looked_at_is_the_largest(
     path: str, key: str, more: dict[str, str]
 ) -> None:
-    fields = {key: ["a"] * MOST_LOOKS + ["x" * 1_000_000]} | more
+    fields = {key: ["a"] * MAX_EXAMINED + ["x" * 1_000_000]} | more
     assert measure(route(path).shape, fields).largest_text >= 1_000_000
 
 
@@ -147,7 +155,7 @@ def test_what_is_nested_too_deep_to_be_printed_counts_by_its_texts() -> None:
     deep: list[Any] = []
     for _ in range(500):
         deep = [deep]
-    fields = {"messages": [{"content": [""] * MOST_LOOKS + ["x" * 1_000_000, deep]}]}
+    fields = {"messages": [{"content": [""] * MAX_EXAMINED + ["x" * 1_000_000, deep]}]}
     assert measure(route(CHAT).shape, fields).vague >= 250_000
 
 

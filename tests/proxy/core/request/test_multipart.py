@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.request.multipart import LONGEST_PLAIN, MOST_PARTS, form_fields, plain_model
+from proxy.core.request.multipart import MAX_PARTS, MAX_PLAIN_HEAD_BYTES, form_fields, plain_model
 
 TYPE = b"multipart/form-data; boundary=XyZ"
 
@@ -85,8 +85,8 @@ def test_forms_as_libraries_write_them_are_plain(kind: bytes, file: bytes) -> No
         [(b'name="model"; filename="a"', b"w")],
         [(b'name="file"', b'\r\nContent-Disposition: form-data; name="model"\r\n\r\nw')],
         [NAMED, (b'x="y"', b"v")],
-        [NAMED, *[FILE] * MOST_PARTS],
-        [NAMED, (b'name="x"; filename="' + b"a" * LONGEST_PLAIN, b"v")],
+        [NAMED, *[FILE] * MAX_PARTS],
+        [NAMED, (b'name="x"; filename="' + b"a" * MAX_PLAIN_HEAD_BYTES, b"v")],
     ],
 )
 def test_a_form_that_parsers_may_read_otherwise_names_no_model(

@@ -10,8 +10,8 @@ import pytest
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.request import json_edit, json_limits
-from proxy.core.request.json_edit import MOST_MEMBERS, spliced
-from proxy.core.request.json_limits import LARGE, MOST_NODES, masked
+from proxy.core.request.json_edit import MAX_MEMBERS, spliced
+from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES, masked
 from proxy.core.request.parser import prompt_start
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
@@ -59,7 +59,7 @@ def test_what_is_no_json_object_is_400(body: bytes) -> None:
         b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # as some editors write files
         b'{"messages": [], "max_tokens": 7, "logit_bias": {"5": -Infinity}}',
         b'{"temperature": NaN, "messages": [], "max_tokens": 7}',
-        b'\xef\xbb\xbf{"max_tokens": 7, "messages": [], "user": "%b"}' % (b"u" * LARGE),
+        b'\xef\xbb\xbf{"max_tokens": 7, "messages": [], "user": "%b"}' % (b"u" * LARGE_BODY_BYTES),
     ],
 )
 def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
@@ -77,7 +77,7 @@ def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
 
 
 def test_a_body_of_countless_values_is_400_at_once() -> None:
-    body = b'{"messages": [' + b"[]," * MOST_NODES + b"[]]}"
+    body = b'{"messages": [' + b"[]," * MAX_NODES + b"[]]}"
     refusal = refused(read(router_of(spec("w")), body))
     assert refusal.status == 400
     assert "more than 200,000 strings, lists and objects" in refusal.message
@@ -95,11 +95,11 @@ def test_a_million_token_ids_are_not_too_many() -> None:
 def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(unit: bytes) -> None:
     """The same name all the time: what is parsed has one member."""
     tenant = Tenant(TenantSpec("a", salted=True))
-    for count in (MOST_MEMBERS - 2, MOST_MEMBERS + 1, 20_000):
+    for count in (MAX_MEMBERS - 2, MAX_MEMBERS + 1, 20_000):
         body = b'{%b"stream": true, "messages": []}' % (unit * count)
         router = router_of(spec("w"))
         found = router.read(route(), body, b"application/json", "id", tenant)
-        assert isinstance(found, RequestInfo) is (count < MOST_MEMBERS)
+        assert isinstance(found, RequestInfo) is (count < MAX_MEMBERS)
         if isinstance(found, RequestInfo):
             assert found.fields is not None
             assert spliced(body, found.fields)
@@ -209,7 +209,7 @@ def test_a_body_is_masked_once_however_often_it_is_looked_through(
     text: str, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To mask a text that is full of escapes takes as long as to parse it twice."""
-    escaped = text * (4 * LARGE // len(text))
+    escaped = text * (4 * LARGE_BODY_BYTES // len(text))
     body = f'{{"priority": 1, "stream": true, "x": "{escaped}"{more}}}'.encode()
     made: list[int] = []
     for module in (json_limits, json_edit):

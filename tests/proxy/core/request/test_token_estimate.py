@@ -15,9 +15,9 @@ from proxy.core.learned.media_tokens import IMAGE_TOKENS, VIDEO_TOKENS
 from proxy.core.model.route_table import PromptFields
 from proxy.core.request.token_estimate import (
     EMBEDDED_BYTES,
-    LETTERS,
-    MOST,
-    MOST_LOOKS,
+    MAX_EXAMINED,
+    MAX_TOKENS,
+    SAMPLED_CHARS,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
     PromptExtent,
@@ -39,10 +39,10 @@ def test_a_long_text_is_reckoned_from_some_of_its_letters(share: float) -> None:
 
 
 def test_which_letters_they_are_no_client_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = int(200_000 / LETTERS) | 1
+    step = int(200_000 / SAMPLED_CHARS) | 1
     made = "a".join("\u4e2d" * (step - 1) for _ in range(200_000 // step))
-    monkeypatch.setattr("proxy.core.request.token_estimate.PACE", 0.7)
-    monkeypatch.setattr("proxy.core.request.token_estimate.PHASE", 0.4)
+    monkeypatch.setattr("proxy.core.request.token_estimate.SAMPLE_STEP_FACTOR", 0.7)
+    monkeypatch.setattr("proxy.core.request.token_estimate.SAMPLE_PHASE", 0.4)
     assert text_bytes(made) > 0.9 * len(made.encode())
 
 
@@ -98,7 +98,7 @@ def test_embedded_prompts_are_prompts_beside_the_others() -> None:
 
 def test_embedded_prompts_are_looked_at_as_all_prompts_are() -> None:
     """Each as a prompt, and as its part."""
-    most = MOST_LOOKS // 2
+    most = MAX_EXAMINED // 2
     extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * most})
     assert (extent.tokens, extent.prompts) == (most, most)
     extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * 50_000})
@@ -178,9 +178,9 @@ def test_conversations_in_a_batch_are_prompts() -> None:
         ("7", 7),
         (" +0_7.00\n", 7),
         ("-0", 0),
-        (10**30, MOST),
-        ("9" * 30, MOST),
-        (1e300, MOST),
+        (10**30, MAX_TOKENS),
+        ("9" * 30, MAX_TOKENS),
+        (1e300, MAX_TOKENS),
         (-1, None),
         (-1.0, None),
         (0.5, None),
@@ -202,7 +202,7 @@ def test_numbers_as_clients_write_them(value: object, tokens: int | None) -> Non
 
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
 def test_a_number_is_sane_or_none(value: object) -> None:
-    assert (tokens := count(value)) is None or 0 <= tokens <= MOST
+    assert (tokens := count(value)) is None or 0 <= tokens <= MAX_TOKENS
 
 
 @given(st.text(alphabet="0123456789+-_. \t\n\u2003e", max_size=12))
@@ -212,7 +212,7 @@ def test_a_number_in_a_text_is_none_but_what_the_worker_s_parser_takes_it_for(va
         theirs = TypeAdapter(int).validate_python(value)
     except ValidationError:
         theirs = None
-    assert count(value) in (None, None if theirs is None else min(theirs, MOST))
+    assert count(value) in (None, None if theirs is None else min(theirs, MAX_TOKENS))
     if value.isdigit():
         assert count(value) == theirs
 

@@ -29,5 +29,5 @@ def test_every_rule_tells_its_idea_its_cost_and_how_it_fails() -> None:
 def test_an_unknown_name_is_met_with_the_names_there_are() -> None:
     names = ", ".join(sorted(RULES))
     assert {"adaptive", "length", "least_loaded", "round_robin"} <= RULES.keys()
-    with pytest.raises(ValueError, match=f"no routing policy 'x'; there are: {names}$"):
+    with pytest.raises(ValueError, match=f"unknown routing policy 'x'; valid policies: {names}$"):
         rule("x")
