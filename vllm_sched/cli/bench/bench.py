@@ -1,4 +1,4 @@
-"""`vllm-sched bench`: play a workload against an endpoint, and say how it fared."""
+"""`vllm-sched bench`: play a workload against an endpoint and report the results."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="play a workload against any OpenAI endpoint",
         description=(
-            "Send requests at the times a workload says, whatever became of earlier ones (an open "
-            "loop), and count latencies from those times. Prompts are random words."
+            "Send requests at the times of a workload without waiting for earlier responses (an "
+            "open loop). Latencies count from these times. Prompts are random words."
         ),
     )
     add_endpoint(parser)
     add_workload(parser).add_argument(
-        "--trace", action="store_true", help="insist on the times that the workload comes with"
+        "--trace", action="store_true", help="fail unless the workload has times of its own"
     )
     add_traffic(parser)
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and routing decisions"
     )
     parser.set_defaults(func=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run the command; 1 when a request failed."""
+    """Run the command; return 1 if a request failed."""
     targets = goodput.parse(args.goodput)
     schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
@@ -91,7 +91,7 @@ def as_result(
     targets: goodput.Targets,
     notes: Mapping[str, object],
 ) -> BenchResult:
-    """Put a run together with what was played."""
+    """Return the result of a run, with notes and warnings."""
     return BenchResult(
         schedule,
         targets,
@@ -114,14 +114,14 @@ def as_result(
 
 
 def tell(result: BenchResult, played: PlayedRun, console: Console) -> None:
-    """Print the figures, and what makes them doubtful."""
+    """Print the figures and all warnings."""
     if played.interrupted:
-        console.print("interrupted: this is what there is", style="yellow")
+        console.print("interrupted: partial results", style="yellow")
     console.print(table(result.classes(), result.targets))
     console.print(
         f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
-        f"them within {played.late_p99 * 1000:.0f} ms of their time, on {played.busy:.0%} of a "
-        "processor",
+        f"them within {played.late_p99 * 1000:.0f} ms of their time, with {played.busy:.0%} of a "
+        "CPU",
         style="dim",
         highlight=False,
     )
@@ -152,7 +152,7 @@ async def _measured(
 
 
 def complain(errors: Sequence[str], console: Console) -> None:
-    """Print the commonest errors, each once."""
+    """Print the most frequent errors, each once."""
     kinds: dict[str, int] = {}
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1
