@@ -1,9 +1,9 @@
-"""Traces in the format that Mooncake publishes: a JSON object per line.
+"""Traces in Mooncake's format: one JSON object per line.
 
-`{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}`:
-milliseconds, tokens, tokens, and a name for each block of the prompt (512 tokens each, the last
-one as long as is left), the same name where the text up to its end is the same. `tenant` and
-`class` may be added, texts both.
+`{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}`: times
+in milliseconds, lengths in tokens, and a name for each block of 512 prompt tokens. The last block
+may be shorter. Blocks with the same name have the same text up to their end. The text fields
+`tenant` and `class` are optional.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
 
 
 class RequestTrace(TrafficSource):
-    """A file of requests with their times; read line by line, whenever it is played.
+    """A file of requests with times, read line by line each time it is played.
 
-    A pipe brings them once: they are kept.
+    A pipe is read once and kept in memory.
     """
 
     timed = True
 
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
-        """Read the file once, for its faults and its rate."""
+        """Read the file once to find errors and the rate."""
         if block_tokens < 1:
             raise UsageError(
-                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's have {BLOCK_TOKENS}"
+                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's is {BLOCK_TOKENS}"
             )
-        # Any bytes name a file: this name is shown, drawn and saved.
+        # A file name may contain any bytes, but this name is printed and saved.
         self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
         self._path = path
         self._block = block_tokens
@@ -54,12 +54,12 @@ class RequestTrace(TrafficSource):
             count += 1
             seconds = request.at
         if not count:
-            raise UsageError(f"{path}: the trace is empty; it takes a JSON object per line")
+            raise UsageError(f"{path}: the trace is empty; it needs a JSON object per line")
         self.count = count
         self.rate = count / seconds if seconds else float(count)
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Read the requests in their order; nothing is left to chance."""
+        """Yield the requests in order; `rng` is not used."""
         del rng
         return self._again()
 
@@ -67,8 +67,8 @@ class RequestTrace(TrafficSource):
         kept = list(islice(self._read(), MOST_DRAWN + 1))
         if len(kept) > MOST_DRAWN:
             raise UsageError(
-                f"{self._path}: what a pipe brings is kept, at most {MOST_DRAWN:,} requests; write "
-                "it to a file, which may have more"
+                f"{self._path}: a pipe's requests are kept in memory, at most {MOST_DRAWN:,}; "
+                "write them to a file, which has no limit"
             )
         return kept
 
@@ -118,12 +118,12 @@ class RequestTrace(TrafficSource):
         if names is None:
             return ()
         if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
-            raise _BadLineError(f"hash_ids is {names!r:.60}; it takes a list of numbers or strings")
+            raise _BadLineError(f"hash_ids is {names!r:.60}; it must be numbers or strings")
         most = -(-prompt // self._block)
         if len(names) > most:
             raise _BadLineError(
-                f"hash_ids has {len(names)} names, input_length {prompt} only {most} blocks of "
-                f"{self._block} tokens; say how long blocks are with --block-tokens"
+                f"hash_ids has {len(names)} names, but input_length {prompt} has {most} blocks of "
+                f"{self._block} tokens; set the block length with --block-tokens"
             )
         return tuple(
             (name, min(self._block, prompt - i * self._block)) for i, name in enumerate(names)
@@ -131,22 +131,22 @@ class RequestTrace(TrafficSource):
 
 
 class _BadLineError(Exception):
-    """What is wrong with a line."""
+    """A line of a trace is invalid."""
 
 
 def _comes_once(path: Path) -> bool:
     try:
         return not stat.S_ISREG(path.stat().st_mode)
-    except OSError:  # reading it says why
+    except OSError:  # reading reports the error
         return False
 
 
 def _field(entry: dict[str, Any], key: str, valid: Callable[[Any], bool], takes: str) -> Any:
     if key not in entry:
-        raise _BadLineError(f"{key} is missing; it takes {takes}")
+        raise _BadLineError(f"{key} is missing; it must be {takes}")
     value = entry[key]
     if not valid(value):
-        raise _BadLineError(f"{key} is {value!r:.60}; it takes {takes}")
+        raise _BadLineError(f"{key} is {value!r:.60}; it must be {takes}")
     return value
 
 
@@ -155,7 +155,7 @@ def _word(entry: dict[str, Any], key: str) -> str:
     if value is None:
         return ""
     if not (isinstance(value, str) and value.isprintable()):
-        raise _BadLineError(f"{key} is {value!r:.60}; it takes a line of text")
+        raise _BadLineError(f"{key} is {value!r:.60}; it must be a line of text")
     return value
 
 
