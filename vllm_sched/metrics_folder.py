@@ -1,7 +1,6 @@
 """The folder of memory-mapped metric files that an engine and its server share.
 
-It is in memory where possible. On a busy disk, a write to a page under write-back can block the
-engine for tenths of a second.
+It is in memory if possible: on a busy disk, a write can block the engine for tenths of a second.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Final
 # The variable that prometheus_client reads when it is first imported.
 VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 MEMORY: Final = Path("/dev/shm")  # noqa: S108 - mkdtemp creates our own folder in it
-# The files take a few MiB, but a process dies when a mapped page finds no memory, and other
-# programs need /dev/shm too. The 64 MiB of a plain container are not enough.
+# A process dies when a mapped page finds no memory, and other programs need /dev/shm too. The
+# 64 MiB of a plain container are not enough.
 ROOM: Final = 256 << 20
 
 

@@ -142,7 +142,6 @@ class Sweep:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean over the runs with a value."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 

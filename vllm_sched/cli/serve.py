@@ -126,7 +126,6 @@ def vllm_command(
 
 
 def _chosen(policies: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of the policies to enable."""
     if policies is None:
         return [DEFAULT_POLICY]
     chosen = [policy for policy in policies if policy != NO_POLICY]
@@ -191,7 +190,7 @@ def _model_path(model: str) -> str:
 
 
 def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags that the tiny model needs on a CPU, without those that the user set."""
+    """Return the flags for the tiny model on a CPU that the user did not set."""
     if model != TINY:
         return []
     name = [] if "--served-model-name" in names(flags) else ["--served-model-name", TINY]

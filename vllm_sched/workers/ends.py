@@ -48,8 +48,8 @@ SWITCHES = (
     "--disable-hybrid-kv-cache-manager",  # grouping of blocks; NIXL compares it
 )  # fmt: skip
 LORA = "--lora-modules"  # adapters change the KV cache of a prompt
-# A draft model has layers, and their KV cache is transferred too. The methods in NO_LAYERS have
-# none, so one end may use them alone. The number of draft tokens does not matter.
+# The KV cache of a draft model's layers is transferred too. The methods in NO_LAYERS have none, so
+# one end may use them alone. The number of draft tokens does not matter.
 DRAFT = "--speculative-config"
 DRAFT_KEYS: Mapping[str, str] = {"--spec-method": "method", "--spec-model": "model"}
 DRAFTER = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
@@ -102,7 +102,7 @@ def differences(
 
 
 def _said(args: Sequence[str], name: str) -> str:
-    """Return the explicit value of a flag or of its object key; empty if there is none."""
+    """Return the explicit value of a flag or its object key, or an empty text."""
     found = last(args, name)
     if found is None and name == "--attention-backend":
         found = key(args, "--attention-config", "backend")
@@ -117,7 +117,6 @@ def _meant(name: str, value: str, *, on_cpu: bool) -> str:
 
 
 def _taken(args: Sequence[str], name: str, model: str) -> str:
-    """Return the value that vLLM uses, explicit or default."""
     value = _said(args, name)
     if name == "--load-format":
         return value if value == DUMMY else SAME[name]
@@ -127,7 +126,7 @@ def _taken(args: Sequence[str], name: str, model: str) -> str:
 
 
 def _object(args: Sequence[str], name: str) -> str:
-    """Return the normalised JSON of a flag or of its keys; empty if there is none."""
+    """Return the normalised JSON of a flag or its keys, or an empty text."""
     if found := fields(args, name):
         return json.dumps(found, sort_keys=True)
     text = last(args, name) or ""  # vLLM refuses text that is not a JSON object
@@ -135,7 +134,7 @@ def _object(args: Sequence[str], name: str) -> str:
 
 
 def _drafter(args: Sequence[str], model: str) -> str:
-    """Return the draft settings that must match, as normalised JSON; empty if there are none."""
+    """Return the draft settings that must match as normalised JSON, or an empty text."""
     said = {name.replace("-", "_"): value for name, value in (fields(args, DRAFT) or {}).items()}
     said |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last(args, flag))}
     found = {name: said[name] for name in DRAFTER if said.get(name)}
@@ -151,7 +150,7 @@ def _drafter(args: Sequence[str], model: str) -> str:
 
 
 def _adapters(args: Sequence[str]) -> str:
-    """Return the adapters that a worker loads at its start, as sorted NAME=PATH words."""
+    """Return a worker's initial adapters as sorted NAME=PATH words."""
     found: dict[str, str] = {}
     named = False
     for flag in parse(args):
@@ -166,7 +165,7 @@ def _adapters(args: Sequence[str]) -> str:
 
 
 def _adapter(text: str) -> tuple[str, str]:
-    """Return the name and path of an adapter given as NAME=PATH or as a JSON object."""
+    """Return an adapter's name and path from NAME=PATH or a JSON object."""
     try:
         read = json.loads(text)
     except ValueError:
@@ -178,7 +177,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _switched(args: Sequence[str], name: str) -> str:
-    """Return YES if a flag or its `--no-` form leaves the switch on; empty otherwise."""
+    """Return YES if the switch is on, or an empty text."""
     on = ""
     for flag in parse(args):
         if flag.name == name:

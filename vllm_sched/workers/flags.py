@@ -1,8 +1,7 @@
 """Parse vLLM's command line.
 
-vLLM takes underscores for hyphens, `--flag value`, `--flag=value` and `--flag.key value` for a key
-of an object flag. The last of several flags wins. Short names work in the same way:
-`-sc.method=ngram`.
+vLLM takes underscores for hyphens, `--flag value`, `--flag=value`, and `--flag.key value` for
+object flags. The last of several flags wins. Short names work too: `-sc.method=ngram`.
 """
 
 from __future__ import annotations

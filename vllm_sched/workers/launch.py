@@ -3,8 +3,7 @@
     with worker("long_prompt", model=str(tiny_model())) as w:
         requests.get(w.url + "/v1/models")
 
-A vLLM worker is several processes in one process group, and `stop` kills the group. A guard process
-outside the group kills it if this process dies, because then no `finally` block runs.
+A vLLM worker is a process group. A guard process outside the group kills it if this process dies.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ READY_S = 420.0  # usually a minute; a busy machine takes several
 GRACE_S = 10.0
 LOG_TAIL = 30
 TAIL_BYTES = 1 << 16
-# Printed by Triton's bindings at every exit; the real error is above these lines.
+# Triton's bindings print this at every exit.
 NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
 
 # float32: many virtual machines advertise bf16 instructions and then crash on them.
@@ -88,8 +87,7 @@ class WorkerError(VllmSchedError):
 class Side:
     """A worker's scheduler and its extra vLLM flags.
 
-    `name` is as on the command line: `default` is vLLM's own scheduler, `none` is ours without a
-    policy, and any other name is `NAME[+NAME...]`.
+    `name` is `default` (vLLM's own scheduler), `none` (ours without a policy) or `NAME[+NAME...]`.
     """
 
     name: str = DEFAULT
@@ -133,8 +131,8 @@ class Side:
 class Worker:
     """A server's process group; a context manager, plain or async.
 
-    `start()` returns at once, so that several workers can load together. `wait_ready()` and
-    `stop()` block; the async context manager runs them in a thread.
+    `start()` returns at once; `wait_ready()` and `stop()` block. The async context manager runs
+    them in a thread.
     """
 
     def __init__(
@@ -254,7 +252,7 @@ class Worker:
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(self.grace_s)
-            # Child processes outlive a server that was killed, so always kill the group.
+            # Child processes may outlive the server.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -327,7 +325,7 @@ def worker(
     log: Path | None = None,
     deadline_s: float = READY_S,
 ) -> Worker:
-    """Return a vLLM worker that is not started; it gets a free port if none is given."""
+    """Return a vLLM worker, not started; the default is a free port."""
     if isinstance(side, str):
         side = Side.parse(side)
     on_a_cpu = on_cpu()
@@ -357,14 +355,14 @@ def tracing(path: Path) -> dict[str, str]:
 
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
-    """Return the flag that gives an engine time to write its trace; empty if `flags` set it."""
+    """Return the flag that gives an engine time to write its trace, unless `flags` set it."""
     if SHUTDOWN in names(expanded(flags)):
         return []
     return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
 
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
-    """Return the flags for a CPU build, without those that the user has set."""
+    """Return the flags for a CPU build that are not in `given`."""
     said = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
 
@@ -398,7 +396,6 @@ def on_cpu() -> bool:
 
 
 def _tail(log: Path) -> list[str]:
-    """Return the last lines of a log, without noise."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
@@ -413,8 +410,7 @@ _handed_out: set[int] = set()
 def free_port() -> int:
     """Return an unused port that this process has not returned before."""
     while True:
-        # A worker takes half a minute to bind. A port from the kernel's own range could be given
-        # to an outgoing connection before that.
+        # Not from the kernel's range: a worker binds late, and the port could be taken by then.
         port = PORTS.start + secrets.randbelow(len(PORTS))
         if port in _handed_out:
             continue

@@ -30,7 +30,7 @@ ASK_S, HUNG_S = 10.0, 60.0
 
 
 class KeeperState(StrEnum):
-    """The state of a supervised worker."""
+    """A worker's state."""
 
     QUEUED = "queued"  # another worker loads on the same device
     STARTING = "starting"

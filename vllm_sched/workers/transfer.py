@@ -1,7 +1,7 @@
 """The flags and environment of prefill and decode workers that transfer KV caches.
 
-Only Mooncake gets an engine id, because its decode workers look for a known name. Otherwise vLLM
-makes a new id at each start, so blocks of a dead worker can't be read from its replacement.
+Only Mooncake gets an engine id, because its decode workers look for a known name. vLLM's own id is
+new at each start, so that blocks of a dead worker are not read from its replacement.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from vllm_sched.workers.flags_file import expanded
 
 Part = Literal["prefill", "decode"]
 
-# vLLM's classes by connector name in a fleet file. The first installed class is used. The classes
-# of one line are compatible with each other.
+# vLLM's classes by connector name, compatible within a line. The first installed class is used.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "nixl": ("NixlConnector", "NixlPullConnector"),
     "nixl push": ("NixlPushConnector",),
@@ -51,9 +50,8 @@ WHOLE = "--no-enable-chunked-prefill"
 
 # Each block adds descriptors per layer: a 12,000-token transfer took 12 ms with blocks of 128.
 CPU_BLOCK = "128"
-# How long a prefill worker keeps blocks that no decode worker has read. The router frees nearly all
-# earlier. vLLM reads blocks even after the lease has ended, so the lease is SPARE times as long as
-# the router's.
+# How long a prefill worker keeps unread blocks. vLLM reads blocks even after the lease has ended,
+# so the worker's lease is SPARE times the router's.
 LEASE_S, SPARE = 60, 2.0
 
 OWN = "--kv-transfer-config"
@@ -84,8 +82,8 @@ def wiring(
 ) -> Wiring:
     """Return one end's wiring; the user's `args` (or their file) and `env` have precedence.
 
-    `few_cpus`: the worker is bound to a few processors, which a polling thread would occupy.
-    `address` is the worker's transfer address, for connectors that need it.
+    `few_cpus`: the worker is bound to a few CPUs, which a polling thread would occupy. `address`
+    is the worker's transfer address.
     """
     env = env or {}
     on_cpu = launch.on_cpu()
@@ -148,7 +146,7 @@ def classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
 
 
 def missing(connector: str, mode: str = "pull") -> str:
-    """Return what is missing here for a connector, a vLLM class or a package; empty if nothing."""
+    """Return the vLLM class or package that a connector lacks here, or an empty text."""
     if f'"{class_of(connector, mode)}"' not in _factory():
         return f"the vLLM installed here has no {class_of(connector, mode)}"
     packages = PACKAGES.get(connector, ())

@@ -1,13 +1,11 @@
 """Measure a worker's step times from outside, through its OpenAI API.
 
 - decode alone: streams run together; the gap between two tokens is one step.
-- both: a prompt arrives at a decoding worker. The gap that ends with the prompt's first token is
-  the step that prefilled it. A prompt of several steps gives one gap per chunk, each after a longer
-  context.
+- both: a prompt arrives at a decoding worker. The gap before the prompt's first token is the step
+  that prefilled it; a long prompt gives one gap per chunk.
 - prefill alone: prompts arrive while another prompt, the plug, is prefilled. They share the next
   step, which lasts from the plug's token to theirs.
-- whole prompts, one at a time, from request to first token: the time outside the steps (the front),
-  and a check that the steps of a long prompt add up.
+- whole prompts, one at a time, from request to first token: the time outside the steps (the front).
 
 Each point is a median, because a late token makes one gap longer and the next one shorter. Timed
 prompts are random, so that none of their prefixes is cached.
@@ -197,7 +195,7 @@ class StepMeter(TokenApi):
         return [Measured(shape, statistics.median(times))]
 
     async def _behind(self, prompts: int, tokens: int, plug: int) -> float | None:
-        """Return the time of the step after a plug; None if it did not hold exactly the prompts."""
+        """Return the time of the step after a plug; None if it did not hold all prompts."""
         batch = [self.prompt(tokens) for _ in range(prompts)]
         first, then = await asyncio.gather(
             self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=FOLLOW_S)
@@ -284,7 +282,6 @@ class StepMeter(TokenApi):
         return [*plan.prompts[::3], *longs]
 
     async def _lone(self, tokens: int) -> LonePrompt:
-        """Time a prompt that runs alone, from the request to its token."""
         times = []
         for _ in range(LONG_REPEATS if tokens > LONG else LONE_REPEATS):
             await asyncio.sleep(IDLE_S)  # directly after another prompt a worker is faster

@@ -160,7 +160,6 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
 
 
 def _at(path: str, error: WireError) -> WireError:
-    """Add the path to an HTTP error."""
     return WireError(f"{path}: {error}") if REFUSED.match(str(error)) else error
 
 

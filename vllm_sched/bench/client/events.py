@@ -1,7 +1,7 @@
 """Parse server-sent events with little work per token.
 
-The process that measures time also reads every token of every stream. So a token event is
-recognised by a few bytes; all other events are parsed as JSON.
+The process that measures time also reads every token. So a token event is recognised by a few
+bytes; all other events are parsed as JSON.
 """
 
 from __future__ import annotations

@@ -275,8 +275,6 @@ def _slack(limit: int) -> int:
 
 
 class _Headers:
-    """Reads the headers that a measurement uses."""
-
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self.retry_after_s = 0.0

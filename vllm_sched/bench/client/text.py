@@ -1,8 +1,7 @@
 """Prompts of a given number of tokens for an endpoint with an unknown tokenizer.
 
-The prompts are random common words; the endpoint tells how many tokens these make. Texts with
-different names differ from their first word, so that only intended prefixes are cached. Most of a
-prompt is cut from one long text, which takes microseconds.
+The prompts are random common words. Texts with different names differ from their first word, so
+that only intended prefixes are cached. Most of a prompt is cut from one long text, which is fast.
 """
 
 from __future__ import annotations

@@ -144,8 +144,6 @@ class _UnansweredError(Exception):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one request at a time."""
-
     def __init__(self, idle: list[_Connection], opened: set[_Connection]) -> None:
         self._idle = idle
         self._opened = opened
@@ -153,7 +151,6 @@ class _Connection(asyncio.Protocol):
         self._begun = self._headed = self._framed = False
 
     async def exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
-        """Send a request and pass on its response."""
         if self._transport.is_closing():
             raise _UnansweredError("the connection is closed")
         self._parser = httptools.HttpResponseParser(self)
@@ -170,18 +167,15 @@ class _Connection(asyncio.Protocol):
             raise
 
     def abort(self) -> None:
-        """Close the connection now."""
         self._transport.abort()
 
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
         self._opened.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of a response."""
         if self._done is None or self._done.done():
             self.abort()  # data without a request
             return
@@ -193,7 +187,6 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Finish or fail the current request."""
         self._opened.discard(self)
         if self in self._idle:
             self._idle.remove(self)
@@ -208,29 +201,24 @@ class _Connection(asyncio.Protocol):
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """Start a response."""
         self._headed = self._framed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass on a header."""
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         self._on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Note the end of the headers."""
         self._headed = True
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a piece of the body, or keep it for an error."""
         if self._parser.get_status_code() == OK:
             self._deliver(body)
         else:
             self._refusal.append(body)
 
     def on_message_complete(self) -> None:
-        """Finish the request and keep the connection if possible."""
         status = self._parser.get_status_code()
         if status < OK:
             self._headed = False

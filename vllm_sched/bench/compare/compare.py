@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.engine_trace import Stories
 
 LONE_SAMPLES = 20
-# vLLM's processes spin for a second after the last step. On few cores this would slow down the side
-# that plays next.
+# vLLM's processes spin for a second after the last step, which would slow down the other side.
 REST_S = 1.5
 # A client without CPU for longer than this reports pauses that no worker made.
 STALL_LIMIT_S = 0.1

@@ -162,8 +162,6 @@ async def play(
 
 
 class _Client:
-    """Sends the requests of one round and has its clock."""
-
     def __init__(
         self, session: aiohttp.ClientSession, url: str, on_done: Callable[[RequestTimes], None]
     ) -> None:
@@ -174,7 +172,6 @@ class _Client:
 
     @property
     def began(self) -> float:
-        """The start of the round on the monotonic clock."""
         return self._start
 
     async def play(
@@ -246,8 +243,7 @@ class _Client:
 def ahead_of_others() -> Iterator[None]:
     """Run with real-time priority if the kernel allows it.
 
-    Real clients have machines of their own. Here a busy machine would delay the client, which looks
-    like a delay of the worker.
+    Otherwise a busy machine delays the client, which looks like a delay of the worker.
     """
     try:
         # Reset on fork: child processes get normal priority.

@@ -256,7 +256,6 @@ def _lane(
 def _boxes(
     record: RequestTimes, phases: Sequence[Phase], scale: Scale, middle: float
 ) -> Iterator[str]:
-    """Yield the chunks of a request's prompt and its preemptions."""
     styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
     for phase in phases:
         if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
@@ -278,7 +277,6 @@ def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
 
 
 def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
-    """Return the tooltip of a request."""
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
         parts.append(f"arrived at {record.sent:.2f} s")
@@ -369,7 +367,6 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
 
 
 def _crowd(records: Sequence[RequestTimes]) -> str:
-    """Return the number and kind of the requests."""
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [

@@ -79,9 +79,8 @@ def long_blocks_short(
 
     The shorts are spread over a second, so that each meets another point of the prefill.
 
-    All output lengths are fixed, also in the background: both sides do the same work in a round,
-    and starving some requests does not improve tokens per second. The background lasts four times
-    as long as full budgets would need, so it also outlasts small chunks.
+    All output lengths are fixed, so both sides do the same work in a round. The background lasts
+    four times as long as full budgets need, so it also outlasts small chunks.
     """
     foreground = longs * long_tokens + shorts * short_tokens
     outlasting = 64 + 4 * foreground // STEP_TOKENS

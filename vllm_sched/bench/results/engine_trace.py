@@ -46,7 +46,7 @@ Stories: TypeAlias = Mapping[str, Sequence[Phase]]  # by the client's request na
 def traceable(side: Side) -> Side:
     """Return the side with a scheduler that can be traced.
 
-    Our scheduler without a policy replaces vLLM's own; both schedule in the same way.
+    Our scheduler without a policy replaces vLLM's own, which it equals.
     """
     return Side(NONE, side.settings, side.extra) if side.name == DEFAULT else side
 

@@ -98,8 +98,7 @@ def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
 def kept_up(outcomes: Iterable[Outcome]) -> float:
     """Return the share of an open loop's rate that was served.
 
-    If latency grows by `growth` seconds per second, one in `1 + growth` requests is served. The
-    time of the last response is less exact, because it includes that response's own duration.
+    If latency grows by `growth` seconds per second, one in `1 + growth` requests is served.
     """
     trend = Trend()
     for each in outcomes:

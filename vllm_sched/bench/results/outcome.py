@@ -10,8 +10,8 @@ from itertools import pairwise
 class Outcome:
     """One request's history, in seconds after the start.
 
-    Latencies count from `at`, the planned time. So a late client or connection makes them worse;
-    latencies from `sent` would leave out exactly the waits under load.
+    Latencies count from `at`, the planned time; latencies from `sent` would leave out exactly the
+    waits under load.
     """
 
     at: float

@@ -22,9 +22,8 @@ def sharing(
 ) -> Iterator[Request]:
     """Yield the requests with shared prefixes, so that `hit` of all prompt tokens were sent before.
 
-    A request opens a group with its whole prompt or reuses the text of a recent group. A longer
-    prompt extends the group, like a conversation. Groups are reused whenever too few tokens are
-    shared so far. `name` separates the groups of two sources.
+    A request opens a group with its prompt, or reuses and perhaps extends the text of a recent
+    group if too few tokens are shared so far. `name` separates the groups of two sources.
     """
     heads: list[Piece] = []
     opened = shared = total = 0

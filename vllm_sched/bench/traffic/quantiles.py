@@ -7,16 +7,15 @@ from bisect import bisect_right
 from typing import Final
 
 PERCENTS: Final = (5, 25, 50, 75, 90, 95, 99)
-# The ends are not published. They continue the table's slope, up to this factor.
+# The unpublished ends continue the table's slope, up to this factor.
 BEYOND: Final = 1.5
 
 
 class Quantiles:
     """A distribution given by a few quantiles, with geometric interpolation.
 
-    Lengths spread over orders of magnitude, so their logarithm is uniform between two quantiles.
-    Means are within a few percent of the published ones (tests/bench/traffic/test_tables.py); a
-    lognormal through p50 and p99 misses them by half.
+    The logarithm of lengths is uniform between two quantiles. Means are within a few percent of the
+    published ones; a lognormal through p50 and p99 misses them by half.
     """
 
     def __init__(self, *values: float) -> None:

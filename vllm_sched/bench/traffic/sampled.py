@@ -1,8 +1,7 @@
 """A trace played at a given rate: stretches from all parts of the file, repeated without end.
 
-At another rate a trace's own times have no meaning, and its first lines cover one hour of a day.
-So stretches of consecutive lines, which share prefixes, are spread over the file, from a place that
-the seed gives. Cost: at most 20,000 lines are kept in memory.
+A trace's first lines may cover one hour of a day. So stretches of consecutive lines, which share
+prefixes, are taken from the whole file. Cost: at most 20,000 lines are kept in memory.
 """
 
 from __future__ import annotations
@@ -84,6 +83,5 @@ def _spreading(count: int) -> int:
 
 
 def _anew(request: Request, number: int) -> Request:
-    """Return the request with other text names for a later round."""
     pieces = tuple((f"{number}/{name}", tokens) for name, tokens in request.shared)
     return replace(request, shared=pieces)

@@ -7,7 +7,7 @@ are drawn independently.
 
 ShareGPT: means and limits are those of vLLM's serving benchmark with its default seed (1,000
 prompts with 217,393 prompt and about 200,000 output tokens; prompts up to 1,024 tokens, 2,048 with
-the output). The quantiles are not published; these fit means and limits.
+the output). The quantiles are ours and fit these.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Table(TrafficSource):
 
 
 def _burstiness(cv: float) -> float:
-    """Return the gamma shape for a coefficient of variation."""
     return 1 / cv**2
 
 

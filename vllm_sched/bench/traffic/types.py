@@ -50,7 +50,7 @@ class Request:
         )
 
     def fitted(self, limit: int) -> Request:
-        """Return the request shortened to `limit` tokens of prompt and output together."""
+        """Return the request shortened to `limit` tokens in all."""
         if self.prompt_tokens + self.output_tokens <= limit:
             return self
         output = min(self.output_tokens, max(1, limit // 2))

@@ -93,8 +93,6 @@ def draw(chart: Chart) -> str:
 
 
 class _Axis:
-    """Maps values to pixels; has round ticks."""
-
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
         low, high = min(values), max(values)
@@ -177,7 +175,6 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
 
 
 def _marker(number: int, x: float, y: float, colour: str) -> str:
-    """Return a hollow circle, square, triangle or diamond."""
     look = f'fill="none" stroke="{colour}" stroke-width="1.4"'
     match number % 4:
         case 0:

@@ -148,8 +148,6 @@ class _Plan:
 
 
 class _Runner:
-    """Plays the plans one after the other."""
-
     def __init__(
         self,
         args: argparse.Namespace,

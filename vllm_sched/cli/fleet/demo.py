@@ -119,7 +119,6 @@ async def _play(
 
 
 def _page(router: Worker) -> str:
-    """Return a router's metrics page."""
     return router.ask("/metrics", READY_S)[1].decode()
 
 

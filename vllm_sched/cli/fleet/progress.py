@@ -30,8 +30,6 @@ COLOURS = {KeeperState.READY: "green", KeeperState.DIED: "red", KeeperState.STAR
 
 @dataclass
 class _Row:
-    """A worker's row in the table."""
-
     state: KeeperState = KeeperState.QUEUED
     since: float = 0.0
     took: float | None = None  # seconds that the start took; None while the state goes on

@@ -148,7 +148,6 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check the arguments before a search of minutes starts."""
     require_folders(args.save)
     if abs(args.gpus) > MOST_GPUS:
         raise UsageError(f"--gpus: must be at most {MOST_GPUS:,}; give a smaller number")
@@ -184,7 +183,6 @@ def _said(args: argparse.Namespace) -> list[str]:
 
 
 def _traffic(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
-    """Return the `simulate` options for the planned traffic."""
     count = EXACT_REQUESTS if exact else found.requests
     said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
     said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
@@ -205,7 +203,6 @@ def _lengths(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
-    """Show progress: a bar on a terminal, otherwise lines."""
     if (place := terminal(console)) is None:
         lines = ProgressLines("plan")
         lines.say(f"planning for {question.source.name}")

@@ -190,7 +190,6 @@ def run_simulate(args: argparse.Namespace) -> int:
 def _checked(
     args: argparse.Namespace,
 ) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
-    """Check the arguments before a simulation of minutes starts."""
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
