@@ -73,7 +73,7 @@ def test_on_an_accelerator_vllm_chooses_block_and_buffer(monkeypatch: pytest.Mon
 def test_what_an_own_configuration_lacks_is_said() -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"%s}'
     bare = wiring("nixl", "prefill", args=["--kv-transfer-config", own % ""])
-    assert f'without "kv_connector_module_path": "{transfer.OURS}"' in bare.said
+    assert f'set "kv_connector_module_path": "{transfer.OURS}"' in bare.said
     assert bare.said.endswith("blocks of 128")
     whole = own % f', "kv_connector_module_path": "{transfer.OURS}"'
     said = wiring("nixl", "prefill", args=["--kv-transfer-config", whole]).said

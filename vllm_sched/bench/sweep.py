@@ -101,7 +101,7 @@ class Sweep:
         )  # fmt: skip
         for head in heads:
             layout.add_column(head, justify="right", no_wrap=True)
-        for axis, unit in ((RATE, "/s"), (CONCURRENCY, " concurrent")):
+        for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
             knees = self.knees(axis)
             given = list(knees)  # the names, in the order of play
             loads = sorted(

@@ -159,7 +159,7 @@ proxy_handovers_total{outcome="transferred"} 12
 def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
     plan = ComparisonPlan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
     said = demo.handed_over(page, plan)
-    assert said.startswith(f"{count} prompts handed over, in 2 rounds and one that warms up")
+    assert said.startswith(f"{count} prompts handed over, in 2 rounds and a warm-up round")
     assert said.endswith(", 3 of them long")
 
 

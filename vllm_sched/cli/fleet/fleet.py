@@ -176,7 +176,7 @@ def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
 
 def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
     length = worker.stated_max_model_len
-    launched = "other" if worker.url else "none"
+    launched = "external" if worker.url else "none"
     if worker.launch is not None:
         how = [*worker.launch.policies]
         if worker.launch.cpus:
