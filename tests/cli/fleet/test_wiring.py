@@ -398,7 +398,7 @@ def test_workers_of_mooncake_are_started_to_be_found(tmp_path: Path) -> None:
     assert [each["kv_role"] for each in flags] == ["kv_producer", "kv_producer", "kv_consumer"]
     named = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
     assert [each.env for each in made] == [{named: "8998"}, {named: "9001"}, {}]
-    assert ["started anew" in each.said for each in made] == [True, True, False]
+    assert ["restart its decode" in each.said for each in made] == [True, True, False]
     many = end("prefill", "-dp", "2"), end("decode")
     (line,) = problems(tmp_path, *many, transfer="mooncake")
     assert (
