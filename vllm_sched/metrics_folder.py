@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 # The variable that prometheus_client reads when it is first imported.
-VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 MEMORY: Final = Path("/dev/shm")  # noqa: S108 - mkdtemp creates our own folder in it
 # A process dies when a mapped page finds no memory, and other programs need /dev/shm too. The
 # 64 MiB of a plain container are not enough.
-ROOM: Final = 256 << 20
+MIN_FREE_BYTES: Final = 256 << 20
 
 
-def make(memory: Path = MEMORY) -> Path:
+def make_folder(memory: Path = MEMORY) -> Path:
     """Return a new, empty folder, which the caller removes."""
     return Path(tempfile.mkdtemp(prefix="vllm-sched-metrics-", dir=_usable(memory)))
 
@@ -28,5 +28,5 @@ def _usable(memory: Path) -> Path | None:
         found = os.statvfs(memory)
     except OSError:
         return None
-    has_room = found.f_bavail * found.f_frsize >= ROOM
+    has_room = found.f_bavail * found.f_frsize >= MIN_FREE_BYTES
     return memory if has_room and os.access(memory, os.W_OK | os.X_OK) else None

@@ -11,7 +11,7 @@ INTERRUPTED = 130  # a shell's status for Ctrl-C
 
 
 @contextmanager
-def terminated_alike() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM, which `timeout`, CI and containers send, like Ctrl-C."""
 
     def pass_on(*_: object) -> None:

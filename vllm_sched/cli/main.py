@@ -12,12 +12,12 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from proxy.errors import ProxyError
-from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, terminated_alike
+from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, sigterm_as_interrupt
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.version import __version__
 
 # Commands that measure. The others handle signals themselves or are short.
-PLAYED = frozenset(
+MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
 FLEET = ("router", "up", "demo", "check", "explain")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     command = "".join(argv[:1])
     try:
-        with terminated_alike() if command in PLAYED else nullcontext():
+        with sigterm_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
             return _run(argv)
     except KeyboardInterrupt:
         name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"

@@ -12,7 +12,7 @@ from typing import Final
 
 from rich.console import Console
 
-EVERY_S: Final = 10.0
+LINE_INTERVAL_S: Final = 10.0
 
 
 def terminal(console: Console) -> Console | None:
@@ -41,6 +41,6 @@ class ProgressLines:
             print(f"{self._head}{text}", file=sys.stderr, flush=True)
 
     def tell(self, text: str) -> None:
-        """Print a line unless another was printed in the last `EVERY_S` seconds."""
-        if time.monotonic() >= self._latest + EVERY_S:
+        """Print a line unless another was printed in the last `LINE_INTERVAL_S` seconds."""
+        if time.monotonic() >= self._latest + LINE_INTERVAL_S:
             self.say(text)

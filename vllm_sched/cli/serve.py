@@ -23,9 +23,9 @@ from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
-ADDITIONAL = "--additional-config"
+ADDITIONAL_CONFIG_FLAG = "--additional-config"
 # Limits of an engine that are not known yet: no setting is refused for exceeding them.
-ANY = sys.maxsize
+UNKNOWN_LIMIT = sys.maxsize
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -142,13 +142,13 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
     kept: list[str] = []
     found: dict[str, Any] = {}
     for flag in parse(words):
-        if flag.whole == ADDITIONAL != flag.name:
+        if flag.whole == ADDITIONAL_CONFIG_FLAG != flag.name:
             # vLLM would apply the key after ours, as an object that replaces ours.
             raise UsageError(
-                f"{flag.words[0]}: give {ADDITIONAL} as one JSON object; "
+                f"{flag.words[0]}: give {ADDITIONAL_CONFIG_FLAG} as one JSON object; "
                 "--policy and --set are merged into it"
             )
-        if flag.name != ADDITIONAL:
+        if flag.name != ADDITIONAL_CONFIG_FLAG:
             kept += flag.words
             continue
         try:
@@ -157,7 +157,8 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
             parsed = None
         if not isinstance(parsed, dict):
             raise UsageError(
-                f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object; give one or leave it out"
+                f"{ADDITIONAL_CONFIG_FLAG} {flag.value or ''!r} is not a JSON object; give one or "
+                "leave it out"
             )
         found = parsed  # the last of several flags wins
     return kept, found
@@ -168,9 +169,9 @@ def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
     given = "--max-model-len" in names(flags)  # may be "32k", which only vLLM parses
     length = number(flags, "--max-model-len") if given else _context_length(model)
     return EngineFacts(
-        max_model_len=length or ANY,
-        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or ANY,
-        max_num_seqs=number(flags, "--max-num-seqs") or ANY,
+        max_model_len=length or UNKNOWN_LIMIT,
+        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
+        max_num_seqs=number(flags, "--max-num-seqs") or UNKNOWN_LIMIT,
     )
 
 

@@ -360,15 +360,15 @@ def reaches_the_server() -> bool:
         logger.warning(
             "vllm_sched_* metrics will be missing from /metrics: vLLM's Rust front end does not "
             "read %s; start without VLLM_USE_RUST_FRONTEND to have them",
-            metrics_folder.VARIABLE,
+            metrics_folder.METRICS_VARIABLE,
         )
         return False
-    if os.environ.get(metrics_folder.VARIABLE):
+    if os.environ.get(metrics_folder.METRICS_VARIABLE):
         return True
     logger.info(
         "vllm_sched_* metrics are off: start with `vllm-sched serve`, or set %s to an empty "
         "folder before `vllm serve`, to have them on /metrics",
-        metrics_folder.VARIABLE,
+        metrics_folder.METRICS_VARIABLE,
     )
     return False
 
@@ -378,10 +378,10 @@ def open_folder() -> None:
 
     A folder that is named already is its owner's to empty.
     """
-    if os.environ.get(metrics_folder.VARIABLE):
+    if os.environ.get(metrics_folder.METRICS_VARIABLE):
         return
-    folder = metrics_folder.make()
-    os.environ[metrics_folder.VARIABLE] = str(folder)
+    folder = metrics_folder.make_folder()
+    os.environ[metrics_folder.METRICS_VARIABLE] = str(folder)
     # Decided when prometheus_client was first imported, which importing vLLM did.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
     owner = os.getpid()

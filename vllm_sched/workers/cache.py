@@ -11,12 +11,12 @@ from typing import Final
 
 from vllm_sched.errors import UsageError
 
-VARIABLE: Final = "VLLM_SCHED_CACHE"
+CACHE_VARIABLE: Final = "VLLM_SCHED_CACHE"
 
 
 def cache_dir() -> Path:
     """Return the cache folder: `VLLM_SCHED_CACHE`, by default the user's cache folder."""
-    if explicit := os.environ.get(VARIABLE):
+    if explicit := os.environ.get(CACHE_VARIABLE):
         return Path(explicit).absolute()  # workers start in another folder
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "vllm-sched"
@@ -33,7 +33,7 @@ def cached_folder(name: str, make: Callable[[Path], None]) -> Path:
         aside = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UsageError(
-            f"{name} can't be stored: {error}; set {VARIABLE} to a writable folder"
+            f"{name} can't be stored: {error}; set {CACHE_VARIABLE} to a writable folder"
         ) from None
     try:
         make(aside)

@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-SHORT: Final[Mapping[str, str]] = {
+SHORT_NAMES: Final[Mapping[str, str]] = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local",
     "-ep": "--enable-expert-parallel", "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
-LONGEST_NUMBER = 18  # digits; Python refuses to parse numbers of thousands of digits
+MAX_NUMBER_DIGITS = 18  # digits; Python refuses to parse numbers of thousands of digits
 # vLLM's parser takes these words for flags, known or not (-O3, -n), and never for values.
-NAME: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
+FLAG_PATTERN: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
 
 class Flag(NamedTuple):
@@ -42,18 +42,18 @@ def parse(words: Sequence[str]) -> Iterator[Flag]:
     while position < len(words):
         word = words[position]
         position += 1
-        if not NAME.match(word):
+        if not FLAG_PATTERN.match(word):
             yield Flag("", word, [word])
             continue
         name, equals, value = word.partition("=")
         taken = [word]
         found: str | None = value if equals else None
-        if not equals and position < len(words) and not NAME.match(words[position]):
+        if not equals and position < len(words) and not FLAG_PATTERN.match(words[position]):
             found = words[position]
             taken.append(found)
             position += 1
         whole, dot, inner = name.partition(".")
-        yield Flag((SHORT.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
+        yield Flag((SHORT_NAMES.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
 
 
 def names(words: Sequence[str]) -> set[str]:
@@ -73,7 +73,7 @@ def last(words: Sequence[str], name: str) -> str | None:
 def number(words: Sequence[str], name: str) -> int | None:
     """Return the value of a flag as an integer; None if it is not a plain number."""
     value = last(words, name)
-    plain = value is not None and value.isdecimal() and len(value) <= LONGEST_NUMBER
+    plain = value is not None and value.isdecimal() and len(value) <= MAX_NUMBER_DIGITS
     return int(value) if value is not None and plain else None
 
 

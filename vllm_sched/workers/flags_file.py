@@ -11,12 +11,12 @@ import yaml
 
 from vllm_sched.workers.flags import last, parse
 
-CONFIG: Final = "--config"
+CONFIG_FLAG: Final = "--config"
 
 
 def expanded(args: Sequence[str]) -> list[str]:
     """Return `args` with the file's flags in front; unchanged if the file can't be read here."""
-    name = last(args, CONFIG)
+    name = last(args, CONFIG_FLAG)
     if not name:
         return list(args)
     try:
@@ -26,7 +26,7 @@ def expanded(args: Sequence[str]) -> list[str]:
         words = [word for key, value in read.items() for word in _words(f"--{key}", value)]
     except (OSError, ValueError, TypeError, yaml.YAMLError):  # TypeError: dates are not JSON
         return list(args)
-    rest = [word for flag in parse(args) if flag.name != CONFIG for word in flag.words]
+    rest = [word for flag in parse(args) if flag.name != CONFIG_FLAG for word in flag.words]
     return words + rest
 
 
@@ -37,9 +37,9 @@ def readable(args: Sequence[str]) -> list[str]:
     """
     words: list[str] = []
     for flag in parse(args):
-        if flag.name == CONFIG and flag.value:
+        if flag.name == CONFIG_FLAG and flag.value:
             there = Path(flag.value).is_file()
-            words += [CONFIG, str(Path(flag.value).absolute()) if there else flag.value]
+            words += [CONFIG_FLAG, str(Path(flag.value).absolute()) if there else flag.value]
         else:
             words += flag.words
     return words

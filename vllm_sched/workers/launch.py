@@ -46,12 +46,12 @@ DEFAULT = "default"
 NONE = "none"
 
 LOOPBACK = "127.0.0.1"
-READY_S = 420.0  # usually a minute; a busy machine takes several
-GRACE_S = 10.0
-LOG_TAIL = 30
-TAIL_BYTES = 1 << 16
+READY_TIMEOUT_S = 420.0  # usually a minute; a busy machine takes several
+STOP_TIMEOUT_S = 10.0
+LOG_TAIL_LINES = 30
+LOG_TAIL_BYTES = 1 << 16
 # Triton's bindings print this at every exit.
-NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
+LOG_NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
 
 # float32: many virtual machines advertise bf16 instructions and then crash on them.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
@@ -67,7 +67,7 @@ ASYNCHRONOUS, SYNCHRONOUS = "--async-scheduling", "--no-async-scheduling"
 SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
 # The engine needs time to write its trace at shutdown; vLLM's default is none.
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
-SHUTDOWN = "--shutdown-timeout"
+SHUTDOWN_FLAG = "--shutdown-timeout"
 TRACE_SHUTDOWN_S = 8
 QUIET_ENV = {
     "DO_NOT_TRACK": "1",
@@ -76,7 +76,7 @@ QUIET_ENV = {
 }
 
 # `read` returns when the pipe closes, which the kernel does however this process dies.
-GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
+GUARD_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
 
 
 class WorkerError(VllmSchedError):
@@ -147,8 +147,8 @@ class Worker:
         log: Path | None = None,
         health: str = "/health",
         shows_metrics: bool = False,
-        deadline_s: float = READY_S,
-        grace_s: float = GRACE_S,
+        deadline_s: float = READY_TIMEOUT_S,
+        grace_s: float = STOP_TIMEOUT_S,
     ) -> None:
         self.command = tuple(command)
         self.health = health
@@ -160,7 +160,9 @@ class Worker:
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
         # The folder is temporary, unless the environment names one.
-        self._wants_metrics_folder = shows_metrics and not self._env.get(metrics_folder.VARIABLE)
+        self._wants_metrics_folder = shows_metrics and not self._env.get(
+            metrics_folder.METRICS_VARIABLE
+        )
         self._log = log
         self._folder: Path | None = None
         self._metrics_folder: Path | None = None
@@ -189,8 +191,8 @@ class Worker:
         self._stopping = False
         own = {}
         if self._wants_metrics_folder:
-            self._metrics_folder = metrics_folder.make()
-            own[metrics_folder.VARIABLE] = str(self._metrics_folder)
+            self._metrics_folder = metrics_folder.make_folder()
+            own[metrics_folder.METRICS_VARIABLE] = str(self._metrics_folder)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -204,7 +206,7 @@ class Worker:
         if self.cpus:  # before the server has children or threads, which inherit the affinity
             os.sched_setaffinity(self._process.pid, self.cpus)
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, str(self._process.pid), *map(str, self._folders)],
+            ["sh", "-c", GUARD_SCRIPT, str(self._process.pid), *map(str, self._folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -323,7 +325,7 @@ def worker(
     cpus: Sequence[int] = (),
     name: str = "worker",
     log: Path | None = None,
-    deadline_s: float = READY_S,
+    deadline_s: float = READY_TIMEOUT_S,
 ) -> Worker:
     """Return a vLLM worker, not started; the default is a free port."""
     if isinstance(side, str):
@@ -356,9 +358,9 @@ def tracing(path: Path) -> dict[str, str]:
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
     """Return the flag that gives an engine time to write its trace, unless `flags` set it."""
-    if SHUTDOWN in names(expanded(flags)):
+    if SHUTDOWN_FLAG in names(expanded(flags)):
         return []
-    return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
+    return [SHUTDOWN_FLAG, str(TRACE_SHUTDOWN_S)]
 
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
@@ -397,9 +399,9 @@ def on_cpu() -> bool:
 
 def _tail(log: Path) -> list[str]:
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    return [line for line in lines if not NOISE.match(line)][-LOG_TAIL:]
+    return [line for line in lines if not LOG_NOISE.match(line)][-LOG_TAIL_LINES:]
 
 
 # Below the ephemeral ports of Linux and other systems.

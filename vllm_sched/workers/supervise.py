@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 # The pause before a restart doubles with each death in a row.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+FIRST_RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 30.0
 # A worker that was ready for this time starts with a death count of 0 again.
-SETTLED_S = 60.0
-WATCH_S = 1.0
+STABLE_S = 60.0
+CHECK_INTERVAL_S = 1.0
 # A running worker that fails its health checks for HUNG_S counts as dead.
-ASK_S, HUNG_S = 10.0, 60.0
+HEALTH_INTERVAL_S, MAX_UNHEALTHY_S = 10.0, 60.0
 
 
 class KeeperState(StrEnum):
@@ -98,7 +98,7 @@ class WorkerKeeper:
         self._turn = turn or nullcontext()
         self._clock = clock
         self._deaths = 0
-        self._next_pause_s = FIRST_PAUSE_S
+        self._next_pause_s = FIRST_RESTART_PAUSE_S
 
     def run(self) -> None:
         """Keep the worker running; the worker is stopped when this returns."""
@@ -130,10 +130,13 @@ class WorkerKeeper:
             self._tell(KeeperNews(name, KeeperState.READY, ready_at - born))
             death = self._watch()
         now = self._clock()
-        if ready_at is not None and now - ready_at >= SETTLED_S:
-            self._deaths, self._next_pause_s = 0, FIRST_PAUSE_S
+        if ready_at is not None and now - ready_at >= STABLE_S:
+            self._deaths, self._next_pause_s = 0, FIRST_RESTART_PAUSE_S
         self._deaths += 1
-        pause, self._next_pause_s = self._next_pause_s, min(self._next_pause_s * 2, LONGEST_PAUSE_S)
+        pause, self._next_pause_s = (
+            self._next_pause_s,
+            min(self._next_pause_s * 2, MAX_RESTART_PAUSE_S),
+        )
         self._worker.stop()  # its children may still run
         self._tell(KeeperNews(name, KeeperState.DIED, now - born, str(death), self._deaths, pause))
         self._pause(pause)
@@ -142,19 +145,19 @@ class WorkerKeeper:
         """Return the cause of death once the worker dies or hangs."""
         answered = asked = self._clock()
         while True:
-            self._pause(WATCH_S)
+            self._pause(CHECK_INTERVAL_S)
             try:
                 self._worker.check()
             except WorkerError as error:
                 return error
-            if self._clock() - asked < ASK_S:
+            if self._clock() - asked < HEALTH_INTERVAL_S:
                 continue
             asked = self._clock()
             if self._worker.healthy():
                 answered = asked
-            elif asked - answered >= HUNG_S:
+            elif asked - answered >= MAX_UNHEALTHY_S:
                 name = self._worker.name
-                return WorkerError(f"{name} has not answered /health for {HUNG_S:g} s")
+                return WorkerError(f"{name} has not answered /health for {MAX_UNHEALTHY_S:g} s")
 
     def _pause(self, seconds: float) -> None:
         if self._wait(seconds):

@@ -39,22 +39,22 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our variants of vLLM's NIXL classes.
-OURS, MODULE = "vllm_sched.engine.nixl", "kv_connector_module_path"
+NIXL_MODULE, MODULE_KEY = "vllm_sched.engine.nixl", "kv_connector_module_path"
 LAYOUT, USUAL_LAYOUT = "VLLM_KV_CACHE_LAYOUT", "LBHNC"
 LAYOUTS = {"HND": "LBHNC", "NHD": "LBNHC"}  # vLLM's older names
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT, USUAL_BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"
 
 # The connector stores only a prompt's last chunk, and a worker that reads the rest crashes.
-WHOLE = "--no-enable-chunked-prefill"
+NO_CHUNKS_FLAG = "--no-enable-chunked-prefill"
 
 # Each block adds descriptors per layer: a 12,000-token transfer took 12 ms with blocks of 128.
 CPU_BLOCK = "128"
 # How long a prefill worker keeps unread blocks. vLLM reads blocks even after the lease has ended,
 # so the worker's lease is SPARE times the router's.
-LEASE_S, SPARE = 60, 2.0
+DEFAULT_LEASE_S, LEASE_FACTOR = 60, 2.0
 
-OWN = "--kv-transfer-config"
+CONFIG_FLAG = "--kv-transfer-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ def wiring(
     if connector == "nixl":
         # Without it, the death of a prefill worker fails the requests that it was handing over.
         config["kv_load_failure_policy"] = "recompute"
-        extra["kv_lease_duration"] = ceil(SPARE * lease_s) if lease_s else LEASE_S
+        extra["kv_lease_duration"] = ceil(LEASE_FACTOR * lease_s) if lease_s else DEFAULT_LEASE_S
         more[SIDE_HOST] = env.get(SIDE_HOST, host)
         more[SIDE_PORT] = env.get(SIDE_PORT) or str(launch.free_port())
         said.append(f"side channel {more[SIDE_HOST]}:{more[SIDE_PORT]}")
         if on_cpu or few_cpus:
-            config[MODULE] = OURS
+            config[MODULE_KEY] = NIXL_MODULE
             said.append("threads stay on the given CPUs, and NIXL's thread sleeps between polls")
     elif connector == "shared-storage":
         config["kv_role"] = "kv_both"  # the connector has no roles
@@ -123,13 +123,15 @@ def wiring(
         flags += ["--block-size", block]
         blocks.append(f"blocks of {block}")
     if connector == "shared-storage":
-        flags.append(WHOLE)
+        flags.append(NO_CHUNKS_FLAG)
     if (own := own_config(args)) is None:
-        flags += [OWN, json.dumps(config)]
+        flags += [CONFIG_FLAG, json.dumps(config)]
     else:
         said = ["--kv-transfer-config as given"]
-        if MODULE in config and not own.get(MODULE):
-            said.append(f'set "{MODULE}": "{OURS}" in it, or NIXL\'s thread occupies a CPU')
+        if MODULE_KEY in config and not own.get(MODULE_KEY):
+            said.append(
+                f'set "{MODULE_KEY}": "{NIXL_MODULE}" in it, or NIXL\'s thread occupies a CPU'
+            )
     said += blocks
     return Wiring(tuple(flags), more, ", ".join(said))
 
@@ -185,4 +187,4 @@ def own_config(args: Sequence[str]) -> dict[str, Any] | None:
 
     To vLLM, a single key replaces all that was written before it.
     """
-    return fields(expanded(args), OWN)
+    return fields(expanded(args), CONFIG_FLAG)

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_sched.bench.traffic.catalogue import NAMES, find
 from vllm_sched.bench.traffic.mixture import among_tenants
-from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.prefixes import with_sharing
 from vllm_sched.bench.traffic.tables import TABLES
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
@@ -102,7 +102,7 @@ def test_mooncakes_prompts_begin_alike_as_often_as_published(seed: int) -> None:
 @pytest.mark.parametrize("hit", [0.1, 0.5, 0.8])
 def test_any_share_is_met_and_no_length_changes(hit: float) -> None:
     plain = list(islice(TABLES["azure-conv"].requests(random.Random(1)), 2000))
-    shared = list(sharing(iter(plain), hit, random.Random(2), "x"))
+    shared = list(with_sharing(iter(plain), hit, random.Random(2), "x"))
     assert hits(shared) == pytest.approx(hit, abs=0.02)
     assert [r.prompt_tokens for r in shared] == [r.prompt_tokens for r in plain]
     assert all(r.shared_tokens <= r.prompt_tokens for r in shared)

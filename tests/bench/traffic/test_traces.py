@@ -72,7 +72,7 @@ def test_of_a_pipe_no_more_is_kept_than_one_run_has(
         with os.fdopen(reading):
             return RequestTrace(Path(f"/dev/fd/{reading}"))
 
-    monkeypatch.setattr(traces, "MOST_DRAWN", len(GOOD))
+    monkeypatch.setattr(traces, "MAX_REQUESTS", len(GOOD))
     assert piped(*GOOD).count == len(GOOD)
     with pytest.raises(UsageError, match=r"pipe's requests are kept in memory, at most 3; write"):
         piped(*GOOD, GOOD[-1], "{who reads on stumbles over this")

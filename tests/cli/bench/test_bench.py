@@ -244,7 +244,7 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "EVERY_S", 0.6)
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.6)
     words = ["--workload", "20x3", "--request-rate", "20", "--duration", "2.2"]
     with served(FakeOpenAI()) as fake:
         assert main(["bench", "--url", fake.url, *words]) == 0

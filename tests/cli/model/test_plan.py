@@ -227,7 +227,7 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_sched.cli.progress_bar.EVERY_S", 0.0)
+    monkeypatch.setattr("vllm_sched.cli.progress_bar.LINE_INTERVAL_S", 0.0)
     assert main([*ASK, "--policies", "default", *TARGETS]) == 0
     began, *told, ended = capsys.readouterr().err.splitlines()
     assert began == "vllm-sched plan: planning for 2000x20"

@@ -70,7 +70,7 @@ def test_of_very_many_requests_no_gaps_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(simulate, "EACH_TOKEN_UP_TO", 10)
+    monkeypatch.setattr(simulate, "MAX_FINE_REQUESTS", 10)
     save, plot = tmp_path / "out.json", tmp_path / "pictures"
     words = ["simulate", str(fleet), *LOAD, "--num-requests", "20", "--engine", "fluid"]
     assert main([*words, "--goodput", "itl:300"]) == 2
@@ -144,7 +144,7 @@ def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
 def test_how_far_it_is_is_told_without_a_terminal_too(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "EVERY_S", 0.0)
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
     words = [*LOAD, "--num-requests", "40", "--engine", "fluid"]
     assert main(["simulate", str(fleet), *words]) == 0
     began, *told = capsys.readouterr().err.splitlines()

@@ -26,23 +26,23 @@ from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
 
 # Streamed tokens; the first few and the last are not from full batches.
-STREAMED, WINDOW = 44, 8
+STREAM_TOKENS, WINDOW_TOKENS = 44, 8
 REPEATS: Final = 5
 BATCH_PROMPTS: Final = (1, 4)
 # Repeats of long prompts, which take long.
 LONG_REPEATS: Final = 3
-LONG: Final = 4096
+LONG_PROMPT_TOKENS: Final = 4096
 # A prompt's last part below this is mostly attention time.
-LEAST_PART: Final = 16
+MIN_PART_TOKENS: Final = 16
 # Repeats of whole prompts, and the worker's idle time before each.
 LONE_REPEATS, IDLE_S = 15, 0.15
 # A step without a chunk takes at most this share of a step with a chunk.
-SHORTER: Final = 0.7
+MAX_SHORT_STEP_RATIO: Final = 0.7
 # Most steps of a stream between two prompts.
-BETWEEN: Final = 40
+MAX_STEPS_BETWEEN: Final = 40
 # Delay of prompts after the plug; tokens further apart are from different steps.
-FOLLOW_S: Final = 0.002
-TOGETHER: Final = 0.3
+PLUG_LEAD_S: Final = 0.002
+MAX_TOKEN_SPREAD: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CalibrationPlan:
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
-        most = max_model_len - 2 * STREAMED - 4
+        most = max_model_len - 2 * STREAM_TOKENS - 4
         longest = min(budget - max_batch, most)
         if longest < 64:
             raise MeasureError(
@@ -130,21 +130,21 @@ class StepMeter(TokenApi):
 
     async def _decode(self, batch: int, context: int, budget: int) -> list[Measured]:
         # The first streams continue while the prompts of the others are computed.
-        length = 2 * STREAMED + 4 * batch + batch * context // budget
+        length = 2 * STREAM_TOKENS + 4 * batch + batch * context // budget
         length = min(length, self.max_model_len - context - 1)
         async with self.streams(batch, context, length) as streams:
             for stream in streams:
                 await stream.reached(1)
             latest = max(streams, key=lambda stream: stream.ticks[0])
-            await latest.reached(STREAMED)
+            await latest.reached(STREAM_TOKENS)
         gaps = [
             (gap, latest.tokens[at])
             for at in range(2, len(latest.ticks))
-            if latest.tokens[at] <= STREAMED and (gap := latest.gap(at)) is not None
+            if latest.tokens[at] <= STREAM_TOKENS and (gap := latest.gap(at)) is not None
         ]
         found = []
-        for start in range(0, len(gaps) - WINDOW + 1, WINDOW):
-            window = gaps[start : start + WINDOW]
+        for start in range(0, len(gaps) - WINDOW_TOKENS + 1, WINDOW_TOKENS):
+            window = gaps[start : start + WINDOW_TOKENS]
             seconds = statistics.median(gap for gap, _ in window)
             each = context + round(statistics.fmean(token for _, token in window)) - 1
             found.append(Measured(StepShape(decodes=batch, context_tokens=batch * each), seconds))
@@ -156,12 +156,12 @@ class StepMeter(TokenApi):
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
         contexts: list[int] = []
         # Long enough for all prompts with some steps between them; cut off at the end.
-        steps = min(len(rounds) * BETWEEN, self.max_model_len - plan.contexts[0] - 1)
+        steps = min(len(rounds) * MAX_STEPS_BETWEEN, self.max_model_len - plan.contexts[0] - 1)
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
                 await stream.reached(1)
             for tokens in rounds:
-                if any(stream.count + BETWEEN > steps for stream in streams):
+                if any(stream.count + MAX_STEPS_BETWEEN > steps for stream in streams):
                     break
                 if (step := await self._beside(streams, tokens)) is not None:
                     gaps[tokens].append(step[0])
@@ -178,7 +178,7 @@ class StepMeter(TokenApi):
     ) -> tuple[float, int] | None:
         """Return the time and context of the step that prefills a prompt next to streams."""
         newcomer = await self.stream(self.prompt(tokens), 1)
-        (found,) = await _before(streams, newcomer.ticks[0], 1)
+        (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
         return found
 
     async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[Measured]:
@@ -198,28 +198,28 @@ class StepMeter(TokenApi):
         """Return the time of the step after a plug; None if it did not hold all prompts."""
         batch = [self.prompt(tokens) for _ in range(prompts)]
         first, then = await asyncio.gather(
-            self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=FOLLOW_S)
+            self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=PLUG_LEAD_S)
         )
         seconds = then.ticks[0] - first.ticks[0]
-        return seconds if then.ticks[-1] - then.ticks[0] < TOGETHER * seconds else None
+        return seconds if then.ticks[-1] - then.ticks[0] < MAX_TOKEN_SPREAD * seconds else None
 
     def _most_chunks(self, batch: int, plan: CalibrationPlan, prompts: int) -> int:
         """Return how many steps the longest prompt can have, next to streams, `prompts` times."""
         room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - 2 - plan.budget
         # The streams continue during the prompts.
-        spare = batch * (plan.contexts[0] + prompts * BETWEEN)
+        spare = batch * (plan.contexts[0] + prompts * MAX_STEPS_BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
     async def _ends(self, plan: CalibrationPlan) -> list[Measured]:
         """Time the last steps of long prompts: small parts with a long context."""
         chunk, own = plan.budget - 1, plan.contexts[0]
-        parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= LEAST_PART]
+        parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
         prompts = 2 * LONG_REPEATS * len(parts)
         most = self._most_chunks(1, plan, prompts)
         if most < 2:
             return []
         found: list[Measured] = []
-        async with self.streams(1, own, prompts * (most + BETWEEN)) as streams:
+        async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
             await streams[0].reached(2)
             for count in (most // 2, most):
                 for part in parts:
@@ -239,21 +239,23 @@ class StepMeter(TokenApi):
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
         if count < 2:
             return []
-        steps = LONG_REPEATS * (count + BETWEEN)
+        steps = LONG_REPEATS * (count + MAX_STEPS_BETWEEN)
         seen: list[list[tuple[float, int]]] = [[] for _ in range(count + 1)]
         async with self.streams(batch, own, steps) as streams:
             for stream in streams:
                 await stream.reached(2)
             for _ in range(LONG_REPEATS):
-                if any(stream.count + count + BETWEEN // 2 > steps for stream in streams):
+                if any(stream.count + count + MAX_STEPS_BETWEEN // 2 > steps for stream in streams):
                     break
                 newcomer = await self.stream(self.prompt(count * chunk), 1)
-                for index, found in enumerate(await _before(streams, newcomer.ticks[0], count + 1)):
+                for index, found in enumerate(
+                    await _last_steps(streams, newcomer.ticks[0], count + 1)
+                ):
                     if found is not None:
                         seen[index].append(found)
         times = [statistics.median(gap for gap, _ in each) if each else None for each in seen]
         firsts = [each for each in times[1 : 2 + count // 4] if each is not None]
-        if times[0] and firsts and times[0] > SHORTER * statistics.median(firsts):
+        if times[0] and firsts and times[0] > MAX_SHORT_STEP_RATIO * statistics.median(firsts):
             raise MeasureError(
                 f"a prompt of {count * chunk} tokens next to {batch} decoding was not computed in "
                 f"{count} steps: --budget {plan.budget} must be the worker's "
@@ -283,14 +285,14 @@ class StepMeter(TokenApi):
 
     async def _lone(self, tokens: int) -> LonePrompt:
         times = []
-        for _ in range(LONG_REPEATS if tokens > LONG else LONE_REPEATS):
+        for _ in range(LONG_REPEATS if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
             await asyncio.sleep(IDLE_S)  # directly after another prompt a worker is faster
             began = time.perf_counter()
             times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
         return LonePrompt(tokens, statistics.median(times))
 
 
-async def _before(
+async def _last_steps(
     streams: Sequence[TimedStream], moment: float, steps: int
 ) -> list[tuple[float, int] | None]:
     """Return the last steps until a moment: the duration of each and its context."""

@@ -15,20 +15,20 @@ from typing import Final
 
 import aiohttp
 
-from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.compare.runner import realtime_priority
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import VllmSchedError
 
 TIMEOUT_S: Final = 300.0
 # Each event contains the number of tokens so far.
-COUNT_ALWAYS: Final = {"include_usage": True, "continuous_usage_stats": True}
-TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
+STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
+TOKENS_PATTERN: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
 # Cancelled streams keep the worker busy for a step or two.
 SETTLE_S: Final = 0.1
 # The vLLM metric whose labels contain the cache size.
-CACHE: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-LABEL: Final = re.compile(r'(\w+)="(\d+)"')
+CACHE_PATTERN: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+LABEL_PATTERN: Final = re.compile(r'(\w+)="(\d+)"')
 
 
 class MeasureError(VllmSchedError):
@@ -117,8 +117,8 @@ class TokenApi:
             page = (await self._get("/metrics")).decode(errors="replace")
         except MeasureError:
             return
-        if (found := CACHE.search(page)) is not None:
-            labels = {name: int(value) for name, value in LABEL.findall(found[1])}
+        if (found := CACHE_PATTERN.search(page)) is not None:
+            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(found[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
             if blocks and block:
                 # If groups of layers share the blocks, a token takes several.
@@ -165,7 +165,7 @@ class TokenApi:
             await asyncio.sleep(after_s)
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": COUNT_ALWAYS,
+            "ignore_eos": True, "stream": True, "stream_options": STREAM_OPTIONS,
         }  # fmt: skip
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
@@ -179,7 +179,7 @@ class TokenApi:
                     *events, rest = (rest + chunk).split(b"\n\n")
                     made = [event for event in events if b'"choices":[{' in event]
                     if made:
-                        counted = TOKENS.search(made[-1])
+                        counted = TOKENS_PATTERN.search(made[-1])
                         known = stream.count + len(made)
                         stream.tick(now, int(counted[1]) if counted else known)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -209,7 +209,7 @@ class TokenApi:
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     """Yield an HTTP session that runs with priority on this machine."""
     key = os.environ.get("VLLM_API_KEY", "")
-    with ahead_of_others():
+    with realtime_priority():
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),

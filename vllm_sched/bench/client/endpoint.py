@@ -23,9 +23,9 @@ MODELS: Final = "/v1/models"
 PROBE_TIMEOUT_S: Final = 60.0
 # The lengths of two probe texts for a linear fit; the second is shorter for a small model.
 PROBE_WORDS: Final = (40, 1040)
-LEAST_PROBE_WORDS: Final = 80
-NO_LIST: Final = ("HTTP 404", "HTTP 405", "HTTP 501")
-REFUSED: Final = re.compile(r"HTTP (\d+)")
+MIN_PROBE_WORDS: Final = 80
+NO_LIST_STATUSES: Final = ("HTTP 404", "HTTP 405", "HTTP 501")
+STATUS_PATTERN: Final = re.compile(r"HTTP (\d+)")
 NO_IGNORE_EOS: Final = (
     "the endpoint does not support ignore_eos: the model decides when a response ends"
 )
@@ -106,7 +106,7 @@ async def learn(asked: EndpointOptions) -> Endpoint:
     wire = endpoint.wire()
     try:
         endpoint = await _with_model(endpoint, wire)
-        endpoint = await _that_answers(endpoint, wire)
+        endpoint = await _checked(endpoint, wire)
         measure, doubt = await _measure(endpoint, wire)
     except WireError as error:
         words = str(error).removeprefix(f"{address}: ")
@@ -120,7 +120,7 @@ async def learn(asked: EndpointOptions) -> Endpoint:
 
 def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
     """Return what to do about an error; empty if unknown."""
-    refused = REFUSED.search(words)
+    refused = STATUS_PATTERN.search(words)
     match refused and int(refused[1]):
         case 401 | 403 if asked.key:
             return "; it rejects this key (--api-key, or OPENAI_API_KEY)"
@@ -141,9 +141,9 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
         served = json.loads(await wire.get(MODELS, PROBE_TIMEOUT_S))["data"]
         models: dict[str, Any] = {each["id"]: each for each in served}
     except WireError as error:
-        if endpoint.model and str(error).startswith(NO_LIST):
+        if endpoint.model and str(error).startswith(NO_LIST_STATUSES):
             return endpoint  # no model list: try the given model
-        raise _at(MODELS, error) from None
+        raise _with_path(MODELS, error) from None
     except (ValueError, KeyError, TypeError):
         raise EndpointError(
             f"{endpoint.address}{MODELS}: is not a list of models; is this an OpenAI endpoint?"
@@ -159,11 +159,11 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     return replace(endpoint, model=name, max_model_len=limit if isinstance(limit, int) else None)
 
 
-def _at(path: str, error: WireError) -> WireError:
-    return WireError(f"{path}: {error}") if REFUSED.match(str(error)) else error
+def _with_path(path: str, error: WireError) -> WireError:
+    return WireError(f"{path}: {error}") if STATUS_PATTERN.match(str(error)) else error
 
 
-async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
+async def _checked(endpoint: Endpoint, wire: Wire) -> Endpoint:
     """Check that the endpoint streams, and whether it supports vLLM's `ignore_eos`."""
     try:
         await _usage(endpoint, wire, "good day")
@@ -186,7 +186,7 @@ async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
     if not few:
         return Measure(), NO_COUNT
     if endpoint.max_model_len is not None:
-        most = min(most, max(LEAST_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
+        most = min(most, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
     many = await _tokens(endpoint, wire, texts.text("many", most))
     if many <= few:
         return Measure(), SAME_COUNT
@@ -219,7 +219,7 @@ async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
             PROBE_TIMEOUT_S,
         )
     except WireError as error:
-        raise _at(endpoint.path, error) from None
+        raise _with_path(endpoint.path, error) from None
     if outcome.error:
         raise WireError(f"returned an error for a small request: {excerpt(outcome.error)}")
     if not stream.done:

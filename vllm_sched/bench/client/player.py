@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
-from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.compare.runner import realtime_priority
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
-from vllm_sched.bench.traffic.schedule import AGAIN_S
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
 TIMEOUT_S: Final = 600.0
-WATCH_S: Final = 0.05
+WATCH_INTERVAL_S: Final = 0.05
 # Beyond these limits the client affects the figures.
 LATE_LIMIT_S: Final = 0.05
 STALL_LIMIT_S: Final = 0.1
@@ -121,7 +121,7 @@ async def play(
     player = _Player(
         endpoint, schedule, texts, timeout_s, tally or RunProgress(), stop or asyncio.Event()
     )
-    with ahead_of_others():
+    with realtime_priority():
         return await player.run()
 
 
@@ -205,7 +205,7 @@ class _Player:
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 retry_after_s = await self._one(wire, job[0], self._now(), job[1])
-                pause_s = 0.0 if retry_after_s is None else max(retry_after_s, AGAIN_S)
+                pause_s = 0.0 if retry_after_s is None else max(retry_after_s, MIN_RETRY_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._schedule.concurrency or 1):
@@ -265,8 +265,8 @@ class _Stall:
     async def watch(self) -> None:
         while True:
             asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_S)
-            self.longest = max(self.longest, time.perf_counter() - asleep - WATCH_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self.longest = max(self.longest, time.perf_counter() - asleep - WATCH_INTERVAL_S)
 
 
 def _slack(limit: int) -> int:

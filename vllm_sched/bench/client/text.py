@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
-COMMON: Final = (
+COMMON_WORDS: Final = (
     "able about above across act add after again age ago air all almost along also always among "
     "and animal answer any apple area arm around art ask away baby back ball bank base be bear "
     "beat bed been before begin behind best better between big bird black blood blue board boat "
@@ -32,9 +32,9 @@ COMMON: Final = (
     "guess gun had hair half hand happy hard has hat have he head hear heart heat heavy held help "
     "her here high hill him his history hit hold hole home hope horse hot hour house how human"
 )
-WORDS: Final = tuple(COMMON.split())
-HEAD: Final = 12  # random words at the begin of each text
-POOL: Final = 1 << 16
+WORDS: Final = tuple(COMMON_WORDS.split())
+HEAD_WORDS: Final = 12  # random words at the begin of each text
+POOL_WORDS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class Texts:
 
     def __init__(self, seed: int | str) -> None:
         self._seed = seed
-        pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL)
+        pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL_WORDS)
         self._pool = " ".join(pool)
         self._begins = [0, *accumulate(len(word) + 1 for word in pool)]
 
     def text(self, name: object, words: int) -> str:
         """Return the first words of the text `name`."""
         rng = random.Random(f"{self._seed}/{name!r}")
-        head = rng.choices(WORDS, k=HEAD)
-        if words <= HEAD:
+        head = rng.choices(WORDS, k=HEAD_WORDS)
+        if words <= HEAD_WORDS:
             return " ".join(head[:words])
-        begin, left = rng.randrange(POOL), words - HEAD
+        begin, left = rng.randrange(POOL_WORDS), words - HEAD_WORDS
         pieces = [" ".join(head)]
         while left:
-            taken = min(left, POOL - begin)
+            taken = min(left, POOL_WORDS - begin)
             pieces.append(self._pool[self._begins[begin] : self._begins[begin + taken] - 1])
             begin, left = 0, left - taken
         return " ".join(pieces)

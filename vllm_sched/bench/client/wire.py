@@ -21,7 +21,7 @@ from vllm_sched.errors import UsageError
 
 OK: Final = 200
 # OpenSSL's codes for self-signed certificates and unknown issuers.
-UNKNOWN_SIGNERS: Final = (18, 19, 20, 21)
+UNKNOWN_ISSUER_CODES: Final = (18, 19, 20, 21)
 OnBody = Callable[[bytes], None]
 OnHeader = Callable[[bytes, bytes], None]
 
@@ -126,7 +126,7 @@ class Wire:
         except TimeoutError:
             raise WireError(f"no complete response within {timeout_s:g} s") from None
         except OSError as error:
-            raise WireError(f"{self.address}: {_words(error)}") from None
+            raise WireError(f"{self.address}: {_error_text(error)}") from None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -241,13 +241,13 @@ class _Connection(asyncio.Protocol):
                 self._done.set_exception(error)
 
 
-def _words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     # asyncio's own texts for refused connections are vague, or a list with one per address.
     if isinstance(error, ConnectionRefusedError) or f"Errno {errno.ECONNREFUSED}" in str(error):
         return "connection refused; is a server listening there?"
     if isinstance(error, ssl.SSLCertVerificationError):
         remedy = "; set SSL_CERT_FILE=FILE.pem to its issuer's certificate" * (
-            error.verify_code in UNKNOWN_SIGNERS
+            error.verify_code in UNKNOWN_ISSUER_CODES
         )
         return f"its certificate is not trusted: {excerpt(error.verify_message)}{remedy}"
     if isinstance(error, ssl.SSLError):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LONE_SAMPLES = 20
 # vLLM's processes spin for a second after the last step, which would slow down the other side.
-REST_S = 1.5
+PAUSE_BETWEEN_SIDES_S = 1.5
 # A client without CPU for longer than this reports pauses that no worker made.
 STALL_LIMIT_S = 0.1
 
@@ -284,7 +284,7 @@ async def play_round(
     narrator: ProgressReporter,
 ) -> Round:
     """Play a round against one side; round 0 is a warm-up."""
-    await asyncio.sleep(REST_S)
+    await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
     each.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.compare.compare import ComparisonPlan, Contender
 
 # Lines that are left out of the table: the same for every contender, or redundant.
-HIDDEN = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
+HIDDEN_LINES = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Contest:
         group = ""
         for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
             line = lines[0]
-            if (line.group, line.measure) in HIDDEN:
+            if (line.group, line.measure) in HIDDEN_LINES:
                 continue
             if group and line.group != group:
                 layout.add_section()

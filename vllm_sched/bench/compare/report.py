@@ -292,6 +292,6 @@ def _style(*, better: bool | None) -> str:
     return {True: "green", False: "red", None: ""}[better]
 
 
-def some(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """Return a count with its noun in singular or plural."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")

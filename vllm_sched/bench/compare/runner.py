@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 
 REQUEST_TIMEOUT_S = 600.0
-WATCH_S = 0.02
+WATCH_INTERVAL_S = 0.02
 
 
 @dataclass
@@ -150,7 +150,7 @@ async def play(
     lone_bodies = [
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
     ]
-    with ahead_of_others():
+    with realtime_priority():
         async with _session() as session, _Watch() as watch:
             client = _Client(session, f"{url}/v1/completions", on_done)
             records = await client.play(workload.arrivals, bodies, number)
@@ -240,7 +240,7 @@ class _Client:
 
 
 @contextmanager
-def ahead_of_others() -> Iterator[None]:
+def realtime_priority() -> Iterator[None]:
     """Run with real-time priority if the kernel allows it.
 
     Otherwise a busy machine delays the client, which looks like a delay of the worker.
@@ -276,8 +276,8 @@ class _Watch:
     async def _run(self) -> None:
         while True:
             asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_S)
-            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_INTERVAL_S)
 
 
 class _RefusedError(Exception):

@@ -14,7 +14,14 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.compare.report import GROUPS, Figure, foreground_end, show, show_ratio, some
+from vllm_sched.bench.compare.report import (
+    GROUPS,
+    Figure,
+    foreground_end,
+    format_count,
+    show,
+    show_ratio,
+)
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
 from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.errors import UsageError
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, BATCH, BACKGROUND)
 # Explanations of sides without a policy.
-MEANT = {
+SIDE_EXPLANATIONS = {
     DEFAULT: "vLLM's own scheduler",
     NONE: "our scheduler without a policy, equivalent to vLLM's own",
 }
@@ -46,7 +53,7 @@ PANEL_GAP = 10.0
 HEAD = 100.0
 # A gap counts as a pause above both of these limits.
 PAUSE_FACTOR = 3.0
-PAUSE_LEAST_S = 0.1
+MIN_PAUSE_S = 0.1
 
 STYLE = """
 .swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
@@ -85,7 +92,7 @@ class Panel:
     @property
     def title(self) -> str:
         """The role and label, with an explanation of special labels."""
-        meant = MEANT.get(self.label.split(" ")[0])
+        meant = SIDE_EXPLANATIONS.get(self.label.split(" ")[0])
         return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
     def phases(self, record: RequestTimes) -> list[Phase]:
@@ -122,7 +129,7 @@ class Scale:
             if later > 0 and sooner < foreground_end(panel.played)
         )
         usual = gaps[len(gaps) // 2] if gaps else 0.0
-        pause = max(PAUSE_LEAST_S, PAUSE_FACTOR * usual)
+        pause = max(MIN_PAUSE_S, PAUSE_FACTOR * usual)
         return cls(until, math.ceil(pause * 100) / 100)
 
 
@@ -179,7 +186,7 @@ def write(comparison: Comparison, path: Path) -> None:
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
     notes = (
-        f"{_crowd(panels[0].played.records)}. Seed {workload.seed}, round {index + 1} of "
+        f"{_requests_text(panels[0].played.records)}. Seed {workload.seed}, round {index + 1} of "
         f"{comparison.plan.rounds}; worker flags: {' '.join(workload.worker_flags)}."
     )
     svg = swimlane(panels, title=title, subtitle=notes)
@@ -228,7 +235,7 @@ def _lane(
         waited_until = next((p.end for p in phases if p.name == WAITING), record.sent)
     begin, first = scale.x(record.sent), scale.x(waited_until)
     parts = [
-        f"<title>{escape(_story(record, name, phases))}</title>",
+        f"<title>{escape(_tooltip(record, name, phases))}</title>",
         f'<rect class="hit" x="{LEFT:g}" y="{top:g}" width="{WIDTH - LEFT - RIGHT:g}" '
         f'height="{LANE:g}"/>',
     ]
@@ -276,7 +283,7 @@ def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
         yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
 
 
-def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
+def _tooltip(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
         parts.append(f"arrived at {record.sent:.2f} s")
@@ -285,9 +292,10 @@ def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str
     waits = [phase for phase in phases if phase.name == WAITING]
     if chunks := [phase for phase in phases if phase.name == PREFILL]:
         queued = show(sum(wait.end - wait.start for wait in waits), "s")
-        parts.append(f"in the engine's queue {queued}, prompt in {some(len(chunks), 'chunk')}")
+        parts.append(f"in the engine's queue {queued}")
+        parts.append(f"prompt in {format_count(len(chunks), 'chunk')}")
     if out := sum(phase.name == PREEMPTED for phase in phases):
-        parts.append(f"preempted {some(out, 'time')}")
+        parts.append(f"preempted {format_count(out, 'time')}")
     parts.append(f"{record.completed} tokens")
     if record.itls:
         parts.append(f"longest gap {show(max(record.itls), 's')}")
@@ -366,7 +374,7 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
         )
 
 
-def _crowd(records: Sequence[RequestTimes]) -> str:
+def _requests_text(records: Sequence[RequestTimes]) -> str:
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [

@@ -11,7 +11,7 @@ from vllm_sched.bench.plots.style import (
     in_full,
     label,
     legend,
-    looks,
+    line_styles,
     picture,
 )
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.results.outcome import Outcome
 
-TENANTS: Final = 6
+MAX_TENANT_LINES: Final = 6
 OTHERS: Final = "the others"
-NOBODY: Final = "no tenant"
+NO_TENANT: Final = "no tenant"
 BINS: Final = 60
-NAMED: Final = 40  # most worker names in a picture
+MAX_WORKER_NAMES: Final = 40  # most worker names in a picture
 
 
 def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
@@ -36,7 +36,7 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
     served = served_by_tenant(outcomes)
     title = "Tokens served per tenant"
     with picture(stem, title, "seconds since the start", "tokens, prompt and output") as axes:
-        for look, (name, steps) in zip(looks(len(served)), served.items(), strict=True):
+        for look, (name, steps) in zip(line_styles(len(served)), served.items(), strict=True):
             axes.plot(
                 [at for at, _ in steps],
                 [tokens for _, tokens in steps],
@@ -63,15 +63,15 @@ def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float,
         # An event with several tokens counts for all of them.
         worth = max(each.completed, len(each.ticks)) / len(each.ticks)
         tokens += [(tick, worth) for tick in each.ticks]
-        tenant = each.tenant or NOBODY
+        tenant = each.tenant or NO_TENANT
         events[tenant] += tokens
         totals[tenant] += each.prompt_tokens + each.completed
     named = [name for name, _ in totals.most_common()]
-    if len(named) > TENANTS:
-        for name in named[TENANTS - 1 :]:
+    if len(named) > MAX_TENANT_LINES:
+        for name in named[MAX_TENANT_LINES - 1 :]:
             events[OTHERS] += events.pop(name)
-        named = [*named[: TENANTS - 1], OTHERS]
-    return {name: _adding_up(sorted(events[name])) for name in named}
+        named = [*named[: MAX_TENANT_LINES - 1], OTHERS]
+    return {name: _cumulative(sorted(events[name])) for name in named}
 
 
 def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
@@ -94,7 +94,7 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
             rows, aspect="auto", cmap="Greys", interpolation="nearest", norm=PowerNorm(0.5, vmin=0),
             extent=(0, seconds, len(workers) - 0.5, -0.5), gid="strip",
         )  # fmt: skip
-        every = -(-len(workers) // NAMED)
+        every = -(-len(workers) // MAX_WORKER_NAMES)
         axes.set_yticks(range(0, len(workers), every), workers[::every])
         for edge in range(1, len(workers) if every == 1 else 0):
             axes.axhline(edge - 0.5, color="white", linewidth=2)
@@ -117,7 +117,7 @@ def sent_to_workers(
     return workers, seconds, rows
 
 
-def _adding_up(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _cumulative(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return cumulative sums, with about as many steps as a picture can show."""
     steps = [(0.0, 0.0)]
     total = 0.0

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.plots.style import MUTED, label, legend, limit, looks, picture, plain_log
+from vllm_sched.bench.plots.style import (
+    MUTED,
+    label,
+    legend,
+    limit,
+    line_styles,
+    picture,
+    plain_log,
+)
 from vllm_sched.bench.results.stats import interval
 
 if TYPE_CHECKING:
@@ -82,7 +90,7 @@ def _top(curves: Mapping[str, Curve]) -> float:
 
 
 def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
-    for look, (name, curve) in zip(looks(len(curves)), curves.items(), strict=True):
+    for look, (name, curve) in zip(line_styles(len(curves)), curves.items(), strict=True):
         xs = sorted(curve.points)
         found = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
         axes.errorbar(

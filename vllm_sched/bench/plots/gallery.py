@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
 
-CLASSES: Final = 6  # most lines in a picture of a run
+MAX_CLASS_LINES: Final = 6  # most lines in a picture of a run
 
 
 def draw_run(result: BenchResult, folder: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
 def _by_class(outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
     """Return the outcomes by class in order of arrival; rare classes are combined."""
     counts = Counter(each.klass for each in outcomes)
-    most = len(counts) if len(counts) <= CLASSES else CLASSES - 1
+    most = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
     named = {name for name, _ in counts.most_common(most)}
     found: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-COLUMNS: Final = 1200
+MAX_COLUMNS: Final = 1200
 MICRO: Final = 1e6
 
 
@@ -79,7 +79,7 @@ def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
         axes.legend(loc="upper right", ncols=3, handlelength=2.4)
 
 
-def columns(steps: Sequence[PlottedStep], most: int = COLUMNS) -> list[PlottedStep]:
+def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[PlottedStep]:
     """Combine steps that are too narrow to be visible."""
     if len(steps) <= most:
         return list(steps)

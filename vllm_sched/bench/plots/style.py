@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INCHES: Final = (7.2, 4.3)
 DPI: Final = 150
-CROWDED: Final = 3000  # an axis with a larger range shows only powers of ten
+MAX_LABELLED_RATIO: Final = 3000  # an axis with a larger range shows only powers of ten
 MUTED: Final = "#666666"
 COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
 DASHES: Final = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5)))
@@ -59,7 +59,7 @@ def check_available() -> None:
         )
 
 
-def looks(count: int) -> list[dict[str, Any]]:
+def line_styles(count: int) -> list[dict[str, Any]]:
     """Return `count` different line styles: dashes, marker, colour."""
     styles = zip(cycle(DASHES), cycle(MARKERS), cycle(COLOURS), strict=False)
     return [
@@ -147,7 +147,7 @@ def plain_log(axis: Any, unit: str = "", factor: float = 1.0) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    narrow = low > 0 and high / low < CROWDED
+    narrow = low > 0 and high / low < MAX_LABELLED_RATIO
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:,.10g}{unit}"))
     axis.set_minor_formatter(NullFormatter())

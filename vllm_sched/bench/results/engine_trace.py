@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from vllm_sched.workers.launch import Worker
 
 WAITING, PREFILL, DECODE, PREEMPTED = "waiting", "prefill", "decode", "preempted"
-WRITE_S = 60.0
-LOOK_EVERY_S = 0.05
+WRITE_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.05
 MICRO = 1e6
 # The client's request name inside the engine's name: cmpl-round2-7-0-3f9a12bc.
-NAMED = re.compile(r"-(round\d+-\d+)-\d+-")
+REQUEST_NAME_PATTERN = re.compile(r"-(round\d+-\d+)-\d+-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,14 @@ def fetch(worker: Worker, path: Path) -> Stories:
     worker.check()
     if worker.pid is not None:
         os.kill(worker.pid, signal.SIGUSR1)
-    give_up = time.monotonic() + WRITE_S
+    give_up = time.monotonic() + WRITE_TIMEOUT_S
     while not path.exists():  # the file is renamed when it is complete
         if time.monotonic() > give_up:
-            raise WorkerError(f"{worker.name} wrote no trace to {path} within {WRITE_S:g} s")
+            raise WorkerError(
+                f"{worker.name} wrote no trace to {path} within {WRITE_TIMEOUT_S:g} s"
+            )
         worker.check()
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     return read(path)
 
 
@@ -78,7 +80,7 @@ def read(path: Path) -> Stories:
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         track = event["pid"], event.get("tid", 0)
         if event["ph"] == "M" and event["name"] == "thread_name":
-            if found := NAMED.search(event["args"]["name"]):
+            if found := REQUEST_NAME_PATTERN.search(event["args"]["name"]):
                 names[track] = found[1]
         elif event["ph"] == "X" and track in names:
             start = event["ts"] / MICRO

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 # A rate is served if this share of its requests is in time. The knee is the lowest concurrency with
 # this share of the best throughput.
-SHARE: Final = 0.9
-GAIN: Final = 1.05
-HALVINGS: Final = 4
-DOUBLINGS: Final = 12
+SERVED_SHARE: Final = 0.9
+MIN_GAIN: Final = 1.05
+MAX_HALVINGS: Final = 4
+MAX_DOUBLINGS: Final = 12
 REFINEMENTS: Final = 2
 
 Measure = Callable[[float], Awaitable[float]]
@@ -30,11 +30,11 @@ async def explore_rates(
     `measure` plays a rate and returns the share of requests in time. If the first rate is too high,
     it is halved. All rates are between `least` and `most`.
     """
-    least = max(least, start / 2**HALVINGS)
+    least = max(least, start / 2**MAX_HALVINGS)
     good, bad = 0.0, math.inf
     rate = start
-    for _ in range(HALVINGS + DOUBLINGS):
-        if await measure(rate) >= SHARE:
+    for _ in range(MAX_HALVINGS + MAX_DOUBLINGS):
+        if await measure(rate) >= SERVED_SHARE:
             good = rate
             if bad < math.inf or 2 * rate > most:
                 break
@@ -51,7 +51,7 @@ async def explore_rates(
         rate = float(f"{math.sqrt(good * bad):.3g}")
         if not good < rate < bad:
             return
-        if await measure(rate) >= SHARE:
+        if await measure(rate) >= SERVED_SHARE:
             good = rate
         else:
             bad = rate
@@ -64,9 +64,9 @@ async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
     """
     best = stale = 0.0
     concurrency = start
-    for _ in range(DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         found = await measure(concurrency)
-        stale = stale + 1 if found <= GAIN * best else 0
+        stale = stale + 1 if found <= MIN_GAIN * best else 0
         if stale == 2:
             return
         best = max(best, found)
@@ -77,7 +77,7 @@ def served_rate(shares: Mapping[float, float]) -> float | None:
     """Return the highest rate below which every rate is served; None if there is none."""
     served = None
     for rate in sorted(shares):
-        if shares[rate] < SHARE:
+        if shares[rate] < SERVED_SHARE:
             break
         served = rate
     return served
@@ -91,7 +91,9 @@ def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
     best = max(throughputs.values(), default=0.0)
     if best <= 0:
         return None
-    knee = min((x for x, found in throughputs.items() if found >= SHARE * best), default=None)
+    knee = min(
+        (x for x, found in throughputs.items() if found >= SERVED_SHARE * best), default=None
+    )
     return None if knee == max(throughputs, default=None) else knee
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PERCENTILES: Final = (50, 90, 95, 99)
 ALL: Final = "all"
 BUCKET_S: Final = 1.0
-MOST_SHOWN: Final = 6  # classes in a table
+MAX_SHOWN_CLASSES: Final = 6  # classes in a table
 SHOWN: Final = {
     "TTFT p50 / p99": ("median_ttft_ms", "p99_ttft_ms"),
     "TPOT p50 / p99": ("median_tpot_ms", "p99_tpot_ms"),
@@ -113,9 +113,9 @@ def by_class(
 def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     """Return a table with one column per class; only the most frequent if there are many."""
     named = [name for name in classes if name != ALL]
-    if left_out := max(len(named) - MOST_SHOWN, 0):
+    if left_out := max(len(named) - MAX_SHOWN_CLASSES, 0):
         named.sort(key=lambda name: -classes[name]["completed"])
-        del named[MOST_SHOWN:]
+        del named[MAX_SHOWN_CLASSES:]
     shown = {name: classes[name] for name in (*(named if len(named) > 1 else ()), ALL)}
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=len(shown) > 1)
     if left_out:

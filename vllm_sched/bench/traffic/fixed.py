@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.types import MOST_TOKENS, Request, TrafficSource
+from vllm_sched.bench.traffic.types import MAX_TOKENS, Request, TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ class Fixed(TrafficSource):
         found = LENGTHS.fullmatch(name)
         self.name = name
         self.prompt, self.output = (int(each) for each in found.groups()) if found else (0, 0)
-        if not all(1 <= each <= MOST_TOKENS for each in (self.prompt, self.output)):
+        if not all(1 <= each <= MAX_TOKENS for each in (self.prompt, self.output)):
             raise UsageError(
-                f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MOST_TOKENS:,}"
+                f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MAX_TOKENS:,}"
             )
 
     def requests(self, rng: random.Random) -> Iterator[Request]:

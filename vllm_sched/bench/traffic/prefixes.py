@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Piece, Request
 
 # The most of a prompt that may be shared.
-MOST: Final = 0.9
+MAX_SHARED_PART: Final = 0.9
 # Groups that may get more requests: the last ones opened.
-ALIVE: Final = 64
+MAX_OPEN_GROUPS: Final = 64
 
 
-def sharing(
+def with_sharing(
     requests: Iterator[Request], hit: float, rng: random.Random, name: str
 ) -> Iterator[Request]:
     """Yield the requests with shared prefixes, so that `hit` of all prompt tokens were sent before.
@@ -31,7 +31,7 @@ def sharing(
         if heads and shared < hit * total:
             index = rng.randrange(len(heads))
             group, known = heads[index]
-            again = int(MOST * request.prompt_tokens)
+            again = int(MAX_SHARED_PART * request.prompt_tokens)
             if again <= known:
                 piece = (group, again)
                 shared += again
@@ -40,15 +40,15 @@ def sharing(
                 shared += known
         else:
             piece = (f"{name}/{opened}", request.prompt_tokens)
-            if len(heads) < ALIVE:
+            if len(heads) < MAX_OPEN_GROUPS:
                 heads.append(piece)
             else:
-                heads[opened % ALIVE] = piece
+                heads[opened % MAX_OPEN_GROUPS] = piece
             opened += 1
         total += request.prompt_tokens
         yield replace(request, shared=(piece,) if piece[1] else ())
 
 
-def strangers(requests: Iterator[Request]) -> Iterator[Request]:
+def without_sharing(requests: Iterator[Request]) -> Iterator[Request]:
     """Yield the requests without shared prefixes."""
     return (replace(request, shared=()) for request in requests)

@@ -8,7 +8,7 @@ from typing import Final
 
 PERCENTS: Final = (5, 25, 50, 75, 90, 95, 99)
 # The unpublished ends continue the table's slope, up to this factor.
-BEYOND: Final = 1.5
+MAX_TAIL_RATIO: Final = 1.5
 
 
 class Quantiles:
@@ -21,7 +21,7 @@ class Quantiles:
     def __init__(self, *values: float) -> None:
         """Take the values at `PERCENTS`, ascending."""
         low = max(1.0, values[0] ** 2 / values[1])
-        high = values[-1] * min(BEYOND, values[-1] / values[-2])
+        high = values[-1] * min(MAX_TAIL_RATIO, values[-1] / values[-2])
         self._at = (0.0, *(percent / 100 for percent in PERCENTS), 1.0)
         self._values = (low, *values, high)
         self._logs = tuple(math.log(value) for value in self._values)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-STRETCH: Final = 50  # consecutive lines
-KEPT: Final = 400  # most stretches of a file
+STRETCH_LINES: Final = 50  # consecutive lines
+MAX_STRETCHES: Final = 400  # most stretches of a file
 GOLDEN: Final = (math.sqrt(5) - 1) / 2
-PARTS: Final = 5  # of a file, compared with each other
+COMPARED_PARTS: Final = 5  # of a file, compared with each other
 
 
 class Sampled(TrafficSource):
@@ -31,11 +31,11 @@ class Sampled(TrafficSource):
         """Read the finite source once."""
         self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
         self.lines = source.count or 0
-        all_of_them = max(math.ceil(self.lines / STRETCH), 1)
-        kept = min(all_of_them, KEPT)
+        all_of_them = max(math.ceil(self.lines / STRETCH_LINES), 1)
+        kept = min(all_of_them, MAX_STRETCHES)
         stretches: dict[int, list[Request]] = {}
         for line, request in enumerate(source.requests(rng)):
-            at = line // STRETCH
+            at = line // STRETCH_LINES
             if (at + 1) * kept // all_of_them > at * kept // all_of_them:
                 stretches.setdefault(at, []).append(request)
         self._stretches = list(stretches.values())
@@ -49,10 +49,10 @@ class Sampled(TrafficSource):
     def heaviest(self) -> float:
         """The mean size in the heaviest fifth of the file relative to the whole."""
         sizes = [each.prompt_tokens + each.output_tokens for each in self._in_order()]
-        part = len(sizes) // PARTS
+        part = len(sizes) // COMPARED_PARTS
         if not part:
             return 1.0
-        parts = (fmean(sizes[at * part : (at + 1) * part]) for at in range(PARTS))
+        parts = (fmean(sizes[at * part : (at + 1) * part]) for at in range(COMPARED_PARTS))
         return max(parts) / fmean(sizes)
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
@@ -65,7 +65,7 @@ class Sampled(TrafficSource):
             for _ in stretches:
                 at = (at + step) % len(stretches)
                 for request in stretches[at]:
-                    yield request if number == 1 else _anew(request, number)
+                    yield request if number == 1 else _with_round(request, number)
 
     def _in_order(self) -> Iterator[Request]:
         return itertools.chain.from_iterable(self._stretches)
@@ -82,6 +82,6 @@ def _spreading(count: int) -> int:
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
 
-def _anew(request: Request, number: int) -> Request:
+def _with_round(request: Request, number: int) -> Request:
     pieces = tuple((f"{number}/{name}", tokens) for name, tokens in request.shared)
     return replace(request, shared=pieces)

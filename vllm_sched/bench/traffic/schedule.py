@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.arrivals import gamma_times
 from vllm_sched.bench.traffic.mixture import among_tenants
-from vllm_sched.bench.traffic.prefixes import sharing, strangers
+from vllm_sched.bench.traffic.prefixes import with_sharing, without_sharing
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 DEFAULT_DURATION_S = 60.0
 # After a refusal a closed loop waits as long as told, and at least this many seconds.
-AGAIN_S: Final = 0.1
+MIN_RETRY_PAUSE_S: Final = 0.1
 # An open loop draws its times before it begins, which takes time and memory.
-MOST_DRAWN: Final = 10_000_000
-MOST_TENANTS: Final = 1_000_000
-MOST: Final = 1e12  # limit of any number: larger sums and products become infinite
+MAX_REQUESTS: Final = 10_000_000
+MAX_TENANTS: Final = 1_000_000
+MAX_NUMBER: Final = 1e12  # limit of any number: larger sums and products become infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Schedule:
     def __post_init__(self) -> None:
         """Raise `UsageError` for invalid settings."""
         for field, number, most in (
-            ("concurrency", self.concurrency, MOST_DRAWN),
-            ("num-requests", self.count, MOST_DRAWN),
-            ("tenants", self.tenants, MOST_TENANTS),
+            ("concurrency", self.concurrency, MAX_REQUESTS),
+            ("num-requests", self.count, MAX_REQUESTS),
+            ("tenants", self.tenants, MAX_TENANTS),
         ):
             if number is not None and abs(number) > most:
                 raise UsageError(f"--{field}: must be at most {most:,}; give a smaller number")
@@ -68,8 +68,8 @@ class Schedule:
                 raise UsageError(f"--{field} {value:g}: must be more than 0")
             if value == math.inf:
                 raise UsageError(f"--{field} inf: give a number; --concurrency gives full load")
-        if self.scale > MOST:
-            raise UsageError(f"--scale {self.scale:g}: must be at most {MOST:g}")
+        if self.scale > MAX_NUMBER:
+            raise UsageError(f"--scale {self.scale:g}: must be at most {MAX_NUMBER:g}")
         if self.rate is not None and self.concurrency is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:
@@ -155,9 +155,9 @@ class Schedule:
         rate, end = self.offered_rate or 1.0, self.ends_after_s
         ends = (None if end is None else rate * end, self.count, self.source.count)
         count = min(each for each in ends if each is not None)
-        if count > MOST_DRAWN:
+        if count > MAX_REQUESTS:
             raise UsageError(
-                f"{count:,.0f} requests: a run has at most {MOST_DRAWN:,}; give a shorter "
+                f"{count:,.0f} requests: a run has at most {MAX_REQUESTS:,}; give a shorter "
                 "--duration, or fewer --num-requests"
             )
         if not round(count):
@@ -175,9 +175,11 @@ class Schedule:
         """Yield the requests without times; they are the same at any load."""
         requests = self.source.requests(self._rng("lengths"))
         if self.prefix_hit == 0:
-            requests = strangers(requests)
+            requests = without_sharing(requests)
         elif self.prefix_hit is not None:
-            requests = sharing(requests, self.prefix_hit, self._rng("prefixes"), self.source.name)
+            requests = with_sharing(
+                requests, self.prefix_hit, self._rng("prefixes"), self.source.name
+            )
         if self.tenants:
             requests = among_tenants(requests, self.tenants, self._rng("tenants"))
         if self.scale != 1:

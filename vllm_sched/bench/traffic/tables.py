@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.prefixes import with_sharing
 from vllm_sched.bench.traffic.quantiles import Quantiles
 from vllm_sched.bench.traffic.types import Request, TrafficSource
 
@@ -40,7 +40,7 @@ class Table(TrafficSource):
         lengths = self._lengths(rng)
         if not self.prefix_hit:
             return lengths
-        return sharing(lengths, self.prefix_hit, random.Random(rng.random()), self.name)
+        return with_sharing(lengths, self.prefix_hit, random.Random(rng.random()), self.name)
 
     def _lengths(self, rng: random.Random) -> Iterator[Request]:
         while True:

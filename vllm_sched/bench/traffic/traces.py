@@ -17,8 +17,8 @@ from itertools import islice
 from sys import float_info
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_sched.bench.traffic.schedule import MOST_DRAWN
-from vllm_sched.bench.traffic.types import MOST_TOKENS, Piece, Request, TrafficSource
+from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
+from vllm_sched.bench.traffic.types import MAX_TOKENS, Piece, Request, TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_TOKENS: Final = 512
-TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
+TOKENS_TEXT: Final = f"a number of tokens, 1 to {MAX_TOKENS:,}"
 
 
 class RequestTrace(TrafficSource):
@@ -48,7 +48,7 @@ class RequestTrace(TrafficSource):
         self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
         self._path = path
         self._block = block_tokens
-        self._kept = self._keep() if _comes_once(path) else None
+        self._kept = self._keep() if _is_pipe(path) else None
         count, seconds = 0, 0.0
         for request in self._again():
             count += 1
@@ -64,10 +64,10 @@ class RequestTrace(TrafficSource):
         return self._again()
 
     def _keep(self) -> list[Request]:
-        kept = list(islice(self._read(), MOST_DRAWN + 1))
-        if len(kept) > MOST_DRAWN:
+        kept = list(islice(self._read(), MAX_REQUESTS + 1))
+        if len(kept) > MAX_REQUESTS:
             raise UsageError(
-                f"{self._path}: a pipe's requests are kept in memory, at most {MOST_DRAWN:,}; "
+                f"{self._path}: a pipe's requests are kept in memory, at most {MAX_REQUESTS:,}; "
                 "write them to a file, which has no limit"
             )
         return kept
@@ -104,12 +104,12 @@ class RequestTrace(TrafficSource):
             raise _BadLineError(f"is not JSON: {line.strip()[:60]!r}") from None
         if not isinstance(entry, dict):
             raise _BadLineError(f"is not a JSON object: {line.strip()[:60]!r}")
-        prompt = _field(entry, "input_length", _tokens, TOKENS)
+        prompt = _field(entry, "input_length", _tokens, TOKENS_TEXT)
         return Request(
             _field(entry, "timestamp", _moment, "milliseconds, 0 or more") / 1000,
             _word(entry, "class") or self.name,
             prompt,
-            _field(entry, "output_length", _tokens, TOKENS),
+            _field(entry, "output_length", _tokens, TOKENS_TEXT),
             _word(entry, "tenant"),
             self._pieces(entry.get("hash_ids"), prompt),
         )
@@ -134,7 +134,7 @@ class _BadLineError(Exception):
     """A line of a trace is invalid."""
 
 
-def _comes_once(path: Path) -> bool:
+def _is_pipe(path: Path) -> bool:
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except OSError:  # reading reports the error
@@ -160,7 +160,7 @@ def _word(entry: dict[str, Any], key: str) -> str:
 
 
 def _tokens(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MOST_TOKENS
+    return type(value) is int and 1 <= value <= MAX_TOKENS
 
 
 def _moment(value: Any) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # A text's name and the number of its first tokens that are used. Prompts that begin with pieces of
 # the same names share these tokens in a prefix cache.
 Piece: TypeAlias = tuple[int | str, int]
-MOST_TOKENS: Final = 100_000_000  # of a prompt or an output: longer than any context
+MAX_TOKENS: Final = 100_000_000  # of a prompt or an output: longer than any context
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Request:
 
 
 def _scaled(tokens: int, factor: float) -> int:
-    return max(1, round(min(tokens * factor, MOST_TOKENS)))
+    return max(1, round(min(tokens * factor, MAX_TOKENS)))
 
 
 class TrafficSource(ABC):

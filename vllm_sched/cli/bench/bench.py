@@ -17,16 +17,16 @@ from vllm_sched.cli.bench.load import (
     add_endpoint,
     add_traffic,
     add_workload,
-    asked,
     check_outputs,
-    keep,
+    endpoint_options,
     require_ended,
-    require_some,
+    require_requests,
     run_interruptibly,
     salt_of,
+    save_and_draw,
     schedule_of,
     unless_stopped,
-    watched,
+    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 
@@ -69,16 +69,18 @@ def run_bench(args: argparse.Namespace) -> int:
     console = Console(markup=False)
     args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
-        lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
+        lambda stop: _measured(
+            endpoint_options(args, explain=bool(args.plot)), schedule, args, console, stop
+        )
     )
     if played.interrupted:
         require_ended(played.outcomes)
     notes = {"prompt_salt": args.prompt_salt}
     result = as_result(played, endpoint, schedule, targets, notes)
     if not played.interrupted:
-        require_some(result)
-    tell(result, played, console)
-    keep(result, args, console)
+        require_requests(result)
+    print_result(result, played, console)
+    save_and_draw(result, args, console)
     if played.interrupted:
         return INTERRUPTED
     return int(any(each.error for each in played.outcomes))
@@ -113,7 +115,7 @@ def as_result(
     )
 
 
-def tell(result: BenchResult, played: PlayedRun, console: Console) -> None:
+def print_result(result: BenchResult, played: PlayedRun, console: Console) -> None:
     """Print the figures and all warnings."""
     if played.interrupted:
         console.print("interrupted: partial results", style="yellow")
@@ -127,17 +129,17 @@ def tell(result: BenchResult, played: PlayedRun, console: Console) -> None:
     )
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False)
-    complain([each.error for each in result.outcomes if each.error], console)
+    print_errors([each.error for each in result.outcomes if each.error], console)
 
 
 async def _measured(
-    asked: EndpointOptions,
+    endpoint_options: EndpointOptions,
     schedule: Schedule,
     args: argparse.Namespace,
     console: Console,
     stop: asyncio.Event,
 ) -> tuple[PlayedRun, Endpoint]:
-    endpoint = await unless_stopped(stop, learn(asked))
+    endpoint = await unless_stopped(stop, learn(endpoint_options))
     tally = RunProgress()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     work = play(
@@ -148,10 +150,10 @@ async def _measured(
         tally=tally,
         stop=stop,
     )
-    return await watched(console, "bench", label, schedule, tally, work), endpoint
+    return await with_progress(console, "bench", label, schedule, tally, work), endpoint
 
 
-def complain(errors: Sequence[str], console: Console) -> None:
+def print_errors(errors: Sequence[str], console: Console) -> None:
     """Print the most frequent errors, each once."""
     kinds: dict[str, int] = {}
     for error in errors:

@@ -126,7 +126,7 @@ def measured(
     except KeyboardInterrupt:
         print("vllm-sched: interrupted; the workers have been stopped", file=sys.stderr)
         return INTERRUPTED
-    _tell(result, console)
+    _print_result(result, console)
     if args.save:
         with writing(args.save):
             result.save(args.save)
@@ -152,7 +152,7 @@ def check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
 
 
-def _tell(result: Comparison | Contest, console: Console) -> None:
+def _print_result(result: Comparison | Contest, console: Console) -> None:
     sides = result.contenders if isinstance(result, Contest) else result.sides
     failed = [each.failed for each in sides]
     if isinstance(result, Contest):
@@ -163,10 +163,10 @@ def _tell(result: Comparison | Contest, console: Console) -> None:
     if warning := result.warning():
         console.print(warning, style="yellow", highlight=False)
     for each, some in zip(sides, failed, strict=True):
-        _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
+        _print_errors(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 
 
-def _complain(console: Console, role: str, errors: Sequence[str]) -> None:
+def _print_errors(console: Console, role: str, errors: Sequence[str]) -> None:
     for error in errors[:ERRORS_SHOWN]:
         console.print(f"{role}: {error}", style="red", highlight=False)
     if len(errors) > ERRORS_SHOWN:

@@ -170,7 +170,7 @@ def salt_of(args: argparse.Namespace) -> str:
     return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
 
 
-def asked(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
+def endpoint_options(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
     """Return the endpoint options of the command line."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
@@ -189,7 +189,7 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
         check_available()
 
 
-def require_some(result: BenchResult) -> None:
+def require_requests(result: BenchResult) -> None:
     """Raise `UsageError` if a run sent no request."""
     if result.outcomes:
         return
@@ -205,7 +205,7 @@ def require_ended(outcomes: Sequence[Outcome]) -> None:
         raise KeyboardInterrupt
 
 
-def keep(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
+def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
     """Save and draw a run if the options ask for it."""
     if args.save:
         with writing(args.save):
@@ -258,7 +258,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
     raise NothingYetError
 
 
-async def watched(
+async def with_progress(
     console: Console,
     command: str,
     label: str,
@@ -282,10 +282,10 @@ async def watched(
 
         def show() -> None:
             completed = time.perf_counter() - tally.began if end else tally.done + tally.failed
-            progress.update(task, completed=completed, state=_how_far(tally))
+            progress.update(task, completed=completed, state=_progress_text(tally))
             progress.refresh()
 
-        return await _beside(work, show)
+        return await _show_during(work, show)
 
 
 async def _in_lines(
@@ -294,14 +294,14 @@ async def _in_lines(
     lines.say(label)
 
     def show() -> None:
-        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_how_far(tally)}")
+        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_progress_text(tally)}")
 
-    played = await _beside(work, show)
-    lines.say(f"{played.duration:,.0f} s, {_how_far(tally)}")
+    played = await _show_during(work, show)
+    lines.say(f"{played.duration:,.0f} s, {_progress_text(tally)}")
     return played
 
 
-async def _beside(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
+async def _show_during(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
     async def again_and_again() -> None:
         while True:
             show()
@@ -314,6 +314,6 @@ async def _beside(work: Awaitable[PlayedRun], show: Callable[[], None]) -> Playe
         showing.cancel()
 
 
-def _how_far(tally: RunProgress) -> str:
+def _progress_text(tally: RunProgress) -> str:
     failed = f", {tally.failed:,} failed" if tally.failed else ""
     return f"{tally.done:,} done, {tally.in_flight:,} in flight{failed}"

@@ -21,18 +21,18 @@ from vllm_sched.bench.results.summary import summary
 from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import without_end
-from vllm_sched.bench.traffic.schedule import MOST_DRAWN, Schedule
+from vllm_sched.bench.traffic.schedule import MAX_REQUESTS, Schedule
 from vllm_sched.cli.bench.load import (
     WORKLOAD_HELP,
     add_endpoint,
     add_traffic,
-    asked,
     check_outputs,
+    endpoint_options,
     run_interruptibly,
     salt_of,
     traffic_of,
     unless_stopped,
-    watched,
+    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import writing
@@ -106,7 +106,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     if stopped:
         console.print("interrupted: partial results", style="yellow")
     console.print(sweep.table(targets=bool(targets)))
-    _tell_knees(sweep, console, targets=bool(targets))
+    _print_knees(sweep, console, targets=bool(targets))
     if args.save:
         content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
         with writing(args.save):
@@ -144,7 +144,7 @@ class _Plan:
         end = self.schedule.ends_after_s
         if end is None:
             return 0.0, math.inf
-        return 1 / end, math.inf if self.schedule.count else MOST_DRAWN / end
+        return 1 / end, math.inf if self.schedule.count else MAX_REQUESTS / end
 
 
 class _Runner:
@@ -165,7 +165,7 @@ class _Runner:
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play the plans; return True if the user stopped the sweep."""
-        endpoint = await unless_stopped(self._stop, learn(asked(self._args)))
+        endpoint = await unless_stopped(self._stop, learn(endpoint_options(self._args)))
         for doubt in endpoint.doubts:
             self._console.print(doubt, style="yellow", highlight=False)
         for plan in plans:
@@ -205,7 +205,7 @@ class _Runner:
                 tally=tally,
                 stop=self._stop,
             )
-            played = await watched(self._console, "sweep", label, schedule, tally, work)
+            played = await with_progress(self._console, "sweep", label, schedule, tally, work)
             if played.interrupted:  # half a run has another load than its label says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)
@@ -266,7 +266,7 @@ def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
     return tuple(sorted(set(found)))
 
 
-def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
+def _print_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
     for name, rate in sweep.knees(RATE).items():
         what = "in time" if targets else "kept up with"
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"

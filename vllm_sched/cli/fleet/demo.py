@@ -37,7 +37,7 @@ from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.up import described, placed
-from vllm_sched.cli.fleet.wiring import PARTS, absent
+from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
 READY_S = 30.0
@@ -58,7 +58,7 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         if worker.launch is None
     ]:
         raise ConfigError(str(arguments.fleet), problems)
-    if problems := [*absent(config)]:
+    if problems := [*missing_connector(config)]:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
@@ -66,11 +66,11 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
         status = measuring.measured(play, arguments)
-    print(*told, *to_see(arguments.fleet, config), sep="\n")
+    print(*told, *watch_hints(arguments.fleet, config), sep="\n")
     return status
 
 
-def to_see(fleet: Path, config: FleetConfig) -> list[str]:
+def watch_hints(fleet: Path, config: FleetConfig) -> list[str]:
     """Return lines that say how to watch the same fleet live."""
     admin = config.router.admin
     page = url_of(admin.host, admin.port, admin.tls)
@@ -100,16 +100,16 @@ async def _play(
 ) -> Comparison | Contest:
     """Measure all fleets; append a line on hand-overs to `told` for each."""
     workers = [
-        described(config, to_play(worker, cpu), beside, folder)
+        described(config, played_worker(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
     contenders = [
         Contender(name, label, router_of(each, folder, name))
-        for name, (label, each) in ways(config).items()
+        for name, (label, each) in fleets_to_play(config).items()
     ]
     async with running(workers, narrator), running([c.worker for c in contenders], narrator):
         await measure(contenders, plan, narrator)
-        for contender, (_, each) in zip(contenders, ways(config).values(), strict=True):
+        for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
                 told.append(f"{contender.label}: {handed_over(page, plan)}")
@@ -133,7 +133,7 @@ def handed_over(page: str, plan: ComparisonPlan) -> str:
     )
 
 
-def ways(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
+def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     """Return the ways to use these workers, simplest first, each on equally many CPUs.
 
     A fleet with all roles is also split into its parts, and one part makes the single pool: while
@@ -163,7 +163,7 @@ def _only(
     return less.model_copy(update={"transfer": None, "routing": routing})
 
 
-def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
+def played_worker(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
     """Return a worker's launch settings: a CPU of its own and no prefix caching.
 
     With caching, the second of two routers would find its prompts in the workers' caches.

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from proxy.core.model.specs import Score
 
 TIMEOUT_S = 10.0
-WANTED = (
+URL_REMEDY = (
     "give the URL of a running router's admin API, such as http://127.0.0.1:8001; its port is "
     "router.admin.port, not the port for clients"
 )
-ASSUMED = "these times are assumptions; --live asks a running router, which measures them"
-NOWHERE = 1
+ASSUMED_NOTE = "these times are assumptions; --live asks a running router, which measures them"
+NO_WORKER_STATUS = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
 # Why a prompt is not handed over.
-WHOLE = {
+NO_HANDOVER_REASONS = {
     HandoverVerdict.NOT_WORTH_IT: "the gain is too small for the number of running decodes, or "
     "the prompt has no more tokens than routing.disaggregate_above",
     HandoverVerdict.CACHED: "the decode worker should have most of the prompt cached",
@@ -154,13 +154,13 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: LiveR
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
-        found = asked(live, question)
+        found = live_explanation(live, question)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
     if arguments.live is None and found.worker:
-        print(ASSUMED)
-    return 0 if found.worker else NOWHERE
+        print(ASSUMED_NOTE)
+    return 0 if found.worker else NO_WORKER_STATUS
 
 
 def _note_discovered(config: FleetConfig, model: str | None) -> None:
@@ -189,7 +189,7 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
     return explanation(router, question, config.model, now=0.0)
 
 
-def asked(live: LiveRouter, question: Question) -> Explanation:
+def live_explanation(live: LiveRouter, question: Question) -> Explanation:
     """Return a running router's decision from its admin API."""
     return _ask(live, "explain", EXPLANATION, question.model_dump_json())
 
@@ -212,18 +212,18 @@ def _ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | Non
             return kind.validate_json(answer.read())
     except urllib.error.HTTPError as error:
         with error:
-            why = _complaint(error.read()) or error.reason
-        elsewhere = f"; {WANTED}" if error.code == HTTPStatus.NOT_FOUND else ""
+            why = _error_message(error.read()) or error.reason
+        elsewhere = f"; {URL_REMEDY}" if error.code == HTTPStatus.NOT_FOUND else ""
         raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, ValidationError):
             why = "the response is not from a router's admin API"
         else:
             why = str(getattr(error, "reason", error))
-        raise UsageError(f"{url}: {why}; {WANTED}") from None
+        raise UsageError(f"{url}: {why}; {URL_REMEDY}") from None
 
 
-def _complaint(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, TypeError, KeyError):
@@ -243,7 +243,7 @@ def _verdict(found: Explanation) -> str:
         text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
     if found.handover is not None and found.prefill_worker is None:
         text += f"\nhandover: {found.handover}"
-        if said := WHOLE.get(found.handover):
+        if said := NO_HANDOVER_REASONS.get(found.handover):
             text += f": {said}"
     return text
 

@@ -13,12 +13,12 @@ from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerCo
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, a_few
 from vllm_sched.cli.fleet import demo, explain, up
-from vllm_sched.cli.fleet.wiring import agreement
+from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
-FEW = 5  # names in a note
+MAX_NOTE_NAMES = 5  # names in a note
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -59,7 +59,7 @@ def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParse
 
 def read(path: Path, *more: Check) -> FleetConfig:
     """Return a fleet file's content, with its launch: blocks checked, which the router skips."""
-    return load(path, also=[policies, agreement, *more])
+    return load(path, also=[policies, compatibility_problems, *more])
 
 
 def files(draft: PartialConfig) -> Iterator[Problem]:
@@ -153,10 +153,10 @@ def unshared(config: FleetConfig) -> Iterator[str]:
     crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
-            f"tenants {a_few(crowds, FEW)} have no limits.concurrency, and workers "
-            f"{a_few(workers, FEW)} no max_requests: shares apply only to requests that wait in "
-            "the router, and none waits until a worker has twice its KV cache in requests; set "
-            "one of the two"
+            f"tenants {a_few(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
+            f"{a_few(workers, MAX_NOTE_NAMES)} no max_requests: shares apply only to requests that "
+            "wait in the router, and none waits until a worker has twice its KV cache in requests; "
+            "set one of the two"
         )
 
 

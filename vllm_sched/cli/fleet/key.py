@@ -13,8 +13,8 @@ from vllm_sched.errors import UsageError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 PREFIX = "sk-vs-"
-BYTES = 32
-LEAST = 16  # characters; the router's minimum
+KEY_BYTES = 32
+MIN_KEY_CHARACTERS = 16  # characters; the router's minimum
 
 
 def describe(commands: Commands) -> None:
@@ -40,16 +40,21 @@ def hashed(key: str) -> str:
 
 def fresh() -> str:
     """Return a new random key."""
-    return PREFIX + secrets.token_urlsafe(BYTES)
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def _key(*, stdin: bool) -> int:
     if stdin:
         key = sys.stdin.readline().strip()
-        if len(key) < LEAST or not key.isascii() or not key.isprintable() or " " in key:
+        if (
+            len(key) < MIN_KEY_CHARACTERS
+            or not key.isascii()
+            or not key.isprintable()
+            or " " in key
+        ):
             raise UsageError(
-                f"standard input is not a key of at least {LEAST} printable ASCII characters "
-                "without spaces; without --stdin a new key is made"
+                f"standard input is not a key of at least {MIN_KEY_CHARACTERS} printable ASCII "
+                "characters without spaces; without --stdin a new key is made"
             )
     else:
         key = fresh()

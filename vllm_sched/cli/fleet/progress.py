@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # This number of deaths in a row is a crash loop. The log's end is shown at the first death and at
 # this one.
-LOOP = 3
+CRASH_LOOP_DEATHS = 3
 # rich raises SystemExit on a broken pipe, which must not end the thread that supervises a worker.
-GONE = (OSError, SystemExit)
+READER_ERRORS = (OSError, SystemExit)
 COLOURS = {KeeperState.READY: "green", KeeperState.DIED: "red", KeeperState.STARTING: "cyan"}
 
 
@@ -55,7 +55,7 @@ class Progress:
 
     def tell(self, news: KeeperNews) -> None:
         """Show a worker's new state."""
-        with self._lock, suppress(*GONE):
+        with self._lock, suppress(*READER_ERRORS):
             row = self._rows[news.worker]
             row.state, row.since = news.state, self._clock()
             row.took = news.seconds if news.state is KeeperState.READY else None
@@ -69,13 +69,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        with self._lock, suppress(*GONE):
+        with self._lock, suppress(*READER_ERRORS):
             self._line(text, "dim")
 
     def _write(self, news: KeeperNews) -> None:
         name = news.worker
         if news.state is KeeperState.DIED:
-            self._line(_obituary(news, self._logs[name]), "red")
+            self._line(_death_text(news, self._logs[name]), "red")
         elif self._live is None:
             if news.state is KeeperState.STARTING:
                 self._line(f"{name}: starting; log: {self._logs[name]}", "dim")
@@ -127,13 +127,15 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         """Stop updating the table."""
-        with self._lock, suppress(*GONE):
+        with self._lock, suppress(*READER_ERRORS):
             self._end_live()
 
 
-def _obituary(news: KeeperNews, log: Path) -> str:
+def _death_text(news: KeeperNews, log: Path) -> str:
     what, *tail = news.error.splitlines()
     what = what.removesuffix("; the end of its log:")
-    loop = f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= LOOP else ""
+    loop = (
+        f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= CRASH_LOOP_DEATHS else ""
+    )
     head = f"{loop}{what} after {news.seconds:.0f} s; restart in {news.again_s:g} s; log: {log}"
-    return "\n    ".join([head, *tail]) if news.deaths in (1, LOOP) else head
+    return "\n    ".join([head, *tail]) if news.deaths in (1, CRASH_LOOP_DEATHS) else head

@@ -19,11 +19,11 @@ from proxy.config.checks import FOR_POLICIES, OURS
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.cli.fleet.wiring import absent, wiring_of
+from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import parse
-from vllm_sched.workers.flags_file import CONFIG, expanded
+from vllm_sched.workers.flags_file import CONFIG_FLAG, expanded
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
@@ -38,7 +38,7 @@ DEADLINE_S = 1800.0
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
 # Flags that are refused in a --config file too, because the router would not know them. Our flags
 # have precedence over most others, and a file for `vllm serve` may contain those.
-IN_NO_FILE = {name: OURS[name] for name in ("--api-key",)}
+NOT_IN_CONFIG_FILE = {name: OURS[name] for name in ("--api-key",)}
 MAKE_TINY = """
 import sys
 from vllm_sched.errors import VllmSchedError
@@ -116,7 +116,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             "workers", "no worker has a launch: block, so there is nothing to start; add one, or "
             "use `vllm-sched router`"
         )  # fmt: skip
-    yield from absent(config)
+    yield from missing_connector(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
         if worker.address is None:
@@ -128,13 +128,13 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             continue
         if worker.launch is None:
             continue
-        ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
+        ours = NOT_IN_CONFIG_FILE | (FOR_POLICIES if worker.launch.policies else {})
         # vLLM turns `--name.key value` into an object that replaces ours.
         given = {flag.whole for flag in parse(expanded(worker.launch.args))}
         for name in sorted(ours.keys() & given):
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"{CONFIG}: the file has {name!r}: {ours[name]}; remove it from the file",
+                f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
             )
         if missing := set(worker.launch.cpus) - offered:
             yield Problem(

@@ -17,11 +17,11 @@ from vllm_sched.workers.flags_file import expanded
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
-LONGEST, LONGEST_PORT = "--max-model-len", len(str(LAST_PORT))
+LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # vLLM's default
 # LMCache's settings that name a shared store or a push target, or a file with all settings, with
 # some older names.
-STORES = (
+STORE_VARIABLES = (
     "LMCACHE_CONFIG_FILE",
     "LMCACHE_REMOTE_URL",
     "LMCACHE_REMOTE_STORAGE_PLUGINS",
@@ -36,7 +36,7 @@ STORES = (
     "LMCACHE_ENABLE_XPYD",
     "LMCACHE_ENABLE_NIXL",
 )
-NONE = ("", "0", "false")  # values that mean "not set"
+UNSET_VALUES = ("", "0", "false")  # values that mean "not set"
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
@@ -65,7 +65,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     )
 
 
-def agreement(draft: PartialConfig) -> Iterator[Problem]:
+def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
     if draft.transfer is None:
         return
@@ -78,20 +78,22 @@ def agreement(draft: PartialConfig) -> Iterator[Problem]:
                 "name one, as in transfer: {connector: shared-storage, path: /kv}",
             )
     if draft.transfer.connector == "mooncake":
-        yield from _bootstraps(draft.transfer, draft.workers)
+        yield from _bootstrap_problems(draft.transfer, draft.workers)
     elif draft.transfer.connector == "lmcache":
-        yield from _stores(draft.workers)
+        yield from _store_problems(draft.workers)
     first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
     sides: dict[tuple[str, str], int] = {}
     for index, worker in draft.workers.items():
         told = worker.launch
         if told is None or worker.role not in PARTS:
             continue
-        yield from _own_config(draft.transfer, index, worker, told)
+        yield from _own_config_problems(draft.transfer, index, worker, told)
         if draft.transfer.connector == "shared-storage":
-            yield from _cuts(index, told)
+            yield from _chunk_problems(index, told)
         if (port := told.env.get(transfer.SIDE_PORT)) is not None:
-            if not (port.isdecimal() and len(port) <= LONGEST_PORT and 0 < int(port) <= LAST_PORT):
+            if not (
+                port.isdecimal() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= LAST_PORT
+            ):
                 yield Problem(
                     f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
                     f"{port!r} is not a port; leave it out to get a free port",
@@ -130,7 +132,7 @@ def agreement(draft: PartialConfig) -> Iterator[Problem]:
             )
 
 
-def _cuts(index: int, told: LaunchConfig) -> Iterator[Problem]:
+def _chunk_problems(index: int, told: LaunchConfig) -> Iterator[Problem]:
     """Refuse chunked prompts, because shared storage keeps only the last chunk."""
     if told.policies:
         yield Problem(
@@ -145,16 +147,18 @@ def _cuts(index: int, told: LaunchConfig) -> Iterator[Problem]:
             "--enable-chunked-prefill: shared-storage keeps only the last chunk of a prompt; "
             "leave it out",
         )
-    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LONGEST))
+    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
     if budget is not None and longest is not None and budget < longest:
         yield Problem(
             f"workers[{index}].launch.args",
-            f"--max-num-batched-tokens {budget}: {LONGEST} is {longest}, and a prompt must fit "
+            f"--max-num-batched-tokens {budget}: {LENGTH_FLAG} is {longest}, and a prompt must fit "
             f"one step, because shared-storage keeps only the last chunk; give at least {longest}",
         )
 
 
-def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
+def _bootstrap_problems(
+    moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]
+) -> Iterator[Problem]:
     """Refuse prefill workers of Mooncake that decode workers would not find."""
     taken: dict[str, str] = {}
     for index, worker in workers.items():
@@ -187,14 +191,14 @@ def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -
             )
 
 
-def _stores(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
+def _store_problems(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
     """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
     for index, worker in workers.items():
         told = worker.launch
         if told is None or worker.role not in PARTS or transfer.own_config(told.args) is not None:
             continue
         env = {**os.environ, **told.env}  # the worker's environment
-        if all(env.get(name, "").lower() in NONE for name in STORES):
+        if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
             yield Problem(
                 f"workers[{index}].launch.env",
                 "names no store that the LMCache workers share or push through; set "
@@ -202,7 +206,7 @@ def _stores(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
             )
 
 
-def _own_config(
+def _own_config_problems(
     moved_by: TransferConfig, index: int, worker: WorkerConfig, told: LaunchConfig
 ) -> Iterator[Problem]:
     """Check the user's own --kv-transfer-config against the fleet file's transfer: block."""
@@ -255,7 +259,7 @@ def _own_config(
         )
 
 
-def absent(config: FleetConfig) -> Iterator[Problem]:
+def missing_connector(config: FleetConfig) -> Iterator[Problem]:
     """Yield a problem if launched workers need a connector that is not installed here."""
     moved_by = config.transfer
     if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):

@@ -37,7 +37,7 @@ from vllm_sched.workers.tiny_model import TINY, loadable
 # Long enough to download weights and compile graphs.
 DEADLINE_S: Final = 1800.0
 # With a larger error the linear model does not fit the worker, or the machine was busy.
-PROMISED_ERROR: Final = 0.15
+MAX_MEDIAN_ERROR: Final = 0.15
 KINDS: Final[dict[Kind, str]] = {
     "decode": "decode alone", "prefill": "prefill alone", "mixed": "both",
 }  # fmt: skip
@@ -160,8 +160,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
         return INTERRUPTED
     found = calibrate(seen.steps, seed=args.seed)
     whole = WholePrompts.of(seen.lone, found.time, args.budget)
-    _tell(console, found)
-    _tell_whole(console, whole)
+    _print_calibration(console, found)
+    _print_whole_prompts(console, whole)
     if args.save:
         with writing(args.save):
             write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
@@ -284,7 +284,7 @@ def picture(source: StepSource, found: Calibration) -> chart.Chart:
     )
 
 
-def _tell(console: Console, found: Calibration) -> None:
+def _print_calibration(console: Console, found: Calibration) -> None:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("")
     for heading in ("", "95 % interval", "unit"):
@@ -307,18 +307,18 @@ def _tell(console: Console, found: Calibration) -> None:
     console.print(errors)
     error = found.error() or 0.0
     text = f"median error of held-out steps: {error:.1%}"
-    if error > PROMISED_ERROR:
+    if error > MAX_MEDIAN_ERROR:
         text += "; more than 15 %: measure again when the machine is idle"
-    style = "yellow" if error > PROMISED_ERROR else ""
+    style = "yellow" if error > MAX_MEDIAN_ERROR else ""
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def _tell_whole(console: Console, whole: WholePrompts) -> None:
+def _print_whole_prompts(console: Console, whole: WholePrompts) -> None:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("a whole prompt, alone", "measured", "steps and front", "error"):
         layout.add_column(heading, justify="right")
     for each, expected, error in whole.errors():
-        style = "yellow" if abs(error) > PROMISED_ERROR else ""
+        style = "yellow" if abs(error) > MAX_MEDIAN_ERROR else ""
         times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print(layout)

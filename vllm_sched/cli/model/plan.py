@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_sched.bench.compare.report import some
+from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.bench.traffic.schedule import MOST
+from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.search import Tell
 
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
-MOST_GPUS: Final = 1_000_000
-UNEVEN: Final = 1.5  # how much heavier a part of a trace must be for a warning
+MAX_GPUS: Final = 1_000_000
+UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning
 # How the judging draws relate to the draws of the search.
-NEW: Final = "none of them used in the search"
-OF_TRACE: Final = (
+NEW_DRAWS_NOTE: Final = "none of them used in the search"
+TRACE_DRAWS_NOTE: Final = (
     "which differ only in their gaps and in where they begin in the trace; they share lines with "
     "each other and with the search"
 )
@@ -139,8 +139,8 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     _show(console, found, args)
     if args.save:
-        command = shlex.join(["vllm-sched", "plan", *_said(args)])
-        traffic = shlex.join(_traffic(args, found, exact=found.exactly))
+        command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
+        traffic = shlex.join(_simulate_options(args, found, exact=found.exactly))
         with writing(args.save):
             planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
@@ -149,14 +149,14 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     require_folders(args.save)
-    if abs(args.gpus) > MOST_GPUS:
-        raise UsageError(f"--gpus: must be at most {MOST_GPUS:,}; give a smaller number")
+    if abs(args.gpus) > MAX_GPUS:
+        raise UsageError(f"--gpus: must be at most {MAX_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
         least = 0.0 if name == "mixed_ms" else 1e-12
-        if value is not None and not least <= value <= MOST:
+        if value is not None and not least <= value <= MAX_NUMBER:
             raise UsageError(
-                f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MOST:g}"
+                f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )
     if args.exact:
         planning.require_vllm()
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
-def _said(args: argparse.Namespace) -> list[str]:
+def _plan_options(args: argparse.Namespace) -> list[str]:
     said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
     said += [
         f"--{name.replace('_', '-')}={value:g}"
@@ -182,7 +182,7 @@ def _said(args: argparse.Namespace) -> list[str]:
     return [*said, "--goodput", *args.goodput]
 
 
-def _traffic(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
+def _simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
     count = EXACT_REQUESTS if exact else found.requests
     said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
     said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
@@ -235,8 +235,8 @@ def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
         )
     console.print(
         f"{found.question.source.name}, prompts of {found.prompt:,.0f} and outputs of "
-        f"{found.output:,.0f} tokens on average, on {some(args.gpus, 'GPU')} as "
-        f"{some(found.best.shape.workers, 'worker')}, all of one profile: "
+        f"{found.output:,.0f} tokens on average, on {format_count(args.gpus, 'GPU')} as "
+        f"{format_count(found.best.shape.workers, 'worker')}, all of one profile: "
         f"{found.question.machine.profile}",
         style="dim",
         highlight=False,
@@ -283,7 +283,7 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     question = found.question
     if not found.exactly:
         of_trace = isinstance(question.source, Sampled)
-        seen = OF_TRACE if of_trace else NEW
+        seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
         yield (
             f"each rate is the highest with {question.share:.0%} in time in each of "
             f"{question.draws} draws of {found.requests:,} requests, {seen}"
@@ -305,7 +305,7 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
         )
         return
     fleet = args.save or "FLEET.yaml"
-    command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
+    command = ["vllm-sched", "simulate", str(fleet), *_simulate_options(args, found, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
     what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
     asked = "vLLM's own schedulers were not used"
@@ -324,7 +324,7 @@ def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
         "the gaps between requests are drawn (--burstiness), not those of the trace",
         "dim",
     )
-    if source.heaviest >= UNEVEN:
+    if source.heaviest >= UNEVEN_TRACE_RATIO:
         yield (
             f"the load of {source.name} varies: requests in the heaviest fifth of the file are "
             f"{source.heaviest:.2g} times the mean, and need that much more at the same rate; to "
@@ -361,11 +361,11 @@ def _place(at: int) -> str:
 
 def _spread(worst: float, best: float) -> str:
     """Return a range of shares, or a single share if both ends are equal."""
-    low, high = _down(worst), _down(best)
+    low, high = _percent_rounded_down(worst), _percent_rounded_down(best)
     return high if low == high else f"{low.removesuffix(' %')}-{high}"
 
 
-def _down(share: float) -> str:
+def _percent_rounded_down(share: float) -> str:
     """Return a share rounded down, so that 100 % means that no request was late."""
     return f"{math.floor(100 * share + 1e-9)} %"
 
@@ -399,10 +399,11 @@ def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
         least = found.question.share
         short = " (too few)" if proof.share < least else ""
         if proof.longest < least:
-            short += f" ({_down(proof.longest)} of the longest prompts, which starve)"
+            longest = _percent_rounded_down(proof.longest)
+            short += f" ({longest} of the longest prompts, which starve)"
         yield (
-            f"with vLLM's own schedulers {_down(proof.share)} of {proof.requests:,} in time at "
-            f"{proof.rate:.3g} req./s{short}: {shape}"
+            f"with vLLM's own schedulers {_percent_rounded_down(proof.share)} of "
+            f"{proof.requests:,} in time at {proof.rate:.3g} req./s{short}: {shape}"
         )
 
 

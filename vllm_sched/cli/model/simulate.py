@@ -21,15 +21,15 @@ from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.summary import table
-from vllm_sched.bench.traffic.schedule import MOST
-from vllm_sched.cli.bench.bench import complain
+from vllm_sched.bench.traffic.schedule import MAX_NUMBER
+from vllm_sched.cli.bench.bench import print_errors
 from vllm_sched.cli.bench.load import (
     add_traffic,
     add_workload,
     check_outputs,
-    keep,
     require_ended,
-    require_some,
+    require_requests,
+    save_and_draw,
     schedule_of,
 )
 from vllm_sched.cli.exits import INTERRUPTED, interruptible
@@ -56,10 +56,10 @@ MIXED_HELP: Final = (
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
 # Policies that the fluid engine can't simulate.
-PLAINLY: Final = frozenset(("lanes", "rotation"))
-DRAWN_WORKERS: Final = 8
+EXACT_ONLY_POLICIES: Final = frozenset(("lanes", "rotation"))
+MAX_DRAWN_WORKERS: Final = 8
 # Above this the fluid engine reports only first tokens and ends: a list of all gaps is too long.
-EACH_TOKEN_UP_TO: Final = 50_000
+MAX_FINE_REQUESTS: Final = 50_000
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -156,7 +156,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     targets = goodput.parse(args.goodput)
     if targets.itl is not None and is_coarse(args.engine, schedule):
         raise UsageError(
-            f"--goodput itl: above {EACH_TOKEN_UP_TO:,} requests the fluid engine records no gaps "
+            f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
             "between tokens; play fewer requests, or leave itl out"
         )
     console = Console(markup=False)
@@ -167,10 +167,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     if run.played.interrupted:
         console.print("interrupted: partial results", style="yellow")
     else:
-        require_some(result)
+        require_requests(result)
     console.print(table(result.classes(), targets))
-    _tell(console, result, run)
-    keep(result, args, console)
+    _print_result(console, result, run)
+    save_and_draw(result, args, console)
     if args.plot:
         with writing(args.plot):
             drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
@@ -193,11 +193,12 @@ def _checked(
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
-        if value is None or 0 < value <= MOST or (may_be_none and not value):
+        if value is None or 0 < value <= MAX_NUMBER or (may_be_none and not value):
             continue
         least = "0 or more" if may_be_none else "more than 0"
         raise UsageError(
-            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most {MOST:g}"
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
+            f"{MAX_NUMBER:g}"
         )
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
@@ -261,7 +262,7 @@ def _run(
         gc.unfreeze()
     if place is None:
         ended = sum(not each.interrupted for each in played.outcomes)
-        lines.say(_how_far(played.duration, len(played.outcomes), ended))
+        lines.say(_progress_text(played.duration, len(played.outcomes), ended))
     return SimulationRun(played, fleet, wall_s, cpu_s)
 
 
@@ -270,7 +271,7 @@ def is_coarse(engine: str, schedule: Schedule) -> bool:
     counts = [float(each) for each in (schedule.count, schedule.source.count) if each is not None]
     if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
         counts.append(schedule.offered_rate * end)
-    return engine == FLUID and min(counts, default=0) > EACH_TOKEN_UP_TO
+    return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
 
 
 @contextmanager
@@ -287,17 +288,17 @@ def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float,
             progress.update(
                 task,
                 completed=now if end else done,
-                state=_how_far(now, sent, done),
+                state=_progress_text(now, sent, done),
             )
 
         yield told
 
 
 def _in_lines(lines: ProgressLines) -> Callable[[float, int, int], None]:
-    return lambda now, sent, done: lines.tell(_how_far(now, sent, done))
+    return lambda now, sent, done: lines.tell(_progress_text(now, sent, done))
 
 
-def _how_far(now: float, sent: int, done: int) -> str:
+def _progress_text(now: float, sent: int, done: int) -> str:
     return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} in flight"
 
 
@@ -308,7 +309,7 @@ def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -
     from vllm_sched.sim.fleet.perfetto import TracedEngine
 
     drawn: list[Path] = []
-    for name, engine in list(fleet.engines.items())[:DRAWN_WORKERS]:
+    for name, engine in list(fleet.engines.items())[:MAX_DRAWN_WORKERS]:
         if isinstance(engine, TracedEngine) and (
             steps := steps_of(engine.trace_events(played_until))
         ):
@@ -363,7 +364,9 @@ def _warnings(
     found = schedule.falls_short
     if cut:
         found.append(f"{cut} requests were shortened to fit the fleet; --scale shortens all")
-    ignored = sorted({name for model in models.values() for name in model.policies} & PLAINLY)
+    ignored = sorted(
+        {name for model in models.values() for name in model.policies} & EXACT_ONLY_POLICIES
+    )
     if engine == FLUID and ignored:
         found.append(f"--engine fluid ignores {' and '.join(ignored)}; use --engine exact")
     if engine == FLUID:
@@ -387,7 +390,7 @@ def _warnings(
     return found
 
 
-def _tell(console: Console, result: BenchResult, run: SimulationRun) -> None:
+def _print_result(console: Console, result: BenchResult, run: SimulationRun) -> None:
     text = (
         f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
         f"{run.wall_s:.1f} s, {run.speed:.3g} times faster than real time"
@@ -397,4 +400,4 @@ def _tell(console: Console, result: BenchResult, run: SimulationRun) -> None:
     console.print(text, style="dim", highlight=False, soft_wrap=True)
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    complain([each.error for each in result.outcomes if each.error], console)
+    print_errors([each.error for each in result.outcomes if each.error], console)

@@ -28,8 +28,8 @@ from vllm_sched.files import write_whole
 from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
 
 POINTS_DRAWN = 96
-MOST_SLOTS = 4096
-MOST_TOKENS = 10_000_000  # longer than any context
+MAX_SLOTS = 4096
+MAX_MEAN_TOKENS = 10_000_000  # longer than any context
 APART, ALONG = "apart", "riding along"
 MEANING = {
     APART: "decodes pause during prefills (exclusive, as in the paper)",
@@ -169,13 +169,13 @@ def run_threshold(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Check the arguments, also for values that would take minutes."""
-    if not 1 <= args.slots <= MOST_SLOTS:
-        raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MOST_SLOTS}")
+    if not 1 <= args.slots <= MAX_SLOTS:
+        raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MAX_SLOTS}")
     for name in ("mean_output", "mean_prompt"):
         value = getattr(args, name)
-        if not 1 <= value <= MOST_TOKENS:
+        if not 1 <= value <= MAX_MEAN_TOKENS:
             flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MOST_TOKENS}")
+            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MAX_MEAN_TOKENS}")
     for name in ("mixed_ms", "itl_ms", "max_delay_ms", "budget"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= 0):

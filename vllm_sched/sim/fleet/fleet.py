@@ -7,7 +7,7 @@ What is real: who is chosen, who waits and who is refused, hand-overs, all that 
 and its charges. What is assumed: every worker is up, connected and known to be so; a page of
 metrics is read from each every `probe.interval_s`; nobody's network loses anything; a request's
 size in tokens is known; in a closed loop a client that was refused asks again when it was told to
-(`Retry-After`), or `AGAIN_S` later.
+(`Retry-After`), or `MIN_RETRY_PAUSE_S` later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from proxy.core.model import types as core
 from proxy.core.model.specs import Gauges
 from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.as_ask import apart, ask_of, priority_of
@@ -214,7 +214,7 @@ class SimulatedFleet:
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
-            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, AGAIN_S))
+            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
         elif isinstance(answer, core.Ticket):
             flight.ticket = answer
             self._queued[answer] = flight

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import yaml
 
-from vllm_sched.bench.compare.report import some
+from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.trend import Trend
-from vllm_sched.bench.traffic.schedule import MOST_DRAWN
+from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
@@ -215,9 +215,9 @@ def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) ->
     """Refuse what is too large to be simulated now, not once the search comes so far."""
     largest = workers + 1  # the plan says what one more would serve
     most = largest * search.traffic.most_each
-    if math.isinf(most) or (count := search.count(most, fine=True)) <= MOST_DRAWN:
+    if math.isinf(most) or (count := search.count(most, fine=True)) <= MAX_REQUESTS:
         return
-    fits = (largest * MOST_DRAWN // count - 1) * gpus_each
+    fits = (largest * MAX_REQUESTS // count - 1) * gpus_each
     remedy = (
         f"plan for {fits:,} at most, and take that fleet several times over"
         if fits >= gpus_each
@@ -225,7 +225,7 @@ def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) ->
     )
     raise UsageError(
         f"--gpus {gpus}: one simulation of all that they and a worker more compute would have "
-        f"{count:,} requests, and has at most {MOST_DRAWN:,}; {remedy}"
+        f"{count:,} requests, and has at most {MAX_REQUESTS:,}; {remedy}"
     )
 
 
@@ -235,9 +235,9 @@ def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profil
     # Larger fleets are used better, if anything.
     wanted = -(-best.shape.workers * rate // best.rate)
     raise UsageError(
-        f"--request-rate {rate:g}: {some(gpus, 'GPU')} of {profile} can serve {best.rate:.3g} "
-        f"requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, looser targets, "
-        "or no rate to see that plan"
+        f"--request-rate {rate:g}: {format_count(gpus, 'GPU')} of {profile} can serve "
+        f"{best.rate:.3g} requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, "
+        "looser targets, or no rate to see that plan"
     )
 
 

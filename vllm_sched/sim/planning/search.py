@@ -23,7 +23,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.results.knee import SHARE
+from vllm_sched.bench.results.knee import SERVED_SHARE
 from vllm_sched.bench.traffic.sampled import Sampled, without_end
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.errors import UsageError
@@ -89,7 +89,7 @@ class PlanQuestion:
     seed: int = 0
     policies: tuple[str, ...] = POLICIES
     families: tuple[str, ...] = FAMILIES
-    share: float = SHARE
+    share: float = SERVED_SHARE
     effort: float = 1.0  # requests in each run, against the usual
     draws: int = DRAWS
 
