@@ -39,7 +39,7 @@ from benchmarks.router.processes import cpu_seconds, tree
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from vllm_sched.bench.client.endpoint import Endpoint, EndpointOptions, learn
 from vllm_sched.bench.client.player import PlayedRun, play
-from vllm_sched.bench.compare.compare import REST_S, ProgressReporter, running
+from vllm_sched.bench.compare.compare import PAUSE_BETWEEN_SIDES_S, ProgressReporter, running
 from vllm_sched.bench.traffic.fixed import Fixed
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.demo import router_of
@@ -183,7 +183,7 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
                     what = f"round {number} of {rounds}" if number else "warming up"
                     narrator.step(f"{what}, {side.name}")
                     # vLLM's processes spin for a second after a step.
-                    await asyncio.sleep(REST_S)
+                    await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
                     for worker in (*workers, *routers):
                         worker.check()
                     seconds = load.seconds if number else min(WARM_UP_S, load.seconds)

@@ -12,10 +12,10 @@ from vllm_sched import metrics_folder
 
 
 def test_it_is_in_memory_where_there_is_room(tmp_path: Path) -> None:
-    made = metrics_folder.make(tmp_path)
+    made = metrics_folder.make_folder(tmp_path)
     assert made.parent == tmp_path
     assert [*made.iterdir()] == []
-    assert made != metrics_folder.make(tmp_path)
+    assert made != metrics_folder.make_folder(tmp_path)
 
 
 @pytest.mark.parametrize("why", ["not there", "full", "not ours"])
@@ -28,7 +28,7 @@ def test_it_is_elsewhere_where_there_is_none(
     if why != "not there":
         memory.mkdir()
     if why == "full":
-        monkeypatch.setattr(metrics_folder, "ROOM", 1 << 62)
+        monkeypatch.setattr(metrics_folder, "MIN_FREE_BYTES", 1 << 62)
     if why == "not ours":
         monkeypatch.setattr(os, "access", lambda *_: False)
-    assert metrics_folder.make(memory).parent == elsewhere
+    assert metrics_folder.make_folder(memory).parent == elsewhere

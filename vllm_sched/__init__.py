@@ -1,7 +1,6 @@
 """Scheduling policies inside vLLM, and the tools around them.
 
-Importing this loads neither vLLM nor torch; the schedulers resolve when first asked for, which is
-also what `--scheduler-cls vllm_sched.PolicyScheduler` does.
+Importing this package loads neither vLLM nor torch. The schedulers are imported on first use.
 """
 
 from __future__ import annotations

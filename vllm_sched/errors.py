@@ -1,20 +1,20 @@
-"""What can go wrong, as one tree.
+"""The exceptions of this project.
 
 VllmSchedError
-├── UsageError        a name, key, value or combination that can't be used; exit status 2
-└── UnsupportedVllmError  a vLLM outside the tested range, or without a seam we stand on
+├── UsageError        an invalid name, key, value or combination; exit status 2
+└── UnsupportedVllmError  a vLLM outside the tested range, or without a method that we override
 """
 
 from __future__ import annotations
 
 
 class VllmSchedError(Exception):
-    """Anything this project raises on purpose."""
+    """Base class of all errors that this project raises."""
 
 
 class UsageError(VllmSchedError, ValueError):
-    """What the user gave can't be used; the message names it, the limit and the remedy."""
+    """The user's input is invalid; the message names the value, the limit and the remedy."""
 
 
 class UnsupportedVllmError(VllmSchedError, ImportError):
-    """The installed vLLM is not one these schedulers were tested on."""
+    """The installed vLLM is not a tested version."""

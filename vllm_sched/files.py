@@ -1,4 +1,4 @@
-"""A file is written whole or not at all: a command that is stopped loses no older one."""
+"""Write files atomically, so that an interrupted command keeps the previous file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, errors: str = "strict") -> None:
-    """Write a file beside it, and let that take its place.
+    """Write a temporary file in the same folder and rename it to `path`.
 
-    What is no plain file (a device, a pipe, a link), or in a folder that takes no more files, is
-    written where it is; so is one whose place can't be taken, as it is a mount of its own.
+    Writes in place if `path` is not a regular file, if the folder is not writable, or if the
+    rename fails (`path` is a mount point).
     """
     data = content.encode("utf-8", errors) if isinstance(content, str) else content
-    # By a name that nobody can have taken: in containers all have one process id, and in a folder
-    # of everybody's a link might lie there.
+    # A random name: containers share process ids, and in a shared folder another user could place
+    # a link under a predictable name.
     place = path.parent / f".{secrets.token_hex(8)}.vllm-sched.part"
     plain = not path.is_symlink() and (path.is_file() or not path.exists())
     if not plain or not os.access(path.parent, os.W_OK):

@@ -1,7 +1,6 @@
-"""Where an engine and its server share what they count: a folder of files that both map.
+"""The folder of memory-mapped metric files that an engine and its server share.
 
-In memory where the machine has room. On a disk, to write to a page that is just being written
-back waits for the disk, and the engine with it: some tenths of a second on a busy one.
+It is in memory if possible: on a busy disk, a write can block the engine for tenths of a second.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-# As prometheus_client names it; read when it is first imported.
-VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-MEMORY: Final = Path("/dev/shm")  # noqa: S108 - mkdtemp makes ours
-# The files take a few MiB, but where a mapped page has none to go to its process dies, and others
-# want memory there after us: a plain container's 64 MiB are not enough.
-ROOM: Final = 256 << 20
+# The variable that prometheus_client reads when it is first imported.
+METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+MEMORY: Final = Path("/dev/shm")  # noqa: S108 - mkdtemp creates our own folder in it
+# A process dies when a mapped page finds no memory, and other programs need /dev/shm too. The
+# 64 MiB of a plain container are not enough.
+MIN_FREE_BYTES: Final = 256 << 20
 
 
-def make(memory: Path = MEMORY) -> Path:
-    """Return a new, empty folder, for whoever asks to remove."""
+def make_folder(memory: Path = MEMORY) -> Path:
+    """Return a new, empty folder, which the caller removes."""
     return Path(tempfile.mkdtemp(prefix="vllm-sched-metrics-", dir=_usable(memory)))
 
 
@@ -29,5 +28,5 @@ def _usable(memory: Path) -> Path | None:
         found = os.statvfs(memory)
     except OSError:
         return None
-    has_room = found.f_bavail * found.f_frsize >= ROOM
+    has_room = found.f_bavail * found.f_frsize >= MIN_FREE_BYTES
     return memory if has_room and os.access(memory, os.W_OK | os.X_OK) else None

@@ -125,7 +125,7 @@ def test_of_many_classes_the_commonest_have_a_column() -> None:
     assert text.splitlines()[1].split() == [
         *(f"app-{n}" for n in (49, 0, 1, 2, 3, 4)), "all",
     ]  # fmt: skip
-    assert "44 classes more are in what --save writes" in text
+    assert "--save also writes 44 more classes" in text
 
 
 def test_intervals_over_seeds() -> None:

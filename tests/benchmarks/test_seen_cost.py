@@ -14,7 +14,7 @@ from vllm_sched import SyncPolicyScheduler, metrics_folder
 def test_steps_with_and_without_and_a_writing_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(metrics_folder.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(metrics_folder.METRICS_VARIABLE, str(tmp_path))
     unseen_s, added_s = step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
     assert unseen_s > 0
     assert math.isfinite(added_s)
@@ -22,7 +22,7 @@ def test_steps_with_and_without_and_a_writing_are_timed(
 
 
 def test_where_nothing_is_counted_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(metrics_folder.VARIABLE, raising=False)
+    monkeypatch.delenv(metrics_folder.METRICS_VARIABLE, raising=False)
     with pytest.raises(AssertionError, match="metrics are off"):
         step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_sched.cli import main as program
-from vllm_sched.cli.exits import interruptible, terminated_alike
+from vllm_sched.cli.exits import interruptible, sigterm_as_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def own_signals() -> Iterator[None]:
 
 
 def test_who_minds_ctrl_c_minds_a_sigterm() -> None:
-    with terminated_alike():
+    with sigterm_as_interrupt():
         with interruptible() as stopped:
             assert not stopped()
             signal.raise_signal(signal.SIGTERM)
@@ -36,7 +36,7 @@ def test_who_minds_ctrl_c_minds_a_sigterm() -> None:
 
 def test_a_job_in_the_background_that_ignores_ctrl_c_ends_by_a_sigterm() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with terminated_alike(), pytest.raises(KeyboardInterrupt):
+    with sigterm_as_interrupt(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
 

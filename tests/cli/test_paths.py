@@ -38,9 +38,9 @@ def test_what_may_not_be_written_is_refused(
     (tmp_path / "there.json").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
     for name, place in (("there.json", "there.json"), ("new.json", "")):
-        with pytest.raises(UsageError, match=f"{name}: {tmp_path / place} can't be written to"):
+        with pytest.raises(UsageError, match=f"{name}: {tmp_path / place} is not writable"):
             require_folders(tmp_path / name)
-    with pytest.raises(UsageError, match=f"a/b: {tmp_path} can't be written to"):
+    with pytest.raises(UsageError, match=f"a/b: {tmp_path} is not writable"):
         require_place(tmp_path / "a" / "b")
 
 

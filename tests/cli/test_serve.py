@@ -218,7 +218,7 @@ def test_a_flag_before_the_model_is_not_taken_for_it(
     capsys: pytest.CaptureFixture[str], flags: str
 ) -> None:
     assert main(["serve", *flags.split(), "m", "--dry-run"]) == 2
-    assert "MODEL comes first" in capsys.readouterr().err
+    assert "give MODEL first" in capsys.readouterr().err
     assert dry_run(capsys, "m", *flags.split())[: 3 + len(flags.split())] == [
         "vllm", "serve", "m", *flags.split()
     ]  # fmt: skip

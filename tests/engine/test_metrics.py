@@ -24,7 +24,7 @@ from vllm_sched.engine.metrics import (
     EngineState,
     Metrics,
 )
-from vllm_sched.metrics_folder import VARIABLE
+from vllm_sched.metrics_folder import METRICS_VARIABLE
 from vllm_sched.policies.registry import POLICIES
 
 OWN = {"model_name": "m", "engine": "0"}
@@ -192,13 +192,13 @@ def test_two_engines_in_one_process_do_not_collide() -> None:
 def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(METRICS_VARIABLE, raising=False)
     with caplog.at_level("INFO", "vllm.vllm_sched"):
         assert not metrics.server_shows_metrics()
     (line,) = caplog.messages
     assert "`vllm-sched serve`" in line
-    assert VARIABLE in line
-    monkeypatch.setenv(VARIABLE, "somewhere")
+    assert METRICS_VARIABLE in line
+    monkeypatch.setenv(METRICS_VARIABLE, "somewhere")
     assert metrics.server_shows_metrics()
 
 
@@ -207,7 +207,7 @@ def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
 ) -> None:
     # In the module itself: vLLM keeps what it has read of the environment once an engine was made.
     monkeypatch.setitem(vars(metrics.envs), "VLLM_USE_RUST_FRONTEND", True)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path))
     with caplog.at_level("WARNING", "vllm.vllm_sched"):
         scheduler = make_scheduler({"long_prompt": {}})
     (line,) = [r for r in caplog.records if "metrics" in r.message]
@@ -252,7 +252,7 @@ def run_server(**variables: str) -> tuple[Path, str]:
 
 
 def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(METRICS_VARIABLE, raising=False)
     folder, page = run_server()
     found = {s.name: s for family in read_text(page) for s in family.samples}
     tokens = found["vllm_sched_step_tokens_total"]
@@ -265,7 +265,7 @@ def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_somebody_else_made_is_his(tmp_path: Path) -> None:
-    folder, _ = run_server(**{VARIABLE: str(tmp_path)})
+    folder, _ = run_server(**{METRICS_VARIABLE: str(tmp_path)})
     assert folder == tmp_path
     assert list(tmp_path.glob("counter_*.db"))
 

@@ -136,7 +136,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     # What it changes of the process goes with the test.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(importlib.metadata, "version", importlib.metadata.version)
-    monkeypatch.setenv(metrics_folder.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(metrics_folder.METRICS_VARIABLE, str(tmp_path))
     return loaded
 
 

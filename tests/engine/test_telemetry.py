@@ -56,7 +56,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (VARIABLE, metrics_folder.VARIABLE):
+    for variable in (VARIABLE, metrics_folder.METRICS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     scheduler = make_scheduler(LONG)
     assert scheduler._telemetry is None

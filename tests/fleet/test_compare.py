@@ -234,7 +234,7 @@ def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
         command.process.send_signal(signal.SIGINT)
         assert command.ends(SOON_S) == 130
         assert command.left() == []
-    assert command.err.read_text() == "vllm-sched: interrupted; the workers are stopped\n"
+    assert command.err.read_text() == "vllm-sched: interrupted; the workers have been stopped\n"
     assert not (tmp_path / "out.json").exists()
 
 

@@ -28,7 +28,7 @@ from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, promp
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
-from vllm_sched.workers.transfer import LEASE_S
+from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
 # The third one loads meanwhile, for the files that follow.
 pytestmark = pytest.mark.usefixtures("third_or_dead")
@@ -296,7 +296,7 @@ async def test_clients_that_leave_about_when_the_prefill_is_done(
         await settled(worker, running=0, waiting=0)
         # A prefill that should have long to go is not waited for. What it answers just then is
         # freed by the end of its lease.
-        await freed(worker, within=LEASE_S + FREED_S)
+        await freed(worker, within=DEFAULT_LEASE_S + FREED_S)
 
 
 @pytest.fixture

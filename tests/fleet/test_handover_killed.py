@@ -37,7 +37,7 @@ from tests.fleet.test_router import PATIENT, Router, family, routing
 from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
-from vllm_sched.workers.transfer import LEASE_S
+from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
 Entry = dict[str, object]
 GENERAL, OTHER, SECOND = "general-0", "decode-1", "prefill-1"
@@ -263,7 +263,7 @@ async def test_a_worker_is_killed_in_either_role_and_comes_back(
     for worker in (third, ends[DECODE]):
         await freed(worker)
     # Where it was the only one that decodes.
-    await freed(ends[PREFILL], within=LEASE_S + DEADLINE_S)
+    await freed(ends[PREFILL], within=DEFAULT_LEASE_S + DEADLINE_S)
 
 
 async def drained(stream: Any) -> None:

@@ -84,8 +84,8 @@ def test_where_no_vllm_is_installed_either_default_may_be_meant(
 def test_the_defaults_are_those_that_workers_are_started_with() -> None:
     """Of the last of several values, which is the one that counts."""
     flags = [*launch.CPU_FLAGS, *wiring("nixl", "prefill").flags]
-    assert last(flags, BLOCK) == ends.COMMON[BLOCK][True]
-    assert last(flags, DTYPE) == ends.COMMON[DTYPE][True]
+    assert last(flags, BLOCK) == ends.LAYOUT_FLAGS[BLOCK][True]
+    assert last(flags, DTYPE) == ends.LAYOUT_FLAGS[DTYPE][True]
 
 
 # Weights and prompts

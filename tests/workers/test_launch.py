@@ -16,7 +16,7 @@ import pytest
 
 from tests.workers.servers import alive, assert_gone, eventually, family, members, script
 from vllm_sched.errors import UsageError
-from vllm_sched.metrics_folder import VARIABLE
+from vllm_sched.metrics_folder import METRICS_VARIABLE
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port, worker
 
@@ -57,7 +57,7 @@ def test_one_that_dies_at_once_is_told_with_the_end_of_its_log() -> None:
         pytest.fail("entered")
     lines = str(caught.value).splitlines()
     assert lines[-1] == "line 39"
-    assert len(lines) == 1 + launch.LOG_TAIL
+    assert len(lines) == 1 + launch.LOG_TAIL_LINES
 
 
 def test_the_end_of_a_log_is_that_which_says_something() -> None:
@@ -325,8 +325,8 @@ COUNTING = "import os, sys, time; print(os.environ[sys.argv[1]]); time.sleep(600
 
 
 def counting(**variables: str) -> Worker:
-    command = [sys.executable, "-uc", COUNTING, VARIABLE]
-    without = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    command = [sys.executable, "-uc", COUNTING, METRICS_VARIABLE]
+    without = {name: value for name, value in os.environ.items() if name != METRICS_VARIABLE}
     return Worker(command, port=1, env=without | variables, shows_metrics=True)
 
 
@@ -365,7 +365,7 @@ def test_the_folder_it_counts_in_goes_when_we_die() -> None:
 
 
 def test_a_folder_to_count_in_that_is_named_is_its_owners(tmp_path: Path) -> None:
-    each = counting(**{VARIABLE: str(tmp_path)})
+    each = counting(**{METRICS_VARIABLE: str(tmp_path)})
     each.start()
     try:
         assert said(each) == tmp_path

@@ -84,7 +84,7 @@ def test_where_it_can_not_be_kept_a_line_says_what_to_set(
     assert main(["serve", "tiny", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "file") in line
-    assert line.endswith("set VLLM_SCHED_CACHE to a folder that can be written to")
+    assert line.endswith("set VLLM_SCHED_CACHE to a writable folder")
 
 
 def test_whoever_has_no_home_is_told_so_too(

@@ -43,7 +43,9 @@ def test_the_two_ends_of_nixl_on_a_cpu() -> None:
         assert config["kv_buffer_device"] == "cpu"
         assert config["kv_load_failure_policy"] == "recompute"
         assert config["kv_connector_module_path"] == "vllm_sched.engine.nixl"
-        assert config["kv_connector_extra_config"] == {"kv_lease_duration": transfer.LEASE_S}
+        assert config["kv_connector_extra_config"] == {
+            "kv_lease_duration": transfer.DEFAULT_LEASE_S
+        }
         assert value(each, "--block-size") == "128"
         assert "--enable-prompt-tokens-details" in each.flags
     assert (prefill.env[SIDE_HOST], decode.env[SIDE_HOST]) == ("127.0.0.1", "10.0.0.7")
@@ -53,8 +55,8 @@ def test_the_two_ends_of_nixl_on_a_cpu() -> None:
 
 def test_a_lease_outlives_some_heartbeats() -> None:
     # vLLM sends one each sixth of it, in whole seconds, and adds two thirds of it with each.
-    assert transfer.LEASE_S // 6 >= 1
-    assert transfer.LEASE_S * 2 // 3 > 3 * (transfer.LEASE_S // 6)
+    assert transfer.DEFAULT_LEASE_S // 6 >= 1
+    assert transfer.DEFAULT_LEASE_S * 2 // 3 > 3 * (transfer.DEFAULT_LEASE_S // 6)
 
 
 def test_push_is_another_class() -> None:
@@ -67,15 +69,15 @@ def test_on_an_accelerator_vllm_chooses_block_and_buffer(monkeypatch: pytest.Mon
     assert "--block-size" not in made.flags
     assert config_of(made).keys().isdisjoint({"kv_buffer_device", "kv_connector_module_path"})
     bound = config_of(wiring("nixl", "prefill", few_cpus=True))
-    assert bound["kv_connector_module_path"] == transfer.OURS
+    assert bound["kv_connector_module_path"] == transfer.NIXL_MODULE
 
 
 def test_what_an_own_configuration_lacks_is_said() -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"%s}'
     bare = wiring("nixl", "prefill", args=["--kv-transfer-config", own % ""])
-    assert f'without "kv_connector_module_path": "{transfer.OURS}"' in bare.said
+    assert f'set "kv_connector_module_path": "{transfer.NIXL_MODULE}"' in bare.said
     assert bare.said.endswith("blocks of 128")
-    whole = own % f', "kv_connector_module_path": "{transfer.OURS}"'
+    whole = own % f', "kv_connector_module_path": "{transfer.NIXL_MODULE}"'
     said = wiring("nixl", "prefill", args=["--kv-transfer-config", whole]).said
     assert said == "--kv-transfer-config as given, blocks of 128"
 

@@ -1,4 +1,4 @@
-"""Many runs, one picture: a workload at several loads, several times over."""
+"""The points, curves and knees of a sweep: workloads at several loads with several seeds."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ CONCURRENCY: Final = "max_concurrency"
 
 @dataclass(frozen=True)
 class Point:
-    """One run: a load, a seed, and vLLM's figures for all requests."""
+    """One run with a load and a seed: vLLM's figures for all requests."""
 
     workload: str
     axis: str
     load: float
     seed: int
     figures: Mapping[str, Any]
-    kept_up: float = 1.0  # of a rate
+    kept_up: float = 1.0  # share of the rate that was served
 
     @property
     def share(self) -> float:
-        """The share of requests that met the targets; of those that did not fail, without any."""
+        """The share of requests that met the targets, or without targets, that did not fail."""
         if self.figures["goodput_share"] is not None:
             return float(self.figures["goodput_share"])
         ended = self.figures["completed"] + self.figures["failed"]
-        # With no target, a rate is served if it is kept up: what piles up is not.
+        # Without targets, requests that pile up in a queue count as not served.
         return float(self.kept_up * self.figures["completed"] / ended) if ended else 0.0
 
     @property
     def goodput(self) -> float:
-        """Requests per second in time, of those that arrive: a queue's slow end does not count."""
+        """Requests per second in time, from the offered rate: a slow end does not count."""
         return self.share * self.load
 
     @property
     def tokens(self) -> float:
-        """Tokens per second, read and written."""
+        """Prompt and output tokens per second."""
         return float(self.figures["total_token_throughput"])
 
     @property
     def ttft_p99_ms(self) -> float:
-        """The tail of the waits; infinite where nobody was served."""
+        """The 99th percentile of TTFT; NaN if no request was served."""
         found = self.figures["p99_ttft_ms"]
         return float("nan") if found is None else float(found)
 
 
 @dataclass
 class Sweep:
-    """All points so far."""
+    """All points of a sweep so far."""
 
     points: list[Point] = field(default_factory=list)
 
     def at(self, workload: str, axis: str, load: float) -> list[Point]:
-        """Give the runs of one load, one for each seed."""
+        """Return the runs of one load, one per seed."""
         return [
             each
             for each in self.points
@@ -74,7 +74,7 @@ class Sweep:
         ]
 
     def curves(self, axis: str, measure: str) -> dict[str, Curve]:
-        """Give a line per workload: what `measure` names, at each load, for each seed."""
+        """Return one curve per workload with the values of `measure` by load."""
         found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.points:
             if each.axis == axis:
@@ -83,7 +83,7 @@ class Sweep:
         return {name: Curve(dict(points), knees[name]) for name, points in found.items()}
 
     def knees(self, axis: str) -> dict[str, float | None]:
-        """Give each workload's knee: the rate that is served, or where throughput levels off."""
+        """Return each workload's knee: the highest served rate, or where throughput levels off."""
         measure, knee = ("share", served_rate) if axis == RATE else ("tokens", throughput_knee)
         means: dict[str, dict[float, float]] = defaultdict(dict)
         for each in self.points:
@@ -93,7 +93,7 @@ class Sweep:
         return {name: knee(found) for name, found in means.items()}
 
     def table(self, *, targets: bool) -> Table:
-        """Lay out a line per load, with 95 % intervals where there are several seeds."""
+        """Return a table with one row per load, with 95 % intervals for several seeds."""
         layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         layout.add_column("")
         heads = (
@@ -103,7 +103,7 @@ class Sweep:
             layout.add_column(head, justify="right", no_wrap=True)
         for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
             knees = self.knees(axis)
-            given = list(knees)  # the names, in the order that they were played in
+            given = list(knees)  # the names, in the order of play
             loads = sorted(
                 {(p.workload, p.load) for p in self.points if p.axis == axis},
                 key=lambda pair: (given.index(pair[0]), pair[1]),
@@ -124,7 +124,7 @@ class Sweep:
         return layout
 
     def to_json(self) -> dict[str, Any]:
-        """Give every run's figures, without samples."""
+        """Return every run's figures, without samples."""
         return {
             "points": [
                 {
@@ -142,7 +142,6 @@ class Sweep:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Take the mean over the runs in which somebody was served."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 

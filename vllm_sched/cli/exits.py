@@ -1,4 +1,4 @@
-"""How a command ends that did not do what it was asked for: its status, and the signals."""
+"""How a command that fails or is stopped ends: exit statuses and signals."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 BAD_USAGE = 2
-INTERRUPTED = 130  # as a shell reports of what Ctrl-C ended
+INTERRUPTED = 130  # a shell's status for Ctrl-C
 
 
 @contextmanager
-def terminated_alike() -> Iterator[None]:
-    """Take SIGTERM, by which `timeout`, CI and containers end a command, for a Ctrl-C."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM, which `timeout`, CI and containers send, like Ctrl-C."""
 
     def pass_on(*_: object) -> None:
         if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)  # whoever minds it now
-        else:  # a shell's background jobs ignore it
+            signal.raise_signal(signal.SIGINT)  # runs the current handler
+        else:  # SIGINT is ignored in a shell's background jobs
             raise KeyboardInterrupt
 
     try:
@@ -33,7 +33,10 @@ def terminated_alike() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Tell whether Ctrl-C came, so that a part of a run can be shown and kept; twice ends it."""
+    """Yield a function that returns whether Ctrl-C came; a second Ctrl-C ends the command.
+
+    A command can then show and save the results that it has.
+    """
     came = False
 
     def interrupt(*_: object) -> None:

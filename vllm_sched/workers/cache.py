@@ -1,4 +1,4 @@
-"""Folders that are made once a machine: the tiny model, vLLM's own tests."""
+"""Folders that are made once per machine, such as the tiny model."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Final
 
 from vllm_sched.errors import UsageError
 
-VARIABLE: Final = "VLLM_SCHED_CACHE"
+CACHE_VARIABLE: Final = "VLLM_SCHED_CACHE"
 
 
 def cache_dir() -> Path:
-    """Where made things are kept: `VLLM_SCHED_CACHE`, else the user's cache folder."""
-    if explicit := os.environ.get(VARIABLE):
-        return Path(explicit).absolute()  # workers start elsewhere
+    """Return the cache folder: `VLLM_SCHED_CACHE`, by default the user's cache folder."""
+    if explicit := os.environ.get(CACHE_VARIABLE):
+        return Path(explicit).absolute()  # workers start in another folder
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "vllm-sched"
 
 
 def cached_folder(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of that name, made first if this machine has none."""
+    """Return the cached folder `name`; `make` fills it if it does not exist."""
     try:
         folder = cache_dir() / name
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Made aside and renamed: a second process sees the whole folder or none of it.
+        # Made under another name and renamed: other processes see a complete folder or none.
         aside = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
-    except (OSError, RuntimeError) as error:  # the latter of a user without a home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UsageError(
-            f"{name} can't be kept: {error}; set {VARIABLE} to a folder that can be written to"
+            f"{name} can't be stored: {error}; set {CACHE_VARIABLE} to a writable folder"
         ) from None
     try:
         make(aside)
         aside.chmod(0o755)
         aside.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process was first, with the same content
+        if not folder.is_dir():  # another process made the same folder first
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)

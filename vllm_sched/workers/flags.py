@@ -1,8 +1,7 @@
-"""vLLM's command line, as far as we must understand it: flags in any of its spellings.
+"""Parse vLLM's command line.
 
-vLLM takes underscores for hyphens, `--flag value` and `--flag=value`, the last of several,
-`--flag.key value` for a key inside a flag that is an object, and some short names, for which
-all of that holds too: `-sc.method=ngram`.
+vLLM takes underscores for hyphens, `--flag value`, `--flag=value`, and `--flag.key value` for
+object flags. The last of several flags wins. Short names work too: `-sc.method=ngram`.
 """
 
 from __future__ import annotations
@@ -12,58 +11,58 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-SHORT: Final[Mapping[str, str]] = {
+SHORT_NAMES: Final[Mapping[str, str]] = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local",
     "-ep": "--enable-expert-parallel", "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
-LONGEST_NUMBER = 18  # digits; Python reads no number of thousands
-# No value begins so, for vLLM's parser takes it for a flag, known or not: -O3, -n. Numbers do.
-NAME: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
+MAX_NUMBER_DIGITS = 18  # digits; Python refuses to parse numbers of thousands of digits
+# vLLM's parser takes these words for flags, known or not (-O3, -n), and never for values.
+FLAG_PATTERN: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
 
 class Flag(NamedTuple):
     """One flag of a command line."""
 
     name: str  # with hyphens: --max-model-len
-    value: str | None  # None where nothing follows
-    words: list[str]  # as they stood there
+    value: str | None  # None if no value follows
+    words: list[str]  # the words as written
 
     @property
     def whole(self) -> str:
-        """The flag that is an object of which this is a key, as `--name` of `--name.key`, or it."""
+        """The name without an object key: `--name` for `--name.key`."""
         return self.name.partition(".")[0]
 
 
 def parse(words: Sequence[str]) -> Iterator[Flag]:
-    """Go through a command line; what belongs to no flag has the name ''."""
+    """Yield the flags of a command line; a word that belongs to no flag has the name ''."""
     position = 0
     while position < len(words):
         word = words[position]
         position += 1
-        if not NAME.match(word):
+        if not FLAG_PATTERN.match(word):
             yield Flag("", word, [word])
             continue
         name, equals, value = word.partition("=")
         taken = [word]
         found: str | None = value if equals else None
-        if not equals and position < len(words) and not NAME.match(words[position]):
+        if not equals and position < len(words) and not FLAG_PATTERN.match(words[position]):
             found = words[position]
             taken.append(found)
             position += 1
         whole, dot, inner = name.partition(".")
-        yield Flag((SHORT.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
+        yield Flag((SHORT_NAMES.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
 
 
 def names(words: Sequence[str]) -> set[str]:
-    """Name the flags that are given."""
+    """Return the names of the given flags."""
     return {flag.name for flag in parse(words) if flag.name}
 
 
 def last(words: Sequence[str], name: str) -> str | None:
-    """Return the value of a flag, the last where it is given several times."""
+    """Return the value of the last flag of this name; None if there is none."""
     found = None
     for flag in parse(words):
         if flag.name == name:
@@ -72,21 +71,21 @@ def last(words: Sequence[str], name: str) -> str | None:
 
 
 def number(words: Sequence[str], name: str) -> int | None:
-    """Return the value of a flag that is a plain number, else None."""
+    """Return the value of a flag as an integer; None if it is not a plain number."""
     value = last(words, name)
-    plain = value is not None and value.isdecimal() and len(value) <= LONGEST_NUMBER
+    plain = value is not None and value.isdecimal() and len(value) <= MAX_NUMBER_DIGITS
     return int(value) if value is not None and plain else None
 
 
 def key(words: Sequence[str], name: str, inner: str) -> Any:
-    """Return a key of a flag that is an object, given as JSON or by itself; None without it."""
+    """Return a key of an object flag, given in JSON or as `--name.key`; None if absent."""
     return (fields(words, name) or {}).get(inner)
 
 
 def fields(words: Sequence[str], name: str) -> dict[str, Any] | None:
-    """Return a flag that is an object, with the keys that are given by themselves; None without it.
+    """Return an object flag merged with its `--name.key` flags; None if neither is given.
 
-    What is no JSON object counts as empty: vLLM will say so.
+    A value that is not a JSON object counts as empty, because vLLM reports it.
     """
     text = last(words, name)
     keys = [flag for flag in parse(words) if flag.whole == name != flag.name]

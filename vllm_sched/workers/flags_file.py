@@ -1,4 +1,4 @@
-"""The flags that vLLM reads from a file: `--config FILE.yaml`, which its command line beats."""
+"""The flags in a `--config FILE.yaml`; vLLM's command line has precedence over the file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import yaml
 
 from vllm_sched.workers.flags import last, parse
 
-CONFIG: Final = "--config"
+CONFIG_FLAG: Final = "--config"
 
 
 def expanded(args: Sequence[str]) -> list[str]:
-    """Put a file's flags before the others; as it was where the file can't be read from here."""
-    name = last(args, CONFIG)
+    """Return `args` with the file's flags in front; unchanged if the file can't be read here."""
+    name = last(args, CONFIG_FLAG)
     if not name:
         return list(args)
     try:
@@ -24,22 +24,22 @@ def expanded(args: Sequence[str]) -> list[str]:
         if not isinstance(read, dict):
             return list(args)
         words = [word for key, value in read.items() for word in _words(f"--{key}", value)]
-    except (OSError, ValueError, TypeError, yaml.YAMLError):  # dates are no JSON
+    except (OSError, ValueError, TypeError, yaml.YAMLError):  # TypeError: dates are not JSON
         return list(args)
-    rest = [word for flag in parse(args) if flag.name != CONFIG for word in flag.words]
+    rest = [word for flag in parse(args) if flag.name != CONFIG_FLAG for word in flag.words]
     return words + rest
 
 
 def readable(args: Sequence[str]) -> list[str]:
-    """Name the file so that vLLM reads it: in a word of its own, and from wherever it starts.
+    """Return `args` with `--config` as its own word and with an absolute path.
 
-    `--config=FILE` it takes, and passes over without a word.
+    vLLM accepts `--config=FILE` but silently ignores the file.
     """
     words: list[str] = []
     for flag in parse(args):
-        if flag.name == CONFIG and flag.value:
+        if flag.name == CONFIG_FLAG and flag.value:
             there = Path(flag.value).is_file()
-            words += [CONFIG, str(Path(flag.value).absolute()) if there else flag.value]
+            words += [CONFIG_FLAG, str(Path(flag.value).absolute()) if there else flag.value]
         else:
             words += flag.words
     return words
@@ -47,7 +47,7 @@ def readable(args: Sequence[str]) -> list[str]:
 
 def _words(name: str, value: object) -> Iterator[str]:
     if isinstance(value, bool):
-        if value:  # `vllm serve` passes over what is false
+        if value:  # `vllm serve` ignores false values
             yield name
         return
     values = value if isinstance(value, list) else [value]

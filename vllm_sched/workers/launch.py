@@ -1,11 +1,9 @@
-"""Start a real worker on this machine, wait until it serves, and leave nothing behind.
+"""Start a worker process on this machine, wait until it is ready, and stop all of it.
 
     with worker("long_prompt", model=str(tiny_model())) as w:
         requests.get(w.url + "/v1/models")
 
-A vLLM worker is a small family of processes. They stay in one process group, so the group is
-what gets killed; and a guard outside the group kills it when *this* process dies without
-saying goodbye, which no `finally` can do.
+A vLLM worker is a process group. A guard process outside the group kills it if this process dies.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 SERVER_MODULE = "vllm_sched.engine.server"
-# Sides that name no policy.
+# The names of sides without a policy: vLLM's own scheduler, and ours without policies.
 DEFAULT = "default"
 NONE = "none"
 
 LOOPBACK = "127.0.0.1"
-READY_S = 420.0  # a minute as a rule; a busy machine takes several
-GRACE_S = 10.0
-LOG_TAIL = 30
-TAIL_BYTES = 1 << 16
-# Triton's bindings, on every exit: whatever went wrong stands above it.
-NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
+READY_TIMEOUT_S = 420.0  # usually a minute; a busy machine takes several
+STOP_TIMEOUT_S = 10.0
+LOG_TAIL_LINES = 30
+LOG_TAIL_BYTES = 1 << 16
+# Triton's bindings print this at every exit.
+LOG_NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
 
-# torch on a CPU: many virtual machines advertise bf16 instructions and then die of them.
+# float32: many virtual machines advertise bf16 instructions and then crash on them.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
-# Defaults only, these two: what the caller's own environment says wins.
+# Defaults only: the caller's environment wins over CPU_ENV and QUIET_ENV.
 CPU_ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -65,11 +63,11 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ASYNCHRONOUS, SYNCHRONOUS = "--async-scheduling", "--no-async-scheduling"
-# Methods of speculative decoding that vLLM turns asynchronous scheduling off for.
+# Speculative decoding methods for which vLLM turns asynchronous scheduling off.
 SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
-# What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
+# The engine needs time to write its trace at shutdown; vLLM's default is none.
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
-SHUTDOWN = "--shutdown-timeout"
+SHUTDOWN_FLAG = "--shutdown-timeout"
 TRACE_SHUTDOWN_S = 8
 QUIET_ENV = {
     "DO_NOT_TRACK": "1",
@@ -77,20 +75,19 @@ QUIET_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# Reads until its end of the pipe closes, which the kernel does for us however we die.
-GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
+# `read` returns when the pipe closes, which the kernel does however this process dies.
+GUARD_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
 
 
 class WorkerError(VllmSchedError):
-    """A worker that did not start, or did not stay; the message ends with its last log lines."""
+    """A worker failed to start or died; the message ends with its last log lines."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Which scheduler a worker runs, and the extra vLLM flags it is given.
+    """A worker's scheduler and its extra vLLM flags.
 
-    `name` is as written on the command line: `default` is vLLM's own scheduler, `none` is ours
-    with no policy, anything else is `NAME[+NAME...]`.
+    `name` is `default` (vLLM's own scheduler), `none` (ours without a policy) or `NAME[+NAME...]`.
     """
 
     name: str = DEFAULT
@@ -99,7 +96,7 @@ class Side:
 
     @classmethod
     def parse(cls, text: str, *, sets: Sequence[str] = (), extra: Sequence[str] = ()) -> Self:
-        """Read a side as written; the registry refuses unknown policies, keys and values."""
+        """Return the side; raise `UsageError` for unknown policies, keys and values."""
         names = () if text in (DEFAULT, NONE) else tuple(text.split("+"))
         try:
             parse_settings(names, ())
@@ -109,33 +106,33 @@ class Side:
 
     @classmethod
     def of(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
-        """Run these policies, already checked; vLLM's own scheduler if there is none."""
+        """Return a side with these checked policies; vLLM's own scheduler if there are none."""
         return cls("+".join(policies) or DEFAULT, policies)
 
     @property
     def label(self) -> str:
-        """The name and whatever was asked for beyond it, on one line."""
+        """The name, settings and extra flags on one line."""
         knobs = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
         return " ".join([self.name, *knobs, *self.extra])
 
-    def flags(self, beside: Sequence[str] = ()) -> list[str]:
-        """Return the vLLM flags that select this scheduler; extra flags last, so that they win.
+    def flags(self, others: Sequence[str] = ()) -> list[str]:
+        """Return the vLLM flags that select this scheduler; the extra flags are last and win.
 
-        `beside`: what else the worker is started with.
+        `others` are the flags that the worker also gets.
         """
         if self.name == DEFAULT:
             return [*self.extra]
-        flags = ["--scheduler-cls", scheduler_cls([*beside, *self.extra])]
+        flags = ["--scheduler-cls", scheduler_cls([*others, *self.extra])]
         if self.settings:
             flags += ["--additional-config", json.dumps({"vllm_sched": self.settings})]
         return [*flags, *self.extra]
 
 
 class Worker:
-    """One running server process family; a context manager, plain or async.
+    """A server's process group; a context manager, plain or async.
 
-    `start()` returns at once, so that several may load together; `wait_ready()` and
-    `stop()` block. The async forms do the same in a thread.
+    `start()` returns at once; `wait_ready()` and `stop()` block. The async context manager runs
+    them in a thread.
     """
 
     def __init__(
@@ -150,8 +147,8 @@ class Worker:
         log: Path | None = None,
         health: str = "/health",
         shows_metrics: bool = False,
-        deadline_s: float = READY_S,
-        grace_s: float = GRACE_S,
+        deadline_s: float = READY_TIMEOUT_S,
+        grace_s: float = STOP_TIMEOUT_S,
     ) -> None:
         self.command = tuple(command)
         self.health = health
@@ -162,8 +159,10 @@ class Worker:
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
-        # Of its own, and gone when the family is, unless one is named already.
-        self._wants_metrics_folder = shows_metrics and not self._env.get(metrics_folder.VARIABLE)
+        # The folder is temporary, unless the environment names one.
+        self._wants_metrics_folder = shows_metrics and not self._env.get(
+            metrics_folder.METRICS_VARIABLE
+        )
         self._log = log
         self._folder: Path | None = None
         self._metrics_folder: Path | None = None
@@ -173,12 +172,12 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, which is also its group's; None when not started."""
+        """The process id of the server and its group; None if not started."""
         return self._process.pid if self._process else None
 
     @property
     def log(self) -> Path:
-        """Everything the family printed; gone once it is stopped, unless a file was named."""
+        """The log file; deleted by `stop` unless the caller named the file."""
         if self._log is not None:
             return self._log
         if self._folder is None:
@@ -186,14 +185,14 @@ class Worker:
         return self._folder / "worker.log"
 
     def start(self) -> None:
-        """Spawn the server in a group of its own, and the guard over that group."""
-        # Also the working directory: `python -m` would import from wherever it is started.
+        """Start the server in a process group of its own, and the guard of that group."""
+        # Also the working directory, because `python -m` imports from the current one.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
         own = {}
         if self._wants_metrics_folder:
-            self._metrics_folder = metrics_folder.make()
-            own[metrics_folder.VARIABLE] = str(self._metrics_folder)
+            self._metrics_folder = metrics_folder.make_folder()
+            own[metrics_folder.METRICS_VARIABLE] = str(self._metrics_folder)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -202,12 +201,12 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on
+                start_new_session=True,  # this process handles Ctrl-C
             )
-        if self.cpus:  # before it has children or threads, which inherit it
+        if self.cpus:  # before the server has children or threads, which inherit the affinity
             os.sched_setaffinity(self._process.pid, self.cpus)
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, str(self._process.pid), *map(str, self._folders)],
+            ["sh", "-c", GUARD_SCRIPT, str(self._process.pid), *map(str, self._folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -216,38 +215,38 @@ class Worker:
 
     def check(self) -> None:
         """Raise `WorkerError` if the server is not running."""
-        process = self._process  # read once: another thread may be stopping us
+        process = self._process  # read once: another thread may call stop()
         if process is None or self._stopping:
             raise WorkerError(f"{self.name} is not running")
         if (code := process.poll()) is not None:
             raise self._error(f"{self.name} died with exit code {code}")
 
     def ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Get one of its pages, straight from loopback; with its status."""
-        # A proxy named by the environment must not see this.
+        """Return the status and body of a GET request to the worker."""
+        # Ignore a proxy from the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
             return answer.status, answer.read()
 
     def healthy(self) -> bool:
-        """Whether its health path answers 200 now."""
+        """Return whether the health path returns 200."""
         try:
             return self.ask(self.health, 2.0)[0] == http.HTTPStatus.OK
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return False
 
     def wait_ready(self, pause: Callable[[float], object] = time.sleep) -> None:
-        """Block until the server is healthy; raise once it has died or the deadline has passed."""
+        """Block until the server is healthy; raise if it dies or the deadline passes."""
         give_up = time.monotonic() + self.deadline_s
         while not self.healthy():
             self.check()
             if time.monotonic() > give_up:
                 raise self._error(f"{self.name} was not healthy within {self.deadline_s:g} s")
             pause(0.2)
-        self.check()  # somebody healthy on this port is not yet ours
+        self.check()  # another server may be healthy on this port
 
     def stop(self) -> None:
-        """End the whole family: politely, then by force. Safe to call again."""
+        """Stop the process group with SIGTERM, then SIGKILL. May be called again."""
         self._stopping = True
         process, self._process = self._process, None
         if process is not None:
@@ -255,13 +254,13 @@ class Worker:
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(self.grace_s)
-            # The children outlive a server that was killed, so this is for the group, always.
+            # Child processes may outlive the server.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         guard, self._guard = self._guard, None
         if guard is not None:
-            # Only now: the guard stays on duty until there is nothing left to guard.
+            # Last: the guard is needed until the group is gone.
             guard.kill()
             guard.communicate()
         for folder in self._folders:
@@ -276,7 +275,7 @@ class Worker:
         return WorkerError("\n".join([f"{what}; the end of its log:", *_tail(self.log)]))
 
     def __enter__(self) -> Self:
-        """Start and wait."""
+        """Start the worker and wait until it is ready."""
         try:
             self.start()
             self.wait_ready()
@@ -291,16 +290,16 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop."""
+        """Stop the worker."""
         self.stop()
 
     async def __aenter__(self) -> Self:
-        """Start and wait, with the event loop free."""
+        """Start the worker and wait without blocking the event loop."""
         try:
             self.start()
             await asyncio.to_thread(self.wait_ready)
         except BaseException:
-            # A cancelled wait leaves its thread looping: stopping is what ends that too.
+            # A cancelled wait leaves its thread running; `stop` ends the thread too.
             await asyncio.to_thread(self.stop)
             raise
         return self
@@ -311,7 +310,7 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop, with the event loop free."""
+        """Stop the worker without blocking the event loop."""
         await asyncio.to_thread(self.stop)
 
 
@@ -326,9 +325,9 @@ def worker(
     cpus: Sequence[int] = (),
     name: str = "worker",
     log: Path | None = None,
-    deadline_s: float = READY_S,
+    deadline_s: float = READY_TIMEOUT_S,
 ) -> Worker:
-    """Describe a vLLM worker for `model`, on a free port if none is given; nothing starts yet."""
+    """Return a vLLM worker, not started; the default is a free port."""
     if isinstance(side, str):
         side = Side.parse(side)
     on_a_cpu = on_cpu()
@@ -350,7 +349,7 @@ def worker(
 
 
 def tracing(path: Path) -> dict[str, str]:
-    """Return the environment that has our scheduler write a trace into a file."""
+    """Return the environment that makes our scheduler write a trace to `path`."""
     path = path.absolute()
     if not path.parent.is_dir():
         raise UsageError(f"--trace {path}: there is no folder {path.parent}; make it first")
@@ -358,23 +357,22 @@ def tracing(path: Path) -> dict[str, str]:
 
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
-    """Return the flags that leave an engine time to write, unless these flags say how much."""
-    if SHUTDOWN in names(expanded(flags)):
+    """Return the flag that gives an engine time to write its trace, unless `flags` set it."""
+    if SHUTDOWN_FLAG in names(expanded(flags)):
         return []
-    return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
+    return [SHUTDOWN_FLAG, str(TRACE_SHUTDOWN_S)]
 
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
-    """Return what a worker needs to run on any CPU, but for what its flags or their file say."""
+    """Return the flags for a CPU build that are not in `given`."""
     said = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
 
 
 def scheduler_cls(flags: Sequence[str] = ()) -> str:
-    """Name our scheduler for `--scheduler-cls`: of the kind that vLLM will run here.
+    """Return our scheduler's class path for `--scheduler-cls`, synchronous or asynchronous.
 
-    vLLM switches asynchronous scheduling off on a CPU, and for drafts that the device can't make
-    by itself.
+    vLLM turns asynchronous scheduling off on a CPU and for some speculative decoding methods.
     """
     flags = expanded(flags)
     asked = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
@@ -387,7 +385,7 @@ def scheduler_cls(flags: Sequence[str] = ()) -> str:
 
 @functools.cache
 def on_cpu() -> bool:
-    """Whether the vLLM installed here is a CPU build, asked without importing it."""
+    """Return whether the installed vLLM is a CPU build, without importing it."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.version("vllm-cpu"))
     try:
@@ -400,23 +398,21 @@ def on_cpu() -> bool:
 
 
 def _tail(log: Path) -> list[str]:
-    """Return the last lines of a log, without those that say nothing."""
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    return [line for line in lines if not NOISE.match(line)][-LOG_TAIL:]
+    return [line for line in lines if not LOG_NOISE.match(line)][-LOG_TAIL_LINES:]
 
 
-# Below those that Linux and others give to outgoing connections.
+# Below the ephemeral ports of Linux and other systems.
 PORTS: Final = range(12_000, 32_000)
 _handed_out: set[int] = set()
 
 
 def free_port() -> int:
-    """Pick a port that nobody listens on, and that was not picked here before."""
+    """Return an unused port that this process has not returned before."""
     while True:
-        # A worker takes half a minute to bind. The kernel gives its own range to whoever connects
-        # meanwhile, and offers the same port again.
+        # Not from the kernel's range: a worker binds late, and the port could be taken by then.
         port = PORTS.start + secrets.randbelow(len(PORTS))
         if port in _handed_out:
             continue

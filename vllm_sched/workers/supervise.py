@@ -1,7 +1,7 @@
-"""Keep workers alive: start them, tell how they fare, start again those that die.
+"""Keep workers running: start them, report their state, and restart them when they die.
 
-Every worker has a thread of its own, and only that thread uses it, so no locks are needed. The
-threads report each change as a `KeeperNews`.
+Each worker is used only by its own thread, so no locks are needed. The threads report each change
+as a `KeeperNews`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-# Pauses before a worker is started again: doubled with each death in a row.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-# A worker that was ready for so long has not died in a row with the time before.
-SETTLED_S = 60.0
-WATCH_S = 1.0
-# One that runs but has not answered for so long hangs, and counts as dead.
-ASK_S, HUNG_S = 10.0, 60.0
+# The pause before a restart doubles with each death in a row.
+FIRST_RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 30.0
+# A worker that was ready for this time starts with a death count of 0 again.
+STABLE_S = 60.0
+CHECK_INTERVAL_S = 1.0
+# A running worker that fails its health checks for HUNG_S counts as dead.
+HEALTH_INTERVAL_S, MAX_UNHEALTHY_S = 10.0, 60.0
 
 
 class KeeperState(StrEnum):
-    """How a worker fares."""
+    """A worker's state."""
 
-    QUEUED = "queued"  # another one loads on its device
+    QUEUED = "queued"  # another worker loads on the same device
     STARTING = "starting"
     READY = "ready"
     DIED = "died"
@@ -41,43 +41,43 @@ class KeeperState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeeperNews:
-    """A worker's new state."""
+    """A worker's change of state."""
 
     worker: str
     state: KeeperState
-    seconds: float = 0.0  # READY: that the start took; DIED: that it had lived
-    error: str = ""  # DIED: of what, and the last lines of its log
-    deaths: int = 0  # DIED: in a row
-    again_s: float = 0.0  # DIED: until it is started again
+    seconds: float = 0.0  # READY: how long the start took; DIED: how long the worker lived
+    error: str = ""  # DIED: the cause and the last lines of the log
+    deaths: int = 0  # DIED: deaths in a row
+    again_s: float = 0.0  # DIED: seconds until the restart
 
 
 class Keepable(Protocol):
-    """The part of `launch.Worker` that matters here."""
+    """The part of `launch.Worker` that a keeper uses."""
 
     name: str
 
     def start(self) -> None:
-        """Spawn it."""
+        """Start the worker."""
 
     def wait_ready(self, pause: Callable[[float], object]) -> None:
-        """Return once it serves; raise `WorkerError` if it won't."""
+        """Return when the worker is ready; raise `WorkerError` if it fails."""
 
     def check(self) -> None:
-        """Raise `WorkerError` if it is dead."""
+        """Raise `WorkerError` if the worker is dead."""
 
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Return whether the worker passes its health check."""
 
     def stop(self) -> None:
-        """End it, whatever state it is in."""
+        """Stop the worker in any state."""
 
 
 class _StopRequested(Exception):  # noqa: N818 - not an error
-    """Leaves whatever the keeper is waiting for."""
+    """Ends the keeper's current wait."""
 
 
 class WorkerKeeper:
-    """One worker, kept alive until told to stop.
+    """Restarts one worker until the supervisor stops.
 
     `wait` sleeps for some seconds and returns whether to stop, as `threading.Event.wait` does.
     `turn` is held while the worker loads.
@@ -98,10 +98,10 @@ class WorkerKeeper:
         self._turn = turn or nullcontext()
         self._clock = clock
         self._deaths = 0
-        self._next_pause_s = FIRST_PAUSE_S
+        self._next_pause_s = FIRST_RESTART_PAUSE_S
 
     def run(self) -> None:
-        """Keep it; when this returns the worker is stopped."""
+        """Keep the worker running; the worker is stopped when this returns."""
         try:
             with suppress(_StopRequested):
                 while True:
@@ -111,12 +111,12 @@ class WorkerKeeper:
             self._tell(KeeperNews(self._worker.name, KeeperState.STOPPED))
 
     def _live(self) -> None:
-        """One life, from its start to the pause after its death."""
+        """Run the worker once, from its start to the pause after its death."""
         name = self._worker.name
         ready_at: float | None = None
         self._tell(KeeperNews(name, KeeperState.QUEUED))
         with self._turn:
-            self._pause(0)  # it may have been a long wait
+            self._pause(0)  # stop may have been requested during the wait for the lock
             born = self._clock()
             self._tell(KeeperNews(name, KeeperState.STARTING))
             try:
@@ -130,31 +130,34 @@ class WorkerKeeper:
             self._tell(KeeperNews(name, KeeperState.READY, ready_at - born))
             death = self._watch()
         now = self._clock()
-        if ready_at is not None and now - ready_at >= SETTLED_S:
-            self._deaths, self._next_pause_s = 0, FIRST_PAUSE_S
+        if ready_at is not None and now - ready_at >= STABLE_S:
+            self._deaths, self._next_pause_s = 0, FIRST_RESTART_PAUSE_S
         self._deaths += 1
-        pause, self._next_pause_s = self._next_pause_s, min(self._next_pause_s * 2, LONGEST_PAUSE_S)
-        self._worker.stop()  # its children may still live
+        pause, self._next_pause_s = (
+            self._next_pause_s,
+            min(self._next_pause_s * 2, MAX_RESTART_PAUSE_S),
+        )
+        self._worker.stop()  # its children may still run
         self._tell(KeeperNews(name, KeeperState.DIED, now - born, str(death), self._deaths, pause))
         self._pause(pause)
 
     def _watch(self) -> WorkerError:
-        """Wait for its death and return what of."""
+        """Return the cause of death once the worker dies or hangs."""
         answered = asked = self._clock()
         while True:
-            self._pause(WATCH_S)
+            self._pause(CHECK_INTERVAL_S)
             try:
                 self._worker.check()
             except WorkerError as error:
                 return error
-            if self._clock() - asked < ASK_S:
+            if self._clock() - asked < HEALTH_INTERVAL_S:
                 continue
             asked = self._clock()
             if self._worker.healthy():
                 answered = asked
-            elif asked - answered >= HUNG_S:
+            elif asked - answered >= MAX_UNHEALTHY_S:
                 name = self._worker.name
-                return WorkerError(f"{name} has not answered /health for {HUNG_S:g} s")
+                return WorkerError(f"{name} has not answered /health for {MAX_UNHEALTHY_S:g} s")
 
     def _pause(self, seconds: float) -> None:
         if self._wait(seconds):
@@ -162,10 +165,10 @@ class WorkerKeeper:
 
 
 class Supervisor:
-    """Keeps a set of workers alive from `start` to `stop`; a context manager too.
+    """Keeps a set of workers running from `start` to `stop`; a context manager.
 
-    `devices` names what each worker loads on, if anything: two on one device load one after the
-    other, as vLLM measures the free memory meanwhile. `tell` is called from several threads.
+    Workers with the same name in `devices` load one after the other, because vLLM measures free
+    memory while it loads. `tell` is called from several threads.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class Supervisor:
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
             turn = None if device is None else turns[device]
             keeper = WorkerKeeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
-            # A daemon: a second Ctrl-C ends us at once, and the workers' guards do the rest.
+            # A daemon: a second Ctrl-C exits at once, and the guards kill the workers.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)
             )
@@ -193,14 +196,14 @@ class Supervisor:
             thread.start()
 
     def stop(self) -> None:
-        """Stop all workers together and return when nothing is left of them."""
+        """Stop all workers at the same time and wait until they have ended."""
         self._stopping.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start all workers."""
         self.start()
         return self
 
@@ -210,5 +213,5 @@ class Supervisor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop."""
+        """Stop all workers."""
         self.stop()

@@ -1,8 +1,7 @@
-"""A random Llama small enough to serve on one CPU core, made on the spot.
+"""A random Llama that is small enough to serve on one CPU core.
 
-Weights, tokenizer and chat template depend on the recipe below and on nothing else, so two
-machines make the same model. It is cached under a name that hashes the recipe: change the
-recipe and the old folder is simply no longer asked for.
+Weights, tokenizer and chat template depend only on RECIPE, so every machine makes the same model.
+The cache folder's name contains a hash of RECIPE.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from vllm_sched.workers.cache import cached_folder
 
-TINY = "tiny"  # what commands call it
+TINY = "tiny"  # its name on the command line
 CONTEXT = 32768
 VOCABULARY = 512
 
@@ -28,7 +27,7 @@ RECIPE: dict[str, Any] = {
     "heads": 4,
     "kv_heads": 2,
     "context": CONTEXT,
-    # What the byte-pair tokenizer learns its merges from.
+    # Training text of the byte-pair tokenizer.
     "corpus": [
         "the quick brown fox jumps over the lazy dog while the scheduler waits",
         "one long prompt must never freeze the short prompts of everybody else",
@@ -50,14 +49,14 @@ SPECIAL_TOKENS = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 
 
 def loadable(model: str) -> str:
-    """Name a model so that vLLM finds it, wherever that starts: a folder by its whole path."""
+    """Return a model name that vLLM can load from any working directory."""
     if model == TINY:
         return str(tiny_model())
     return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def tiny_model() -> Path:
-    """Return the folder of the tiny model, making it first if this machine has none."""
+    """Return the folder of the tiny model; create it if this machine has none."""
     digest = hashlib.sha256(json.dumps([RECIPE, SPECIAL_TOKENS], sort_keys=True).encode())
     return cached_folder(f"tiny-llama-{digest.hexdigest()[:12]}", _write)
 
@@ -108,7 +107,7 @@ def _write_weights(folder: Path) -> None:
     generator = torch.Generator().manual_seed(RECIPE["seed"])
 
     def normal(*shape: int) -> torch.Tensor:
-        # Wide enough that the best token leads clearly: rounding must not flip it.
+        # Large enough that the best token leads clearly; rounding must not change it.
         return torch.randn(*shape, generator=generator) * 0.05
 
     tensors = {

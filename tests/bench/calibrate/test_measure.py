@@ -147,7 +147,7 @@ def test_an_interruption_is_one_line(
         (["--set", "long_prompt.nope=1"], r"long_prompt\.nope"),
         (["--candidate", "default", "--set", "long_prompt.max_wait_s=1"], r"long_prompt"),
         (["--workload", "quake"], r"'quake'.*long-blocks-short"),
-        (["--rounds", "0"], r"--rounds 0: at least 1"),
+        (["--rounds", "0"], r"--rounds 0: must be at least 1"),
         (["--longs", "-1"], r"--longs -1"),
         (["--plot", "out.png"], r"out\.png"),
         (["--save", "nowhere/out.json"], r"no folder nowhere"),

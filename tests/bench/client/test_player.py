@@ -78,7 +78,7 @@ async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> 
     assert result.stall > 0.4
     words = " ".join(result.warnings())
     assert "could not keep up" in words
-    assert "held up" in words
+    assert "had no CPU" in words
 
 
 async def test_a_closed_loop_keeps_so_many_under_way() -> None:
@@ -128,7 +128,7 @@ async def test_a_failure_is_one_requests_own() -> None:
 
 async def test_who_never_answers_is_given_up() -> None:
     result = await played(FakeOpenAI(hangs=True), schedule(rate=100, count=3), timeout_s=0.1)
-    assert [each.error for each in result.outcomes] == ["no whole answer within 0.1 s"] * 3
+    assert [each.error for each in result.outcomes] == ["no complete response within 0.1 s"] * 3
 
 
 async def test_stopped_there_is_what_there_is() -> None:
@@ -150,7 +150,7 @@ async def test_prompts_that_no_model_holds_are_cut_and_counted() -> None:
     assert result.cut == 4
     assert not any(each.error for each in result.outcomes)
     assert all(tokens(body) + 20 <= 200 for body in fake.played)
-    assert "cut to what the model holds" in " ".join(result.warnings())
+    assert "shortened to fit the model" in " ".join(result.warnings())
 
 
 @pytest.mark.parametrize("path", ["", CHAT])
@@ -159,7 +159,7 @@ async def test_where_no_usage_is_told_events_are_counted_and_that_is_said(path: 
     result = await played(fake, schedule(rate=200, count=3), path)
     assert [(each.error, each.completed) for each in result.outcomes] == [("", 4)] * 3
     assert result.uncounted == 3
-    assert "3 answers told no usage: each event is counted" in " ".join(result.warnings())
+    assert "3 responses had no usage: each event counts" in " ".join(result.warnings())
     assert (await played(FakeOpenAI(), schedule(rate=200, count=3), path)).uncounted == 0
 
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_sched.bench.client.text import HEAD, POOL, WORDS, Measure, Texts
+from vllm_sched.bench.client.text import HEAD_WORDS, POOL_WORDS, WORDS, Measure, Texts
 from vllm_sched.bench.traffic.types import Request
 
 TEXTS = Texts(0)
 
 
-@given(st.integers(0, 3 * HEAD), st.integers(1, 400), st.text(max_size=5))
+@given(st.integers(0, 3 * HEAD_WORDS), st.integers(1, 400), st.text(max_size=5))
 def test_a_text_begins_with_its_shorter_self(few: int, more: int, name: str) -> None:
     short, long = TEXTS.text(name, few).split(), TEXTS.text(name, few + more).split()
     assert (len(short), len(long)) == (few, few + more)
@@ -17,14 +17,14 @@ def test_a_text_begins_with_its_shorter_self(few: int, more: int, name: str) -> 
 
 
 def test_a_text_may_be_longer_than_the_pool() -> None:
-    words = TEXTS.text("long", 2 * POOL + 100).split()
-    assert len(words) == 2 * POOL + 100
+    words = TEXTS.text("long", 2 * POOL_WORDS + 100).split()
+    assert len(words) == 2 * POOL_WORDS + 100
     assert set(words) <= set(WORDS)
 
 
 def test_texts_differ_at_once_by_name_and_by_seed() -> None:
     texts = [each.text(name, 40) for each in (TEXTS, Texts(1)) for name in range(500)]
-    assert len({" ".join(text.split()[:HEAD]) for text in texts}) == len(texts)
+    assert len({" ".join(text.split()[:HEAD_WORDS]) for text in texts}) == len(texts)
     assert Texts(0).text("a", 40) == TEXTS.text("a", 40)
 
 
@@ -49,5 +49,5 @@ def test_requests_share_what_they_are_meant_to_and_nothing_else() -> None:
     second = Request(0, "a", 4300, 1, shared=blocks)
     one, two = (TEXTS.prompt(i, r, measure).split() for i, r in enumerate((first, second)))
     alike = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    assert measure.words(8 * 512) <= alike < measure.words(8 * 512) + HEAD
+    assert measure.words(8 * 512) <= alike < measure.words(8 * 512) + HEAD_WORDS
     assert len(one) == measure.words(5000)

@@ -176,7 +176,7 @@ async def test_who_takes_too_long_is_given_up() -> None:
         left.set()
 
     async with talking_to(handler) as wire:
-        with pytest.raises(WireError, match=r"no whole answer within 0\.05 s"):
+        with pytest.raises(WireError, match=r"no complete response within 0\.05 s"):
             await wire.ask("/", b"", 0.05)
         await asyncio.wait_for(left.wait(), 5)  # the server is told: it can stop working
 
@@ -195,7 +195,7 @@ async def test_a_port_that_speaks_no_tls_is_an_error_in_a_line() -> None:
 
     async with talking_to(handler) as wire:
         secure = Wire(Address("127.0.0.1", wire.address.port, tls=True, root=""), {})
-        speaks_none = r"^https://127\.0\.0\.1.*; does that port speak TLS\?$"
+        speaks_none = r"^https://127\.0\.0\.1.*; does this port use TLS\?$"
         with pytest.raises(WireError, match=speaks_none) as caught:
             await secure.get("/", 5)
     assert "\n" not in str(caught.value)

@@ -108,7 +108,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
     warm_ups = [("a", 0), ("b", 0)]
     rounds = [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
     assert played == warm_ups + rounds
-    assert rests == [compare.REST_S] * 8
+    assert rests == [compare.PAUSE_BETWEEN_SIDES_S] * 8
     assert [[r.number for r in side.rounds] for side in sides] == [[1, 2, 3]] * 2
 
 
@@ -119,7 +119,7 @@ async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
         raise WorkerError("a died")
 
     monkeypatch.setattr(dead, "check", check)
-    monkeypatch.setattr(compare, "REST_S", 0.0)
+    monkeypatch.setattr(compare, "PAUSE_BETWEEN_SIDES_S", 0.0)
     with pytest.raises(WorkerError, match="a died"):
         await compare.measure(
             [Contender("a", "", dead)], ComparisonPlan("m", long_blocks_short()), quiet()

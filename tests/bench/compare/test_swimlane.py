@@ -73,7 +73,7 @@ def test_a_failed_request_says_so_and_waits_to_the_end() -> None:
     ("label", "title"),
     [
         ("default --x", "side: default --x (vLLM&#x27;s own scheduler)"),
-        ("none", "side: none (our scheduler without a policy, which schedules as vLLM&#x27;s own"),
+        ("none", "side: none (our scheduler without a policy, equivalent to vLLM&#x27;s own"),
         ("long_prompt", "side: long_prompt<"),
     ],
 )

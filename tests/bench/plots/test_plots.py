@@ -170,7 +170,9 @@ def test_tails(picture: Callable[[str], Path], name: str) -> None:
 
 def test_tenants_beyond_the_busiest_are_taken_together(picture: Callable[[str], Path]) -> None:
     path = picture("tenants.svg")
-    assert {"seconds since the start", "tokens, read and written", "the others"} <= set(texts(path))
+    assert {"seconds since the start", "tokens, prompt and output", "the others"} <= set(
+        texts(path)
+    )
     assert len(marked(path, "line")) == 6
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
@@ -268,14 +270,14 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     for name, x, y in (
         ("goodput", "offered rate (requests/s)", "requests/s in time"),
         ("ttft-by-rate", "offered rate (requests/s)", "TTFT p99 (ms)"),
-        ("throughput", "requests under way", "tokens/s, read and written"),
+        ("throughput", "concurrent requests", "tokens/s, prompt and output"),
     ):
         path = tmp_path / f"{name}.svg"
         said = texts(path)
         assert {x, y, "short", "long", "knee 2", "knee 1"} <= set(said)
         assert len(marked(path, "knee")) == 2
     assert {"1", "2", "4"} <= set(texts(tmp_path / "throughput.svg"))
-    assert "all of it" in texts(tmp_path / "goodput.svg")
+    assert "offered" in texts(tmp_path / "goodput.svg")
     assert any("TTFT 500 ms" in text for text in texts(tmp_path / "goodput.svg"))
     assert not any("ITL" in text for text in texts(tmp_path / "goodput.svg"))
 

@@ -97,7 +97,7 @@ def test_a_worker_is_asked_and_an_old_file_is_not_taken(
 def test_a_worker_that_writes_nothing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_trace, "WRITE_S", -1.0)
+    monkeypatch.setattr(engine_trace, "WRITE_TIMEOUT_S", -1.0)
     silent: Any = Asked(dies=False)
     with pytest.raises(WorkerError, match="wrote no trace"):
         fetch(silent, tmp_path / "t.json")

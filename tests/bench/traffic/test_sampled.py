@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vllm_sched.bench.traffic.sampled import KEPT, STRETCH, Sampled
+from vllm_sched.bench.traffic.sampled import MAX_STRETCHES, STRETCH_LINES, Sampled
 from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_it_is_a_source_without_end_or_times() -> None:
     assert list(sampled(0).requests(random.Random())) == []
 
 
-@pytest.mark.parametrize("count", [1, 2, STRETCH, STRETCH + 1, 7 * STRETCH - 3])
+@pytest.mark.parametrize("count", [1, 2, STRETCH_LINES, STRETCH_LINES + 1, 7 * STRETCH_LINES - 3])
 def test_a_round_has_every_line_once_and_each_its_own_texts(count: int) -> None:
     source = sampled(count)
     made = list(islice(source.requests(random.Random(3)), 3 * count))
@@ -61,29 +61,33 @@ def test_a_round_has_every_line_once_and_each_its_own_texts(count: int) -> None:
 
 
 def test_lines_that_follow_each_other_stay_together() -> None:
-    first = places(sampled(50 * STRETCH), STRETCH)
-    assert first == list(range(first[0], first[0] + STRETCH))
+    first = places(sampled(50 * STRETCH_LINES), STRETCH_LINES)
+    assert first == list(range(first[0], first[0] + STRETCH_LINES))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_first_few_hundred_are_from_all_over_the_file(seed: int) -> None:
-    count = 180 * STRETCH
-    some = places(sampled(count), 10 * STRETCH, seed)
-    assert sum(each <= count / 2 for each in some) in range(4 * STRETCH, 6 * STRETCH + 1)
+    count = 180 * STRETCH_LINES
+    some = places(sampled(count), 10 * STRETCH_LINES, seed)
+    assert sum(each <= count / 2 for each in some) in range(
+        4 * STRETCH_LINES, 6 * STRETCH_LINES + 1
+    )
     for part in range(5):
         assert any(part * count / 5 < each <= (part + 1) * count / 5 for each in some)
 
 
 def test_seeds_begin_elsewhere_and_one_seed_where_it_did() -> None:
-    source = sampled(50 * STRETCH)
+    source = sampled(50 * STRETCH_LINES)
     assert places(source, 500, 1) == places(source, 500, 1)
     assert len({places(source, 1, seed)[0] for seed in range(8)}) > 3
 
 
 def test_of_a_long_file_it_keeps_stretches_from_all_over_it() -> None:
-    count = 3 * KEPT * STRETCH + 7
+    count = 3 * MAX_STRETCHES * STRETCH_LINES + 7
     source = sampled(count)
-    assert KEPT * STRETCH - STRETCH < source.held <= KEPT * STRETCH
+    assert (
+        MAX_STRETCHES * STRETCH_LINES - STRETCH_LINES < source.held <= MAX_STRETCHES * STRETCH_LINES
+    )
     kept = places(source, source.held)
     assert len(set(kept)) == source.held
     assert sum(kept) / len(kept) == pytest.approx(count / 2, rel=0.01)

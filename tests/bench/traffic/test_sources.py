@@ -12,7 +12,7 @@ import pytest
 
 from vllm_sched.bench.traffic.catalogue import NAMES, find
 from vllm_sched.bench.traffic.mixture import among_tenants
-from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.prefixes import with_sharing
 from vllm_sched.bench.traffic.tables import TABLES
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
@@ -38,10 +38,13 @@ def test_every_name_in_the_list_is_found() -> None:
         ("azure-conv:inf,azure-code:1", r"share of azure-conv is inf"),
         ("azure-conv:1,azure-conv:1", r"azure-conv is named twice"),
         ("azure-conv:1,long-blocks-short:1", r"has times of its own"),
-        ("azure-conv:0.5,ok.jsonl:0.5", r"ok.jsonl is a trace, which mixes with nothing"),
-        ("azure-conv:0.5,ok.jsonl", r"ok.jsonl is a trace, which mixes with nothing"),
-        ("./ok.jsonl,300x60", r"\./ok.jsonl is a trace, which mixes with nothing"),
-        ("/a/ok.jsonl:0.5,/a/b.jsonl:0.5", r"/a/ok.jsonl is a trace, which mixes with nothing"),
+        ("azure-conv:0.5,ok.jsonl:0.5", r"ok.jsonl is a trace, which can't be part of a mixture"),
+        ("azure-conv:0.5,ok.jsonl", r"ok.jsonl is a trace, which can't be part of a mixture"),
+        ("./ok.jsonl,300x60", r"\./ok.jsonl is a trace, which can't be part of a mixture"),
+        (
+            "/a/ok.jsonl:0.5,/a/b.jsonl:0.5",
+            r"/a/ok.jsonl is a trace, which can't be",
+        ),
         ("ok.jsonl:1", r"ok.jsonl is a trace, .* without a share"),
         ("nowhere/a:0.5,b.jsonl:1,c.jsonl", r"nowhere/a is a trace"),
         (f"ok.jsonl:{'9' * 5000}.jsonl", r"ok.jsonl is a trace"),
@@ -99,7 +102,7 @@ def test_mooncakes_prompts_begin_alike_as_often_as_published(seed: int) -> None:
 @pytest.mark.parametrize("hit", [0.1, 0.5, 0.8])
 def test_any_share_is_met_and_no_length_changes(hit: float) -> None:
     plain = list(islice(TABLES["azure-conv"].requests(random.Random(1)), 2000))
-    shared = list(sharing(iter(plain), hit, random.Random(2), "x"))
+    shared = list(with_sharing(iter(plain), hit, random.Random(2), "x"))
     assert hits(shared) == pytest.approx(hit, abs=0.02)
     assert [r.prompt_tokens for r in shared] == [r.prompt_tokens for r in plain]
     assert all(r.shared_tokens <= r.prompt_tokens for r in shared)

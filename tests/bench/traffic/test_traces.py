@@ -72,9 +72,9 @@ def test_of_a_pipe_no_more_is_kept_than_one_run_has(
         with os.fdopen(reading):
             return RequestTrace(Path(f"/dev/fd/{reading}"))
 
-    monkeypatch.setattr(traces, "MOST_DRAWN", len(GOOD))
+    monkeypatch.setattr(traces, "MAX_REQUESTS", len(GOOD))
     assert piped(*GOOD).count == len(GOOD)
-    with pytest.raises(UsageError, match=r"pipe brings is kept, at most 3 requests; write"):
+    with pytest.raises(UsageError, match=r"pipe's requests are kept in memory, at most 3; write"):
         piped(*GOOD, GOOD[-1], "{who reads on stumbles over this")
     assert RequestTrace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
 
@@ -108,23 +108,23 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
         ("{oops", r"is not JSON: '\{oops'"),
         ("[1]", r"is not a JSON object"),
         ({k: v for k, v in GOOD[0].items() if k != "timestamp"}, r"timestamp is missing"),
-        (GOOD[0] | {"timestamp": "soon"}, r"timestamp is 'soon'; it takes milliseconds"),
+        (GOOD[0] | {"timestamp": "soon"}, r"timestamp is 'soon'; it must be milliseconds"),
         (GOOD[0] | {"timestamp": -1}, r"timestamp is -1"),
         (GOOD[0] | {"timestamp": True}, r"timestamp is True"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', r"timestamp is nan"),
         (GOOD[0] | {"timestamp": 10}, r"timestamp goes back in time"),
-        (GOOD[0] | {"input_length": 0}, r"input_length is 0; it takes a number of tokens"),
+        (GOOD[0] | {"input_length": 0}, r"input_length is 0; it must be a number of tokens"),
         (GOOD[0] | {"input_length": 1.5}, r"input_length is 1.5"),
         (GOOD[0] | {"output_length": None}, r"output_length is None"),
-        (GOOD[0] | {"hash_ids": [[1]]}, r"hash_ids is \[\[1\]\]; it takes a list"),
+        (GOOD[0] | {"hash_ids": [[1]]}, r"hash_ids is \[\[1\]\]; it must be numbers"),
         (GOOD[0] | {"hash_ids": 7}, r"hash_ids is 7"),
         (GOOD[0] | {"hash_ids": 0}, r"hash_ids is 0"),
-        (GOOD[0] | {"hash_ids": [True]}, r"hash_ids is \[True\]; it takes a list of numbers"),
+        (GOOD[0] | {"hash_ids": [True]}, r"hash_ids is \[True\]; it must be numbers"),
         (GOOD[0] | {"timestamp": 10**400}, r"timestamp is 1000"),
         (GOOD[0] | {"input_length": 10**400}, r"input_length is 1000.*1 to 100,000,000"),
-        (GOOD[0] | {"class": 7}, r"class is 7; it takes a line of text"),
-        (GOOD[0] | {"class": "a\nb"}, r"class is 'a\\nb'; it takes a line of text"),
-        (GOOD[0] | {"tenant": ["a"]}, r"tenant is \['a'\]; it takes a line of text"),
+        (GOOD[0] | {"class": 7}, r"class is 7; it must be a line of text"),
+        (GOOD[0] | {"class": "a\nb"}, r"class is 'a\\nb'; it must be a line of text"),
+        (GOOD[0] | {"tenant": ["a"]}, r"tenant is \['a'\]; it must be a line of text"),
         (GOOD[0] | {"tenant": "\ud800"}, r"tenant is '\\ud800'"),
     ],
 )

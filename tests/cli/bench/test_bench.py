@@ -104,14 +104,14 @@ def test_a_run_without_a_request_is_refused(
         bench = ["bench", "--url", fake.url]
         words = ["--workload", "20x2", "--concurrency", "1", "--duration", "1e-9"]
         assert main([*bench, *words]) == 2
-        assert "--duration 1e-09: was over before a request was sent" in capsys.readouterr().err
+        assert "--duration 1e-09: ended before a request was sent" in capsys.readouterr().err
         monkeypatch.setattr(
             RequestTrace, "requests", lambda *_: iter(())
         )  # emptied since it was read
         assert main([*bench, "--workload", str(trace)]) == 2
     said = capsys.readouterr()
     last = said.err.splitlines()[-1]
-    assert last == "vllm-sched bench: t: no request was sent, as none is left in it"
+    assert last == "vllm-sched bench: t: no request was sent, because none is left"
     assert "requests done" not in said.out
 
 
@@ -150,7 +150,7 @@ def test_what_makes_figures_doubtful_is_told_and_saved(
         assert main(["sweep", "--url", fake.url, *words[:2], "--request-rates", "200",
                      "--num-requests", "2", "--seeds", "1"]) == 0  # fmt: skip
         swept = " ".join(capsys.readouterr().out.split())
-    for doubt in (NO_IGNORE_EOS, NO_COUNT, "2 answers told no usage"):
+    for doubt in (NO_IGNORE_EOS, NO_COUNT, "2 responses had no usage"):
         assert doubt in told
         assert doubt in swept
         assert any(each.startswith(doubt) for each in json.loads(save.read_text())["warnings"])
@@ -203,11 +203,11 @@ def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
         words += ["--save", str(save)]
         status, out, err = stopped("bench", fake, words, number, lambda: len(fake.played) >= 5, 30)
     assert status == 130
-    assert "interrupted: this is what there is" in out
+    assert "interrupted: partial results" in out
     assert "requests done" in out
     began, *_, ended = err.splitlines()
     assert began.startswith("vllm-sched bench: 20x3 against ")
-    assert re.fullmatch(r"vllm-sched bench: \d+ s, \d+ done, \d+ under way", ended)
+    assert re.fullmatch(r"vllm-sched bench: \d+ s, \d+ done, \d+ in flight", ended)
     kept = json.loads(save.read_text())
     assert kept["completed"] + kept["interrupted"] >= 5  # the last of them may be under way
 
@@ -235,7 +235,7 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
     with served(FakeOpenAI(hangs=True)) as fake:
         status, out, err = stopped(command, fake, words, signal.SIGINT, lambda: fake.played)
     assert status == 130
-    assert "this is what there is" not in out
+    assert "partial results" not in out
     assert err.splitlines()[-1] == f"vllm-sched {command}: interrupted"
     assert save.read_text() == "older"
     assert not plot.exists()
@@ -244,7 +244,7 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "EVERY_S", 0.6)
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.6)
     words = ["--workload", "20x3", "--request-rate", "20", "--duration", "2.2"]
     with served(FakeOpenAI()) as fake:
         assert main(["bench", "--url", fake.url, *words]) == 0
@@ -253,6 +253,6 @@ def test_how_far_it_is_is_told_without_a_terminal_too(
     assert began.startswith("vllm-sched bench: 20x3 against fake at http://")
     assert 1 <= len(told) <= 3
     for line in told:
-        assert re.fullmatch(r"vllm-sched bench: \d s, \d+ done, \d+ under way", line)
+        assert re.fullmatch(r"vllm-sched bench: \d s, \d+ done, \d+ in flight", line)
     assert "against" not in said.out
-    assert "under way" not in said.out
+    assert "in flight" not in said.out

@@ -111,7 +111,7 @@ def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Pa
         status, out, err = stopped("sweep", fake, words, number, lambda: len(fake.played) > 20, 30)
     assert status == 130
     assert "at 30 requests/s" in err
-    assert "interrupted: this is what there is" in out
+    assert "interrupted: partial results" in out
     assert "Traceback" not in err
     assert [each["request_rate"] for each in json.loads(save.read_text())["points"]] == [20]
 
@@ -119,18 +119,18 @@ def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--request-rates", "1,two"], "--request-rates 1,two: 'two' is no load"),
-        (["--concurrencies", "1.5"], "'1.5' is no load; give whole numbers"),
-        (["--request-rates", "0"], "'0' is no load"),
-        (["--concurrencies", "1" + 400 * "0"], "is no load; give whole numbers"),
-        (["--concurrencies", "1,99999999"], "--concurrency: one run has at most 10,000,000"),
+        (["--request-rates", "1,two"], "--request-rates 1,two: 'two' is not a load"),
+        (["--concurrencies", "1.5"], "'1.5' is not a load; give whole numbers"),
+        (["--request-rates", "0"], "'0' is not a load"),
+        (["--concurrencies", "1" + 400 * "0"], "is not a load; give whole numbers"),
+        (["--concurrencies", "1,99999999"], "--concurrency: must be at most 10,000,000"),
         (["--seeds", "0"], "--seeds 0"),
         (["--start", "0"], "--start 0"),
         (["--start", "inf"], "--start inf"),
         (["--request-rates", "0.001,1"], "at 0.001 requests/s no request arrives"),
-        (["--request-rates", "1,1e6"], "60,000,000 requests: one run has at most 10,000,000"),
+        (["--request-rates", "1,1e6"], "60,000,000 requests: a run has at most 10,000,000"),
         (["--workload", "quake"], "unknown workload 'quake'"),
-        (["--workload", "9x9", "--workload", "9x9"], "there is a 9x9 already"),
+        (["--workload", "9x9", "--workload", "9x9"], "there is already a workload 9x9"),
         ([], "connection refused"),
     ],
 )

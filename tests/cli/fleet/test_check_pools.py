@@ -21,4 +21,14 @@ def test_pools_stand_where_the_workers_would(
     assert main(["check", str(file)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
     assert rows[0] == ["s:", "any", "short", "EndpointSlices", "a=b", "m", "20000", "discovered"]
-    assert rows[1] == ["l:", "any", "long", "dns", "long.llm", "other", "is", "asked", "discovered"]
+    assert rows[1] == [
+        "l:",
+        "any",
+        "long",
+        "dns",
+        "long.llm",
+        "other",
+        "from",
+        "worker",
+        "discovered",
+    ]

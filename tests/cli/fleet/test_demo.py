@@ -36,7 +36,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_pool_knows_no_roles_and_no_limits() -> None:
-    pool = demo.ways(load(FLEET))["baseline"][1]
+    pool = demo.fleets_to_play(load(FLEET))["baseline"][1]
     assert {worker.role for worker in pool.workers} == {"general"}
     # The short worker's limit is the router's own: without it, it holds whatever the long one does.
     assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
@@ -44,7 +44,7 @@ def test_one_pool_knows_no_roles_and_no_limits() -> None:
 
 
 def test_its_end_says_where_to_look_at_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    live, dashboards = demo.to_see(FLEET, load(FLEET))
+    live, dashboards = demo.watch_hints(FLEET, load(FLEET))
     assert live.endswith("cpu-demo.yaml`, and the status page is http://127.0.0.1:18109/")
     folder = FLEET.parents[2]
     named = re.findall(r"[\w/.-]+/[\w*-]+\.(?:yaml|md|json)", dashboards)
@@ -53,11 +53,11 @@ def test_its_end_says_where_to_look_at_a_fleet(monkeypatch: pytest.MonkeyPatch) 
     # The command is one that a shell finds, from the folder of the Makefile and without its PATH.
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", "/nowhere")
-    told = re.findall("`(.*?) up ", demo.to_see(FLEET, load(FLEET))[0])
+    told = re.findall("`(.*?) up ", demo.watch_hints(FLEET, load(FLEET))[0])
     assert [Path(each).name for each in told] == ["vllm-sched"]
     assert Path(told[0]).is_file()
     monkeypatch.setenv("PATH", str(Path(told[0]).parent.absolute()))
-    assert demo.to_see(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
+    assert demo.watch_hints(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
 
 
 def test_a_fleet_it_can_not_start_is_refused(
@@ -86,12 +86,12 @@ def test_both_routers_get_the_same_uncached_workers(
 
     monkeypatch.setattr(demo.measuring, "measured", measured)
     assert main(["demo", str(FLEET), "--rounds", "1"]) == 0
-    assert capsys.readouterr().out.splitlines() == demo.to_see(FLEET, load(FLEET))
+    assert capsys.readouterr().out.splitlines() == demo.watch_hints(FLEET, load(FLEET))
     pools, one_pool = (parse(files[name], name) for name in ("pools", "one-pool"))
     assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
     assert pools.router.port != one_pool.router.port
     assert all(command[-2] == "router" for command in commands)
-    worker = demo.to_play(placed(pools).workers[0], 3)
+    worker = demo.played_worker(placed(pools).workers[0], 3)
     assert worker.launch is not None
     assert worker.launch.args[-1] == "--no-enable-prefix-caching"
     assert worker.launch.cpus == (3,)
@@ -117,7 +117,7 @@ def roles(config: FleetConfig) -> list[str]:
 
 
 def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
-    found = {name: config for name, (_, config) in demo.ways(load(FLEET)).items()}
+    found = {name: config for name, (_, config) in demo.fleets_to_play(load(FLEET)).items()}
     assert {name: roles(config) for name, config in found.items()} == {
         "baseline": ["general", "general"],
         "pools": ["short", "long"],
@@ -130,7 +130,7 @@ def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
 
 
 def test_two_workers_make_one_pool_or_two_halves() -> None:
-    found = demo.ways(load(ENDS))
+    found = demo.fleets_to_play(load(ENDS))
     assert [roles(config) for _, config in found.values()] == [
         ["general", "general"],
         ["prefill", "decode"],
@@ -159,7 +159,7 @@ proxy_handovers_total{outcome="transferred"} 12
 def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
     plan = ComparisonPlan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
     said = demo.handed_over(page, plan)
-    assert said.startswith(f"{count} prompts handed over, in 2 rounds and one that warms up")
+    assert said.startswith(f"{count} prompts handed over, in 2 rounds and a warm-up round")
     assert said.endswith(", 3 of them long")
 
 

@@ -60,11 +60,11 @@ def test_check_shows_what_will_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[1] == "router  http://127.0.0.1:8000, admin http://127.0.0.1:8001"
     assert lines[2] == "routing adaptive, long above 1500 tokens"
     assert lines[5].split() == ["s0", "short", "http://127.0.0.1:9001", "tiny", "2048", *OTHERS]
-    assert lines[7].endswith("tiny   is asked  up (long_prompt, cpus 0 1)")
+    assert lines[7].endswith("tiny   from worker  up (long_prompt, cpus 0 1)")
     assert "a free port" in lines[7]
 
 
-OTHERS = ["somebody", "else"]
+OTHERS = ["external"]
 
 
 @pytest.mark.parametrize(("limit", "noted"), [(1024, False), (1025, True)])
@@ -73,8 +73,10 @@ def test_check_notes_where_a_short_may_not_fit(
 ) -> None:
     assert main(["check", written(tmp_path, FLEET | {"routing": {"short_limit": limit}})]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("note    s0 holds 2048 tokens, routing.short_limit is 1025:") is noted
-    assert ("give 1024 or less" in last) is noted
+    assert (
+        last.startswith("note    s0 holds 2048 tokens, and routing.short_limit is 1025:") is noted
+    )
+    assert ("lower the limit to 1024" in last) is noted
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_check_notes_where_nothing_keeps_a_crowd_out_of_a_workers_own_queue(
     config = FLEET | {"tenants": tenants, "workers": workers}
     assert main(["check", written(tmp_path, config)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    names = "note    tenants t0, t1, t2, t3, t4 and 4 more have no limits.concurrency, workers s0"
+    names = "note    tenants t0, t1, t2, t3, t4 and 4 more have no limits.concurrency, and workers"
     assert last.startswith(names) is noted
 
 
@@ -191,7 +193,7 @@ def test_explain_names_worker_reason_and_scores(
     assert lines[0].startswith(first)
     assert lines[1].split()[:2] == ["worker", "cost"]
     assert lines[3].split()[0] == last
-    assert lines[4].startswith("these seconds are assumed")
+    assert lines[4].startswith("these times are assumptions")
 
 
 def test_explain_says_why_a_worker_is_no_candidate(
@@ -222,7 +224,7 @@ def test_explain_names_what_it_can_not_know(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explained(written(tmp_path, with_launch()), "--prompt-tokens", "100000") == 0
-    assert "no max_model_len is stated: a\n" in capsys.readouterr().out
+    assert "no max_model_len is given, so no limit is assumed: a\n" in capsys.readouterr().out
 
 
 def test_explain_shows_the_key_that_the_file_names(tmp_path: Path, admin: Admin) -> None:
@@ -367,7 +369,7 @@ def test_explain_refuses_where_workers_are_yet_to_be_found(
     assert explained(path, "--prompt-tokens", "100") == 2
     assert "the workers of tiny are discovered (g)" in capsys.readouterr().err
     assert explained(written(tmp_path, FLEET | {"discovery": DISCOVERED}), "--prompt-tokens=9") == 0
-    assert "without the pools that are discovered, g: ask" in capsys.readouterr().out
+    assert "the discovered pools g are left out; ask" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", ["0", "-5", "x", "1.5"])
@@ -504,7 +506,7 @@ def test_explain_says_so_where_nobody_is_there_to_be_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
 ) -> None:
     assert explained(written(tmp_path, PAIR), "--live", admin.url) == 0
-    assert capsys.readouterr().out == "no prefill and no decode worker is known to this router\n"
+    assert capsys.readouterr().out == "this router knows no prefill or decode worker\n"
 
 
 def test_explain_wants_a_prompt_or_a_running_router(
@@ -528,7 +530,7 @@ def test_explain_says_why_nothing_is_handed_over(
     assert explained(path, "--prompt-tokens", "16000") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("d0: decode_pool")
-    assert lines[2].startswith("handover: not_worth_it: it would gain too little")
+    assert lines[2].startswith("handover: not_worth_it: the gain is too small")
     assert "routing.disaggregate_above" in lines[2]
     admin.answer = {"worker": "d0", "reason": "decode_pool", "handover": "samples", "scores": []}
     assert explained(path, "--prompt-tokens", "9", "--live", admin.url) == 0
@@ -548,9 +550,9 @@ def test_explain_of_a_fleet_of_one_kind_says_nothing_of_hand_overs(
     ("status", "answer", "words"),
     [
         (403, {"error": {"message": "not from there"}}, "not from there (status 403)"),
-        (404, [], "(status 404); give the address of a running router's admin API"),
+        (404, [], "(status 404); give the URL of a running router's admin API"),
         (404, {"error": {"message": "no such path: /admin/explain"}}, "is router.admin.port, not"),
-        (200, {"hello": 1}, "not that of a router's admin API"),
+        (200, {"hello": 1}, "not from a router's admin API"),
     ],
 )
 def test_answers_that_explain_nothing(
@@ -585,8 +587,8 @@ def test_check_says_who_may_use_it(capsys: pytest.CaptureFixture[str], tmp_path:
     )
     for path, said in (
         (examples["shared"], "tenants chat (interactive), search (standard), nightly (batch)"),
-        (examples["two-gpus"], "tenants none: whoever is on this machine may use it"),
-        (anybody, "tenants none: whoever reaches the router may use it"),
+        (examples["two-gpus"], "tenants none: any client on this machine may use it"),
+        (anybody, "tenants none: any client that reaches the router may use it"),
     ):
         assert main(["check", str(path)]) == 0
         assert said in capsys.readouterr().out.splitlines()

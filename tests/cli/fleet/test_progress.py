@@ -66,12 +66,12 @@ def test_a_line_is_never_broken() -> None:
 
 def test_the_first_death_and_a_crash_loop_show_the_log_and_others_a_line() -> None:
     lines = told(died(1)).splitlines()
-    assert lines[0] == "a died with exit code 3, 12 s old; again in 1 s; log: /logs/a.log"
+    assert lines[0] == "a died with exit code 3 after 12 s; restart in 1 s; log: /logs/a.log"
     assert lines[1:] == ["    one", "    two"]
     assert told(died(2)).count("\n") == 1
     loop = told(died(3, 4.0)).splitlines()
     assert loop[0].startswith("crash loop, 3 deaths in a row: a died with exit code 3")
-    assert loop[0].endswith("again in 4 s; log: /logs/a.log")
+    assert loop[0].endswith("restart in 4 s; log: /logs/a.log")
     assert loop[-1] == "    two"
     assert told(died(4)).startswith("crash loop, 4 deaths")
     assert told(died(4)).count("\n") == 1
@@ -84,7 +84,7 @@ def test_all_are_ready_is_said_once() -> None:
 
 def test_the_end_is_said() -> None:
     text = told(KeeperNews("a", KeeperState.STOPPED), KeeperNews("b", KeeperState.STOPPED))
-    assert text == "the workers are stopped\n"
+    assert text == "all workers have stopped\n"
 
 
 def test_on_a_terminal_there_is_a_table_until_all_are_ready() -> None:

@@ -109,7 +109,7 @@ def test_workers_run_while_the_router_does_and_not_after(
     assert_gone(ours)
     out = capsys.readouterr().err
     assert f"a: starting; log: {tmp_path}/logs/a.log\n" in out
-    assert out.endswith("the workers are stopped\n")
+    assert out.endswith("all workers have stopped\n")
     assert {p.name for p in (tmp_path / "logs").iterdir()} == {"a.log", "b.log"}
 
 
@@ -144,8 +144,8 @@ def test_one_that_dies_is_told_with_its_log_and_started_again(
     when_running(monkeypatch, serve)
     assert main(["up", written(tmp_path, started("a", "--die"))]) == 0
     text = "".join(printed)
-    assert "again in 1 s; log: " in text
-    assert "again in 2 s; log: " in text
+    assert "restart in 1 s; log: " in text
+    assert "restart in 2 s; log: " in text
     assert "\n    no such device\n" in text
 
 
@@ -183,7 +183,7 @@ def test_what_this_machine_has_not_is_told_before_anything_starts(
         "workers[1].url",
         "workers[2].url",
     ]
-    assert "5000: this machine offers" in lines[0]
+    assert "5000: this machine has CPUs" in lines[0]
     assert "Address already in use" in lines[1]
     assert "another port" in lines[1]
 
@@ -286,7 +286,7 @@ def test_where_it_can_not_be_made_a_line_says_why(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(launch.WorkerError, match="set VLLM_SCHED_CACHE to a folder") as caught:
+    with pytest.raises(launch.WorkerError, match="set VLLM_SCHED_CACHE to a writable") as caught:
         worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
     assert len(str(caught.value).splitlines()) == 1
 

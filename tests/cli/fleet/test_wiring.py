@@ -75,7 +75,7 @@ def test_the_router_knows_how_many_seats_a_worker_is_launched_with(
     config = fleet.read(written(tmp_path, end("prefill", *args), end("decode", *args), whole))
     assert [(spec.seats, spec.max_requests) for spec in specs(config)] == [(seats, None)] * 3
     said = [wiring.wiring_of(config, each).said for each in config.workers]
-    told = f", {seats} seats for hand-overs and all others"
+    told = f", {seats} slots for hand-overs and other requests"
     assert [each.endswith(told) for each in said] == [False, seats is not None, False]
 
 
@@ -128,7 +128,7 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
         (
             end("prefill"),
             end("decode", '--kv-transfer-config={"kv_connector": "X", "kv_role": "kv_both"}'),
-            "the connector 'X': transfer is nixl, which is NixlConnector",
+            "the connector 'X': transfer is nixl, which needs NixlConnector",
         ),
         (
             end("prefill"),
@@ -146,7 +146,7 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
                 "decode",
                 '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"}',
             ),
-            "kv_role 'kv_producer': a decode worker is a kv_consumer",
+            "kv_role 'kv_producer': a decode worker needs kv_consumer",
         ),
         (
             end("prefill"),
@@ -160,22 +160,22 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
         (
             end("prefill"),
             end("decode", "--kv-transfer-config={oops"),
-            "--kv-transfer-config: is no JSON object",
+            "--kv-transfer-config is not a JSON object",
         ),
         (
             end("prefill"),
             end("decode", env={SIDE_PORT: "soon"}),
-            f"launch.env.{SIDE_PORT}: 'soon': is no port",
+            f"launch.env.{SIDE_PORT}: 'soon' is not a port",
         ),
         (
             end("prefill"),
             end("decode", env={SIDE_PORT: "9" * 5000}),
-            "9': is no port",
+            "9' is not a port",
         ),
         (
             end("prefill"),
             end("decode", env={SIDE_PORT: ""}),
-            f"launch.env.{SIDE_PORT}: '': is no port",
+            f"launch.env.{SIDE_PORT}: '' is not a port",
         ),
     ],
 )
@@ -195,9 +195,9 @@ OWN = '--kv-transfer-config={"kv_connector": "%s", "kv_role": "kv_both"}'
     ("mode", "named", "wanted"),
     [
         ("push", "NixlPushConnector", None),
-        ("push", "NixlConnector", "nixl with mode: push, which is NixlPushConnector"),
-        ("push", "NixlPullConnector", "nixl with mode: push, which is NixlPushConnector"),
-        ("pull", "NixlPushConnector", "nixl, which is NixlConnector"),
+        ("push", "NixlConnector", "nixl with mode: push, which needs NixlPushConnector"),
+        ("push", "NixlPullConnector", "nixl with mode: push, which needs NixlPushConnector"),
+        ("pull", "NixlPushConnector", "nixl, which needs NixlConnector"),
         ("pull", "NixlPullConnector", None),
         ("pull", "NixlConnector", None),
     ],
@@ -234,7 +234,7 @@ def test_no_policy_cuts_what_shared_storage_stores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--enable-chunked-prefill"], "--enable-chunked-prefill: of a prompt's chunks"),
+        (["--enable-chunked-prefill"], "--enable-chunked-prefill: shared-storage keeps"),
         (
             ["--max_model_len", "4096", "--max-num-batched-tokens=512"],
             "--max-num-batched-tokens 512: --max-model-len is 4096",
@@ -333,7 +333,7 @@ def test_a_bootstrap_server_listens_where_decode_workers_are_told(
     prefill = end("prefill", env={transfer.BOOTSTRAP_PORT: own})
     (line,) = problems(tmp_path, prefill, end("decode"), transfer=moved)
     path = "workers[0].launch.env.VLLM_MOONCAKE_BOOTSTRAP_PORT"
-    assert f"{path}: {own!r}: decode workers are told port {told}; leave it out" in line
+    assert f"{path}: {own!r}: decode workers use port {told}; leave it out" in line
     assert f"transfer.addresses, as in p: http://127.0.0.1:{own or '8999'}" in line
     prefill = end("prefill", env={transfer.BOOTSTRAP_PORT: told})
     fleet.read(written(tmp_path, prefill, end("decode"), transfer=moved))
@@ -366,14 +366,14 @@ def test_a_store_is_named_where_workers_read_it(
         fleet.read(written(tmp_path, *ends, transfer="lmcache"))
         return
     lines = problems(tmp_path, *ends, transfer="lmcache")
-    assert ["says nothing of the store" in line for line in lines] == [True, True]
+    assert ["names no store" in line for line in lines] == [True, True]
 
 
 def test_workers_of_lmcache_share_a_store(tmp_path: Path) -> None:
     """Which is known to its own settings; they name a file of it, or all of it."""
     ends = end("prefill"), end("decode", env={"LMCACHE_CONFIG_FILE": "/d.yaml"})
     (line,) = problems(tmp_path, *ends, transfer="lmcache")
-    assert "workers[0].launch.env: says nothing of the store" in line
+    assert "workers[0].launch.env: names no store" in line
     ends = end("prefill", env={"LMCACHE_REMOTE_URL": "lm://10.0.0.9:65432"}), ends[1]
     config = up.placed(fleet.read(written(tmp_path, *ends, transfer="lmcache")))
     made = [up.described(config, each, tmp_path, tmp_path) for each in config.workers]
@@ -389,7 +389,7 @@ def test_workers_of_mooncake_are_started_to_be_found(tmp_path: Path) -> None:
     second = {**end("prefill"), "name": "p2"}
     both = end("prefill"), second, end("decode")
     (line,) = problems(tmp_path, *both, transfer="mooncake")
-    assert "transfer.addresses: 'p2' would listen on port 8998, as 'p' does" in line
+    assert "transfer.addresses: 'p2' would listen on port 8998, like 'p'" in line
     told = {"connector": "mooncake", "addresses": {"p2": "http://127.0.0.1:9001"}}
     config = up.placed(fleet.read(written(tmp_path, *both, transfer=told)))
     made = [wiring.wiring_of(config, each) for each in config.workers]
@@ -398,10 +398,13 @@ def test_workers_of_mooncake_are_started_to_be_found(tmp_path: Path) -> None:
     assert [each["kv_role"] for each in flags] == ["kv_producer", "kv_producer", "kv_consumer"]
     named = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
     assert [each.env for each in made] == [{named: "8998"}, {named: "9001"}, {}]
-    assert ["started anew" in each.said for each in made] == [True, True, False]
+    assert ["restart its decode" in each.said for each in made] == [True, True, False]
     many = end("prefill", "-dp", "2"), end("decode")
     (line,) = problems(tmp_path, *many, transfer="mooncake")
-    assert "workers[0].launch.args: --data-parallel-size 2: vLLM adds to each engine's id" in line
+    assert (
+        "workers[0].launch.args: --data-parallel-size 2: vLLM appends a number to each engine's id"
+        in line
+    )
 
 
 @pytest.mark.parametrize("connector", ["mooncake", "lmcache"])

@@ -98,7 +98,7 @@ def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
         arguments = ["calibrate", "--url", url, *SMALL, "--save", str(cost), "--plot", str(picture)]
         assert main(arguments) == 0
     printed = capsys.readouterr().out
-    for words in ("c_d: a decode step", "delta: doing both", "95 % interval", "held-out"):
+    for words in ("c_d: a decode step", "delta: both in one step", "95 % interval", "held-out"):
         assert words in printed
     content = json.loads(cost.read_text())
     assert content["model"] == "fake"
@@ -159,11 +159,11 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("server", "said"),
     [
-        (StepServer(TIME, card={"id": "x"}), "names no model with a max_model_len"),
-        (StepServer(TIME, card="<html>log in"), "names no model with a max_model_len"),
-        (StepServer(TIME, status=503), "answered 503"),
-        (StepServer(TIME, ends_after=3), "an answer ended after 3 of 44 tokens"),
-        (StepServer(TIME, max_model_len=150), "leaves a prompt 58 beside 2 decodes"),
+        (StepServer(TIME, card={"id": "x"}), "lists no model with a max_model_len"),
+        (StepServer(TIME, card="<html>log in"), "lists no model with a max_model_len"),
+        (StepServer(TIME, status=503), "returned 503"),
+        (StepServer(TIME, ends_after=3), "a response ended after 3 of 44 tokens"),
+        (StepServer(TIME, max_model_len=150), "leaves a prompt 58 next to 2 decodes"),
         (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),
     ],
     ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
@@ -191,9 +191,9 @@ def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--url", "localhost:8000"], "give it as http://HOST:PORT"),
+        (["--url", "localhost:8000"], "must be http://HOST:PORT"),
         (["--url", "http://x", "--arg=--seed=1"], "--arg is for a worker started here"),
-        (["--url", "http://x", "--budget", "0"], "--budget 0: at least 1 is needed"),
+        (["--url", "http://x", "--budget", "0"], "--budget 0: must be at least 1"),
         (["--url", "http://x", "--max-batch", "0"], "--max-batch 0"),
         (["--url", "http://x", "--plot", "a.png"], "ends in .svg"),
         (["--url", "http://x", "--save", "no/such/cost.json"], "there is no folder"),

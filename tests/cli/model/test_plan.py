@@ -53,7 +53,7 @@ def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert more
     assert fewer
     assert float(more[1]) > float(fewer[1])
-    assert "one worker, by hand" in text
+    assert "one worker, calculated" in text
     assert "KV cache 411,987 tokens of 128 KiB" in text
     asked = "--workload=2000x20 --gpus=2 --profile=h100-8b --quick --policies default"
     assert f"vllm-sched plan {asked} --goodput ttft:800" in path.read_text()
@@ -135,25 +135,25 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
     assert int(asked[1]) >= 90
     assert int(asked[2]) >= 300
     assert f"best {asked[3]} {asked[1]} %" in told
-    assert "by one more draw" in told
+    assert "with one more draw" in told
 
 
 def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     few = ["--gpus", "1", "--policies", "default", *TARGETS]
     assert main([*ASK, *few]) == 0
     drawn = said(capsys)
-    assert "in each of 3 draws of 300 requests, none of them searched with" in drawn
-    assert "in a further draw as many are with a chance of about 3 in 4" in drawn
+    assert "in each of 3 draws of 300 requests, none of them used in the search" in drawn
+    assert "a further draw has the same share in time with a probability of about 3 in 4" in drawn
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5}
     trace.write_text("\n".join([json.dumps(line)] * 70))
     assert main([*ASK, "--workload", str(trace), *few]) == 0
     taken = said(capsys)
-    assert "none of them searched with" not in taken
-    assert "differ in where in the trace they begin and in the gaps alone" in taken
+    assert "none of them used in the search" not in taken
+    assert "differ only in their gaps and in where they begin in the trace" in taken
     assert "further draw of this trace" in taken
-    assert "of another day's traffic nothing is said" in taken
-    assert "to play the best with them and the trace's first lines" in taken
+    assert "this does not cover another day's traffic" in taken
+    assert "to play the best fleet with them and the trace's first lines" in taken
 
 
 @pytest.mark.parametrize("gain", [0.98, 1.02])
@@ -169,7 +169,9 @@ def test_it_is_said_why_the_highest_rate_is_not_best(
 
     monkeypatch.setattr(planning, "plan", plan)
     assert main([*ASK, "--policies", "default", *TARGETS]) == 0
-    assert ("rates within 4% are equal: the simpler fleet first" in said(capsys)) == (gain > 1)
+    assert ("rates within 4% count as equal: the simpler fleet comes first" in said(capsys)) == (
+        gain > 1
+    )
 
 
 def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:
@@ -185,17 +187,17 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
     ("more", "error"),
     [
         (["--goodput", "ttft:1"], "ask for ttft:"),
-        ([*TARGETS, "--gpus", "0"], "--gpus 0: must be more than 0"),
-        ([*TARGETS, "--gpus", "9" * 322], "--gpus: a plan has at most 1,000,000"),
-        ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
+        ([*TARGETS, "--gpus", "0"], "--gpus 0: must be above 0"),
+        ([*TARGETS, "--gpus", "9" * 322], "--gpus: must be at most 1,000,000"),
+        ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: must be at most 1,000,000"),
         (
             [*TARGETS, "--gpus", "1000000"],
             "--gpus 1000000: one simulation of these GPUs and one more worker would have",
         ),
         (["--goodput", "ttft:1e9"], "requests, at most 10,000,000 are possible; give a shorter"),
-        ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
+        ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be above 0"),
         (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
-        ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),
+        ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be above 0 and at most 1e+12"),
         ([*TARGETS, "--profile", "h100-70b-tp4"], "--gpus 2: a worker of h100-70b-tp4 takes 4"),
         ([*TARGETS, "--profile", "b300"], "unknown profile 'b300'"),
         ([*TARGETS, "--workload", "nothing"], "unknown workload 'nothing'"),
@@ -217,7 +219,7 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
     large = ["--profile", "h100-70b-tp4", "--gpus", "7", "--policies", "default", *TARGETS]
     assert main([*ASK, *large]) == 0
     text = said(capsys)
-    assert "3 of 7 GPUs are over: a worker takes 4" in text
+    assert "3 of 7 GPUs are unused: a worker takes 4" in text
     assert "a single GPU more or fewer changes nothing" in text
     assert "4 GPUs (one worker) fewer: there is no such fleet" in text
 
@@ -225,7 +227,7 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_sched.cli.progress_bar.EVERY_S", 0.0)
+    monkeypatch.setattr("vllm_sched.cli.progress_bar.LINE_INTERVAL_S", 0.0)
     assert main([*ASK, "--policies", "default", *TARGETS]) == 0
     began, *told, ended = capsys.readouterr().err.splitlines()
     assert began == "vllm-sched plan: planning for 2000x20"
@@ -315,8 +317,11 @@ def test_who_stops_real_schedulers_has_what_plain_workers_said(
     text = said(capsys)
     assert "best: 2 general" in text
     assert "with vLLM's own schedulers" in text
-    assert "vLLM's own schedulers were not asked of all; to play the best with them" in text
-    assert "the order and rates are those of vLLM" not in text
+    assert (
+        "vLLM's own schedulers were not used for all fleets; to play the best fleet with them"
+        in text
+    )
+    assert "order and rates are from vLLM" not in text
 
 
 def test_who_stops_it_before_a_fleet_was_judged_is_told_in_a_line(tmp_path: Path) -> None:

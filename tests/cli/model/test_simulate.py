@@ -46,7 +46,7 @@ def test_from_the_words_to_the_files(
     ]  # fmt: skip
     assert main(["simulate", str(fleet), *words]) == 0
     out = capsys.readouterr().out
-    for word in ("azure-conv", "mooncake-conv", "goodput", "100 %", "times as fast as time"):
+    for word in ("azure-conv", "mooncake-conv", "goodput", "100 %", "times faster than real time"):
         assert word in out
     result = json.loads(save.read_text())
     assert (result["completed"], result["failed"], result["request_rate"]) == (40, 0, 10)
@@ -70,11 +70,11 @@ def test_of_very_many_requests_no_gaps_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(simulate, "EACH_TOKEN_UP_TO", 10)
+    monkeypatch.setattr(simulate, "MAX_FINE_REQUESTS", 10)
     save, plot = tmp_path / "out.json", tmp_path / "pictures"
     words = ["simulate", str(fleet), *LOAD, "--num-requests", "20", "--engine", "fluid"]
     assert main([*words, "--goodput", "itl:300"]) == 2
-    assert "--goodput itl: of more than 10 requests" in capsys.readouterr().err
+    assert "--goodput itl: above 10 requests" in capsys.readouterr().err
     assert main([*words, "--save", str(save), "--plot", str(plot)]) == 0
     assert "- / -" in capsys.readouterr().out
     result = json.loads(save.read_text())
@@ -111,10 +111,10 @@ def test_what_is_not_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["simulate", str(path), *LOAD, "--num-requests", "5", "--tenants", "3"]
     assert main([*words, "--engine", "fluid"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "--engine fluid knows nothing of lanes: played without" in said
-    assert "2 of --tenants 3 are not in the fleet file" in said
+    assert "--engine fluid ignores lanes" in said
+    assert "2 of --tenants 3 (named tenant-1 and so on) are not in the fleet file" in said
     assert main([*words, "--plot", str(tmp_path / "pictures")]) == 0
-    assert "knows nothing" not in capsys.readouterr().out
+    assert "fluid ignores" not in capsys.readouterr().out
     # With real schedulers it is drawn what was in each step.
     assert any(each.name.startswith("steps-") for each in (tmp_path / "pictures").iterdir())
 
@@ -138,19 +138,19 @@ def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
     assert "use exact" not in said
     gap, said = longest_gap("fluid", limit)
     assert gap == longest_gap("fluid")[0]
-    assert "--engine fluid plays w0 without its --long-prefill-token-threshold 512; use" in said
+    assert "--engine fluid ignores w0's --long-prefill-token-threshold 512; use" in said
 
 
 def test_how_far_it_is_is_told_without_a_terminal_too(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_bar, "EVERY_S", 0.0)
+    monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
     words = [*LOAD, "--num-requests", "40", "--engine", "fluid"]
     assert main(["simulate", str(fleet), *words]) == 0
     began, *told = capsys.readouterr().err.splitlines()
     assert began.startswith("vllm-sched simulate: azure-conv:0.9,mooncake-conv:0.1, workers: 2, ")
     assert len(told) > 1
-    assert all(re.search(r"\d virtual s, \d+ done, \d+ under way$", line) for line in told)
+    assert all(re.search(r"\d virtual s, \d+ done, \d+ in flight$", line) for line in told)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_who_stops_it_has_what_there_is(
     assert main(["simulate", str(fleet), *words]) == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     said = capsys.readouterr()
-    assert said.out.startswith("interrupted: this is what there is")
+    assert said.out.startswith("interrupted: partial results")
     assert "interrupted" not in said.err
     kept = json.loads(save.read_text())
     assert kept["completed"] > 0
@@ -211,7 +211,7 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
     assert main(["simulate", str(fleet), *words]) == 130
     said = capsys.readouterr()
     assert said.out == ""
-    assert re.search(r" 0 done, [1-9]\d* under way\n", said.err)
+    assert re.search(r" 0 done, [1-9]\d* in flight\n", said.err)
     assert said.err.splitlines()[-1] == "vllm-sched simulate: interrupted"
     assert save.read_text() == "older"
 
@@ -298,7 +298,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--save", "."], ".: is a folder; name a file in it"),
-        (FLEET, ["--duration", "1e9"], "requests: one run has at most 10,000,000"),
+        (FLEET, ["--duration", "1e9"], "requests: a run has at most 10,000,000"),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_a_line(
@@ -354,7 +354,7 @@ def test_a_model_that_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "fleet.yaml"
     path.write_text("model: m\nworkers:\n  - {name: w0, model: other, profile: h100-8b}\n")
     assert main(["simulate", str(path)]) == 2
-    assert "model: 'm': no worker serves it" in capsys.readouterr().err
+    assert "model: 'm': requests ask for this model" in capsys.readouterr().err
 
 
 def test_without_vllm_there_is_the_fluid_engine(
@@ -374,7 +374,7 @@ def test_check_says_that_a_worker_is_for_simulations_alone(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(fleet)]) == 0
-    assert "none: to simulate" in capsys.readouterr().out
+    assert "none: simulation only" in capsys.readouterr().out
 
 
 def test_router_and_up_refuse_a_worker_that_is_nowhere(
@@ -384,4 +384,4 @@ def test_router_and_up_refuse_a_worker_that_is_nowhere(
     assert "workers[0].url: is missing" in capsys.readouterr().err
     assert main(["up", str(fleet), "--log-dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "workers[0].url: is missing, and there is no launch: block either" in said
+    assert "workers[0].url: is missing, and there is no launch: block" in said

@@ -152,8 +152,8 @@ def test_a_full_disk_is_said_in_a_line_after_the_figures(
         ("[]", "has no step_time"),
         ('{"step_time": {"speed": 1}}', "unknown coefficient 'speed'"),
         ('{"step_time": {"decode_s": -1}}', "decode_s=-1"),
-        ('{"step_time": {}}', "decoding takes no time by it"),
-        ('{"step_time": {"prefill_s": 0.1, "mixed_s": 0.1}}', "decoding takes no time by it"),
+        ('{"step_time": {}}', "decode steps take no time"),
+        ('{"step_time": {"prefill_s": 0.1, "mixed_s": 0.1}}', "decode steps take no time"),
     ],
 )
 def test_a_bad_cost_file(

@@ -1,17 +1,14 @@
-"""Measure what steps of a worker take, from outside, through its OpenAI API.
+"""Measure a worker's step times from outside, through its OpenAI API.
 
-- decode alone: streams that run together; a gap between two tokens is a step.
-- both: a prompt is sent to a worker that decodes; the gap that ends when the prompt's first token
-  comes is the step that prefilled it. One of many steps leaves as many gaps, each of them a chunk
-  after more and more context: up to the longest prompt that the worker takes.
-- prefill alone: prompts that come while another one, the plug, is being prefilled. They have the
-  next step to themselves, which lasts from the plug's token to theirs.
-- whole prompts, each on its own, from request to first token: what is not steps, the front, and
-  whether the steps of a long prompt add up to what it takes.
+- decode alone: streams run together; the gap between two tokens is one step.
+- both: a prompt arrives at a decoding worker. The gap before the prompt's first token is the step
+  that prefilled it; a long prompt gives one gap per chunk.
+- prefill alone: prompts arrive while another prompt, the plug, is prefilled. They share the next
+  step, which lasts from the plug's token to theirs.
+- whole prompts, one at a time, from request to first token: the time outside the steps (the front).
 
-Every point is the median of a few. Not the quickest: a token that is handed on late makes one gap
-longer and the next one shorter. Prompts that are timed are random, so that no prefix of theirs is
-cached.
+Each point is a median, because a late token makes one gap longer and the next one shorter. Timed
+prompts are random, so that none of their prefixes is cached.
 """
 
 from __future__ import annotations
@@ -28,48 +25,48 @@ from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, To
 from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
 
-# Tokens streamed, of which the first few and the last are not of full batches.
-STREAMED, WINDOW = 44, 8
+# Streamed tokens; the first few and the last are not from full batches.
+STREAM_TOKENS, WINDOW_TOKENS = 44, 8
 REPEATS: Final = 5
 BATCH_PROMPTS: Final = (1, 4)
-# Of long prompts, each of which takes long.
+# Repeats of long prompts, which take long.
 LONG_REPEATS: Final = 3
-LONG: Final = 4096
-# Of a prompt, whose time is mostly that of its attention.
-LEAST_PART: Final = 16
-# Of whole prompts, and what the worker rests before each.
+LONG_PROMPT_TOKENS: Final = 4096
+# A prompt's last part below this is mostly attention time.
+MIN_PART_TOKENS: Final = 16
+# Repeats of whole prompts, and the worker's idle time before each.
 LONE_REPEATS, IDLE_S = 15, 0.15
-# A step between two chunks, or before the first, is so much shorter than a chunk.
-SHORTER: Final = 0.7
-# Steps that streams may take from one prompt to the next.
-BETWEEN: Final = 40
-# Prompts follow the plug so much later; tokens that come further apart are of different steps.
-FOLLOW_S: Final = 0.002
-TOGETHER: Final = 0.3
+# A step without a chunk takes at most this share of a step with a chunk.
+MAX_SHORT_STEP_RATIO: Final = 0.7
+# Most steps of a stream between two prompts.
+MAX_STEPS_BETWEEN: Final = 40
+# Delay of prompts after the plug; tokens further apart are from different steps.
+PLUG_LEAD_S: Final = 0.002
+MAX_TOKEN_SPREAD: Final = 0.3
 
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What is measured."""
+    """The points to measure."""
 
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]  # of decodes; together they have no more than the longest of them
-    prompts: tuple[int, ...]  # of one step
+    contexts: tuple[int, ...]  # of decodes; the sum in a batch is at most the longest
+    prompts: tuple[int, ...]  # prompts of one step
     budget: int
     seed: int = 0
 
     @classmethod
     def of(cls, *, budget: int, max_batch: int, max_model_len: int, seed: int = 0) -> Self:
-        """Spread what is measured over what the worker takes."""
+        """Return a plan that covers the worker's range."""
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
-        most = max_model_len - 2 * STREAMED - 4
+        most = max_model_len - 2 * STREAM_TOKENS - 4
         longest = min(budget - max_batch, most)
         if longest < 64:
             raise MeasureError(
-                f"a step of {budget} tokens leaves a prompt {longest} beside {max_batch} decodes, "
-                "64 are needed; give a larger --budget or a smaller --max-batch"
+                f"a step of {budget} tokens leaves a prompt {longest} next to {max_batch} decodes, "
+                "and 64 are needed; give a larger --budget or a smaller --max-batch"
             )
         prompts = sorted({round(16 * (longest / 16) ** (n / 9)) for n in range(10)})
         contexts = {16, longest // 4, longest, most}
@@ -78,14 +75,14 @@ class CalibrationPlan:
         return cls(tuple(batches), tuple(sorted(contexts)), tuple(prompts), budget, seed)
 
     def contexts_of(self, batch: int) -> list[int]:
-        """Leave out what so many together may find no room for, but for those of one step."""
+        """Return the contexts that fit in the cache in a batch of this size."""
         most = self.contexts[-1]
         return [each for each in self.contexts if batch * each <= most or each <= self.prompts[-1]]
 
 
 @dataclass(frozen=True)
 class LonePrompt:
-    """A whole prompt that had the worker to itself, from the request to its token."""
+    """A whole prompt that ran alone, from the request to its token."""
 
     tokens: int
     seconds: float
@@ -93,17 +90,17 @@ class LonePrompt:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """What was measured."""
+    """The measurements of a worker."""
 
     steps: list[Measured]
     lone: list[LonePrompt]
 
 
 class StepMeter(TokenApi):
-    """A worker, and the requests that measure it."""
+    """A worker's API with the measurements of its steps."""
 
     async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
-        """Measure everything, after a warm-up that is thrown away."""
+        """Measure all points after a warm-up."""
         tell("warming up")
         await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._prefill(1, plan.prompts[-1], plan.prompts[-1])
@@ -118,13 +115,13 @@ class StepMeter(TokenApi):
                     tell(f"prefill alone: {count} of {tokens} tokens")
                     found += await self._prefill(count, tokens, plan.prompts[-1])
         for batch in plan.batches:
-            tell(f"both: prompts beside {batch} decoding")
+            tell(f"both: prompts next to {batch} decoding")
             found += await self._mixed(batch, plan)
-        # The whole of what the worker takes, and a quarter of it beside many.
+        # The longest possible prompt next to one stream, and a quarter of it next to many.
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
-            tell(f"both: a long prompt beside {batch} decoding")
+            tell(f"both: a long prompt next to {batch} decoding")
             found += await self._chunks(batch, plan, part)
-        tell("both: the ends of long prompts beside 1 decoding")
+        tell("both: the ends of long prompts next to 1 decoding")
         found += await self._ends(plan)
         tell("whole prompts")
         return MeasuredSteps(found, [await self._lone(tokens) for tokens in self._alone(plan)])
@@ -132,22 +129,22 @@ class StepMeter(TokenApi):
     # One kind of step each
 
     async def _decode(self, batch: int, context: int, budget: int) -> list[Measured]:
-        # Those that came first write on while the others' prompts are computed.
-        length = 2 * STREAMED + 4 * batch + batch * context // budget
+        # The first streams continue while the prompts of the others are computed.
+        length = 2 * STREAM_TOKENS + 4 * batch + batch * context // budget
         length = min(length, self.max_model_len - context - 1)
         async with self.streams(batch, context, length) as streams:
             for stream in streams:
                 await stream.reached(1)
             latest = max(streams, key=lambda stream: stream.ticks[0])
-            await latest.reached(STREAMED)
+            await latest.reached(STREAM_TOKENS)
         gaps = [
             (gap, latest.tokens[at])
             for at in range(2, len(latest.ticks))
-            if latest.tokens[at] <= STREAMED and (gap := latest.gap(at)) is not None
+            if latest.tokens[at] <= STREAM_TOKENS and (gap := latest.gap(at)) is not None
         ]
         found = []
-        for start in range(0, len(gaps) - WINDOW + 1, WINDOW):
-            window = gaps[start : start + WINDOW]
+        for start in range(0, len(gaps) - WINDOW_TOKENS + 1, WINDOW_TOKENS):
+            window = gaps[start : start + WINDOW_TOKENS]
             seconds = statistics.median(gap for gap, _ in window)
             each = context + round(statistics.fmean(token for _, token in window)) - 1
             found.append(Measured(StepShape(decodes=batch, context_tokens=batch * each), seconds))
@@ -158,13 +155,13 @@ class StepMeter(TokenApi):
         found: list[Measured] = []
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
         contexts: list[int] = []
-        # Long enough for all prompts with some steps between; they are cut off at the end.
-        steps = min(len(rounds) * BETWEEN, self.max_model_len - plan.contexts[0] - 1)
+        # Long enough for all prompts with some steps between them; cut off at the end.
+        steps = min(len(rounds) * MAX_STEPS_BETWEEN, self.max_model_len - plan.contexts[0] - 1)
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
                 await stream.reached(1)
             for tokens in rounds:
-                if any(stream.count + BETWEEN > steps for stream in streams):
+                if any(stream.count + MAX_STEPS_BETWEEN > steps for stream in streams):
                     break
                 if (step := await self._beside(streams, tokens)) is not None:
                     gaps[tokens].append(step[0])
@@ -179,13 +176,13 @@ class StepMeter(TokenApi):
     async def _beside(
         self, streams: Sequence[TimedStream], tokens: int
     ) -> tuple[float, int] | None:
-        """Time the step that prefills one prompt beside running streams."""
+        """Return the time and context of the step that prefills a prompt next to streams."""
         newcomer = await self.stream(self.prompt(tokens), 1)
-        (found,) = await _before(streams, newcomer.ticks[0], 1)
+        (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
         return found
 
     async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[Measured]:
-        """Time a step that prefills so many prompts of so many tokens and does nothing else."""
+        """Time a step that only prefills `prompts` prompts of `tokens` tokens."""
         times: list[float] = []
         for _ in range(2 * REPEATS):
             if (seconds := await self._behind(prompts, tokens, plug)) is not None:
@@ -198,31 +195,31 @@ class StepMeter(TokenApi):
         return [Measured(shape, statistics.median(times))]
 
     async def _behind(self, prompts: int, tokens: int, plug: int) -> float | None:
-        """Time the step behind a plug; None if the prompts were not all in it, alone."""
+        """Return the time of the step after a plug; None if it did not hold all prompts."""
         batch = [self.prompt(tokens) for _ in range(prompts)]
         first, then = await asyncio.gather(
-            self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=FOLLOW_S)
+            self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=PLUG_LEAD_S)
         )
         seconds = then.ticks[0] - first.ticks[0]
-        return seconds if then.ticks[-1] - then.ticks[0] < TOGETHER * seconds else None
+        return seconds if then.ticks[-1] - then.ticks[0] < MAX_TOKEN_SPREAD * seconds else None
 
     def _most_chunks(self, batch: int, plan: CalibrationPlan, prompts: int) -> int:
-        """Count the steps of the longest prompt for which streams leave room, so many times."""
+        """Return how many steps the longest prompt can have, next to streams, `prompts` times."""
         room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - 2 - plan.budget
-        # Streams write on for as long as the prompts last.
-        spare = batch * (plan.contexts[0] + prompts * BETWEEN)
+        # The streams continue during the prompts.
+        spare = batch * (plan.contexts[0] + prompts * MAX_STEPS_BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
     async def _ends(self, plan: CalibrationPlan) -> list[Measured]:
-        """Time small parts of prompts that have a long context: their last steps."""
+        """Time the last steps of long prompts: small parts with a long context."""
         chunk, own = plan.budget - 1, plan.contexts[0]
-        parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= LEAST_PART]
+        parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
         prompts = 2 * LONG_REPEATS * len(parts)
         most = self._most_chunks(1, plan, prompts)
         if most < 2:
             return []
         found: list[Measured] = []
-        async with self.streams(1, own, prompts * (most + BETWEEN)) as streams:
+        async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
             await streams[0].reached(2)
             for count in (most // 2, most):
                 for part in parts:
@@ -237,30 +234,32 @@ class StepMeter(TokenApi):
         return found
 
     async def _chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[Measured]:
-        """Time the steps of one long prompt, each of which has all that streams leave it."""
+        """Time the steps of a long prompt that uses the budget that the streams leave."""
         chunk, own = plan.budget - batch, plan.contexts[0]
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
         if count < 2:
             return []
-        steps = LONG_REPEATS * (count + BETWEEN)
+        steps = LONG_REPEATS * (count + MAX_STEPS_BETWEEN)
         seen: list[list[tuple[float, int]]] = [[] for _ in range(count + 1)]
         async with self.streams(batch, own, steps) as streams:
             for stream in streams:
                 await stream.reached(2)
             for _ in range(LONG_REPEATS):
-                if any(stream.count + count + BETWEEN // 2 > steps for stream in streams):
+                if any(stream.count + count + MAX_STEPS_BETWEEN // 2 > steps for stream in streams):
                     break
                 newcomer = await self.stream(self.prompt(count * chunk), 1)
-                for index, found in enumerate(await _before(streams, newcomer.ticks[0], count + 1)):
+                for index, found in enumerate(
+                    await _last_steps(streams, newcomer.ticks[0], count + 1)
+                ):
                     if found is not None:
                         seen[index].append(found)
         times = [statistics.median(gap for gap, _ in each) if each else None for each in seen]
         firsts = [each for each in times[1 : 2 + count // 4] if each is not None]
-        if times[0] and firsts and times[0] > SHORTER * statistics.median(firsts):
+        if times[0] and firsts and times[0] > MAX_SHORT_STEP_RATIO * statistics.median(firsts):
             raise MeasureError(
-                f"a prompt of {count * chunk} tokens beside {batch} decoding was not computed in "
+                f"a prompt of {count * chunk} tokens next to {batch} decoding was not computed in "
                 f"{count} steps: --budget {plan.budget} must be the worker's "
-                "max_num_batched_tokens, and no policy of its own may size its chunks"
+                "max_num_batched_tokens, and the worker must have no policy that sizes chunks"
             )
         return [
             Measured(
@@ -279,29 +278,28 @@ class StepMeter(TokenApi):
         ]
 
     def _alone(self, plan: CalibrationPlan) -> list[int]:
-        """Choose whole prompts: of one step, and two of many."""
+        """Return the lengths of whole prompts: several of one step, two of many steps."""
         most = self.max_model_len - 2
         longs = [each for each in (most // 4, most) if each > plan.budget]
         return [*plan.prompts[::3], *longs]
 
     async def _lone(self, tokens: int) -> LonePrompt:
-        """Time a prompt that has the worker to itself, from the request to its token."""
         times = []
-        for _ in range(LONG_REPEATS if tokens > LONG else LONE_REPEATS):
-            await asyncio.sleep(IDLE_S)  # a worker that has just done the like is quicker
+        for _ in range(LONG_REPEATS if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
+            await asyncio.sleep(IDLE_S)  # directly after another prompt a worker is faster
             began = time.perf_counter()
             times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
         return LonePrompt(tokens, statistics.median(times))
 
 
-async def _before(
+async def _last_steps(
     streams: Sequence[TimedStream], moment: float, steps: int
 ) -> list[tuple[float, int] | None]:
-    """Give the last steps until a moment: how long each took, and the context that it read."""
-    # Its tokens come with the newcomer's, a little before or after.
+    """Return the last steps until a moment: the duration of each and its context."""
+    # The streams' tokens of that step may arrive a little before or after the prompt's.
     for stream in streams:
         await stream.moved(3)
-        # One that was slow to begin a newcomer leaves streams that have ended before it did.
+        # If the prompt began late, the streams may have ended before it did.
         if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
             return [None] * steps
     ends = [stream.nearest(moment) for stream in streams]
@@ -316,7 +314,7 @@ async def _before(
 
 @asynccontextmanager
 async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
-    """Meet a worker."""
+    """Yield a meter that knows the worker's model and cache size."""
     async with session() as found:
         worker = StepMeter(found, url, seed)
         await worker.meet()

@@ -1,4 +1,4 @@
-"""A worker's OpenAI API from one client, with the time at which each token came."""
+"""One client of a worker's OpenAI API that records when each token arrives."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Final
 
 import aiohttp
 
-from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.compare.runner import realtime_priority
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import VllmSchedError
 
 TIMEOUT_S: Final = 300.0
-# Each event says how many tokens there are so far.
-COUNT_ALWAYS: Final = {"include_usage": True, "continuous_usage_stats": True}
-TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
-# Answers that are cut off leave the worker busy for a step or two.
+# Each event contains the number of tokens so far.
+STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
+TOKENS_PATTERN: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
+# Cancelled streams keep the worker busy for a step or two.
 SETTLE_S: Final = 0.1
-# The sample of vLLM's metrics whose labels say how large the cache is.
-CACHE: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-LABEL: Final = re.compile(r'(\w+)="(\d+)"')
+# The vLLM metric whose labels contain the cache size.
+CACHE_PATTERN: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+LABEL_PATTERN: Final = re.compile(r'(\w+)="(\d+)"')
 
 
 class MeasureError(VllmSchedError):
-    """A worker that can't be measured; the message says why in one line."""
+    """A worker can't be measured; the message says why in one line."""
 
 
 @dataclass
 class TimedStream:
-    """One streamed answer: when its tokens came, and how many there were by then."""
+    """A streamed response: when its tokens arrived, and how many there were by then."""
 
     prompt_tokens: int
     ticks: list[float] = field(default_factory=list)
@@ -47,48 +47,48 @@ class TimedStream:
 
     @property
     def count(self) -> int:
-        """Tokens that have come."""
+        """The number of tokens so far."""
         return self.tokens[-1] if self.tokens else 0
 
     def tick(self, now: float, tokens: int) -> None:
-        """Take in what came: one token, unless somebody on the way was slow and merged some."""
+        """Record an event: one token, or several if events were merged on the way."""
         self.ticks.append(now)
         self.tokens.append(tokens)
         self._news.set()
 
     def gap(self, at: int) -> float | None:
-        """Return the time of the step that made this tick; None if it made more than one token."""
+        """Return the time of the step before this tick; None if it made several tokens."""
         if not 0 < at < len(self.ticks) or self.tokens[at] != self.tokens[at - 1] + 1:
             return None
         return self.ticks[at] - self.ticks[at - 1]
 
     def nearest(self, when: float) -> int:
-        """Find the tick, not the first, that came nearest to a moment."""
+        """Return the index of the tick, except the first, that is nearest to a moment."""
         return min(range(1, len(self.ticks)), key=lambda at: abs(self.ticks[at] - when))
 
     def end(self) -> None:
-        """Let nobody wait for more."""
+        """Mark the stream as ended and wake all waiting tasks."""
         self.ended = True
         self._news.set()
 
     async def moved(self, tokens: int) -> None:
-        """Wait for so many more tokens, or the end."""
+        """Wait for `tokens` more tokens or the end of the stream."""
         until = self.count + tokens
         while self.count < until and not self.ended:
             self._news.clear()
             await self._news.wait()
 
     async def reached(self, tokens: int) -> None:
-        """Wait for so many tokens."""
+        """Wait until the stream has `tokens` tokens; raise if it ends earlier."""
         while self.count < tokens:
             if self.ended:
-                raise MeasureError(f"an answer ended after {self.count} of {tokens} tokens")
+                raise MeasureError(f"a response ended after {self.count} of {tokens} tokens")
             self._news.clear()
             await self._news.wait()
 
 
 class TokenApi:
-    """A worker that is asked for tokens, whose prompts nobody has seen before."""
+    """A worker's completions API, used with new random prompts."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int = 0) -> None:
         self._session = session
@@ -100,7 +100,7 @@ class TokenApi:
         self.block_tokens: int | None = None
 
     async def meet(self) -> None:
-        """Ask for the model's name and limits."""
+        """Read the model's name and limits."""
         content = await self._get("/v1/models")
         try:
             card = json.loads(content)["data"][0]
@@ -108,20 +108,20 @@ class TokenApi:
             self.root = str(card.get("root") or "")
         except (KeyError, IndexError, TypeError, ValueError):
             raise MeasureError(
-                f"{self._url}/v1/models names no model with a max_model_len; is that a vLLM worker?"
+                f"{self._url}/v1/models lists no model with a max_model_len; is this a vLLM worker?"
             ) from None
 
     async def read_cache(self) -> None:
-        """Ask how large the KV cache is; who does not tell is none the worse for it."""
+        """Read the size of the KV cache from /metrics, if the worker has it there."""
         try:
             page = (await self._get("/metrics")).decode(errors="replace")
         except MeasureError:
             return
-        if (found := CACHE.search(page)) is not None:
-            labels = {name: int(value) for name, value in LABEL.findall(found[1])}
+        if (found := CACHE_PATTERN.search(page)) is not None:
+            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(found[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
             if blocks and block:
-                # Where groups of layers share the blocks, a token takes several.
+                # If groups of layers share the blocks, a token takes several.
                 self.kv_tokens = labels.get("kv_cache_size_tokens", blocks * block)
                 self.block_tokens = block
 
@@ -129,10 +129,10 @@ class TokenApi:
     async def streams(
         self, count: int, context: int, tokens: int
     ) -> AsyncIterator[list[TimedStream]]:
-        """Have so many answers streamed inside the block; they are cut off at its end."""
+        """Run `count` streams inside the block; they are cancelled at its end."""
         streams = [TimedStream(context) for _ in range(count)]
-        # All but the end of the prompt is one, and cached: a decode reads its context all the same,
-        # and hundreds of long prompts need not be computed for the sake of what follows them.
+        # The prompts share a cached prefix. A decode step reads its whole context anyway, and
+        # hundreds of long prompts need not be computed.
         *shared, _ = self.prompt(context)
         await self.stream([*shared, *self.prompt(1)], 1)
         tasks = [
@@ -145,7 +145,7 @@ class TokenApi:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-            # Why a stream failed says more than that one was too short.
+            # A stream's own error is more useful than the error that it was too short.
             for error in ended:
                 if isinstance(error, MeasureError):
                     raise error
@@ -159,19 +159,19 @@ class TokenApi:
         into: TimedStream | None = None,
         after_s: float = 0.0,
     ) -> TimedStream:
-        """Ask for tokens, and note when each comes."""
+        """Request tokens and record when each arrives."""
         stream = into or TimedStream(0)
         if after_s:
             await asyncio.sleep(after_s)
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": COUNT_ALWAYS,
+            "ignore_eos": True, "stream": True, "stream_options": STREAM_OPTIONS,
         }  # fmt: skip
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
                 if answer.status != 200:
                     raise MeasureError(
-                        f"{self._url} answered {answer.status}: {excerpt(await answer.text())}"
+                        f"{self._url} returned {answer.status}: {excerpt(await answer.text())}"
                     )
                 rest = b""
                 async for chunk in answer.content.iter_any():
@@ -179,7 +179,7 @@ class TokenApi:
                     *events, rest = (rest + chunk).split(b"\n\n")
                     made = [event for event in events if b'"choices":[{' in event]
                     if made:
-                        counted = TOKENS.search(made[-1])
+                        counted = TOKENS_PATTERN.search(made[-1])
                         known = stream.count + len(made)
                         stream.tick(now, int(counted[1]) if counted else known)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -187,11 +187,11 @@ class TokenApi:
         finally:
             stream.end()
         if not stream.ticks:
-            raise MeasureError(f"{self._url} ended an answer without a token")
+            raise MeasureError(f"{self._url} returned no token")
         return stream
 
     def prompt(self, tokens: int) -> list[int]:
-        """Make a prompt like no other."""
+        """Return a random prompt."""
         return self._rng.choices(TOKEN_IDS, k=tokens)
 
     async def _get(self, path: str) -> bytes:
@@ -201,15 +201,15 @@ class TokenApi:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _unreachable(self._url, error) from None
         if answer.status != 200:
-            raise MeasureError(f"{self._url}{path} answered {answer.status}: {excerpt(content)}")
+            raise MeasureError(f"{self._url}{path} returned {answer.status}: {excerpt(content)}")
         return content
 
 
 @asynccontextmanager
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Have a client's session, ahead of others on this machine."""
+    """Yield an HTTP session that runs with priority on this machine."""
     key = os.environ.get("VLLM_API_KEY", "")
-    with ahead_of_others():
+    with realtime_priority():
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),

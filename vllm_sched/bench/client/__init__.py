@@ -1,1 +1,1 @@
-"""Plays traffic against a live endpoint: a light client that notices when it is too slow."""
+"""Plays traffic against a live endpoint; the client reports when it is too slow itself."""

@@ -1,4 +1,4 @@
-"""What there is to know of an endpoint before it is measured: its model, limits and tokenizer."""
+"""Learn what a benchmark needs to know of an endpoint: model, limits and tokens per word."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 MODELS: Final = "/v1/models"
 PROBE_TIMEOUT_S: Final = 60.0
-# Two lengths of text, from which a line is drawn; the longer one where the model holds it.
+# The lengths of two probe texts for a linear fit; the second is shorter for a small model.
 PROBE_WORDS: Final = (40, 1040)
-LEAST_PROBE_WORDS: Final = 80
-NO_LIST: Final = ("HTTP 404", "HTTP 405", "HTTP 501")
-REFUSED: Final = re.compile(r"HTTP (\d+)")
+MIN_PROBE_WORDS: Final = 80
+NO_LIST_STATUSES: Final = ("HTTP 404", "HTTP 405", "HTTP 501")
+STATUS_PATTERN: Final = re.compile(r"HTTP (\d+)")
 NO_IGNORE_EOS: Final = (
-    "the endpoint does not know ignore_eos: answers end where the model ends them"
+    "the endpoint does not support ignore_eos: the model decides when a response ends"
 )
 NO_COUNT: Final = (
-    "the endpoint counts no tokens, neither at /tokenize nor as usage: each word of a prompt is "
-    "taken for a token"
+    "the endpoint returns no token counts, neither from /tokenize nor as usage: each word of a "
+    "prompt counts as a token"
 )
 SAME_COUNT: Final = (
-    "the endpoint counts as many tokens in a long prompt as in a short one: each word of a prompt "
-    "is taken for a token"
+    "the endpoint returns the same token count for a long and a short prompt: each word of a "
+    "prompt counts as a token"
 )
 
 
 class EndpointError(VllmSchedError):
-    """The endpoint can not be measured."""
+    """The endpoint can't be measured."""
 
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """What the command line says of an endpoint."""
+    """The endpoint options of the command line."""
 
     url: str
     model: str = ""
@@ -57,7 +57,7 @@ class EndpointOptions:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint that answered: how to write requests for it."""
+    """An endpoint that responds, and how to write requests for it."""
 
     address: Address
     path: str
@@ -66,14 +66,14 @@ class Endpoint:
     max_model_len: int | None = None
     ignore_eos: bool = True
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    doubts: tuple[str, ...] = ()  # what of it makes figures doubtful
+    doubts: tuple[str, ...] = ()  # warnings on the figures
 
     def wire(self) -> Wire:
-        """Open connections to it, on demand."""
+        """Return an HTTP client; it connects on demand."""
         return Wire(self.address, dict(self.headers))
 
     def body(self, prompt: str, output_tokens: int, tenant: str = "") -> bytes:
-        """Write a request; the prompt is words, so there is nothing in it to escape."""
+        """Return a request body; the prompt's words contain nothing to escape."""
         chat = self.path == CHAT
         text = f'"messages":[{{"role":"user","content":"{prompt}"}}]' if chat else None
         fields = [
@@ -89,13 +89,13 @@ class Endpoint:
         return (",".join(fields) + "}").encode()
 
     def request_body(self, texts: Texts, number: int, request: Request) -> bytes:
-        """Write the request of that number."""
+        """Return the body of request `number`."""
         prompt = texts.prompt(number, request, self.measure)
         return self.body(prompt, request.output_tokens, request.tenant)
 
 
 async def learn(asked: EndpointOptions) -> Endpoint:
-    """Ask an endpoint for all that a load needs to know; one line of an error if it can not be."""
+    """Return the endpoint with all that a load needs; raise `EndpointError` if it can't be used."""
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
     if asked.explain:
         headers["X-Explain"] = "1"
@@ -106,7 +106,7 @@ async def learn(asked: EndpointOptions) -> Endpoint:
     wire = endpoint.wire()
     try:
         endpoint = await _with_model(endpoint, wire)
-        endpoint = await _that_answers(endpoint, wire)
+        endpoint = await _checked(endpoint, wire)
         measure, doubt = await _measure(endpoint, wire)
     except WireError as error:
         words = str(error).removeprefix(f"{address}: ")
@@ -119,20 +119,20 @@ async def learn(asked: EndpointOptions) -> Endpoint:
 
 
 def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
-    """Say what to do about an error, where that is known."""
-    refused = REFUSED.search(words)
+    """Return what to do about an error; empty if unknown."""
+    refused = STATUS_PATTERN.search(words)
     match refused and int(refused[1]):
         case 401 | 403 if asked.key:
-            return "; it does not take this key (--api-key, or OPENAI_API_KEY)"
+            return "; it rejects this key (--api-key, or OPENAI_API_KEY)"
         case 401 | 403:
             return "; give its key with --api-key, or in OPENAI_API_KEY"
         case 404 | 405 | 501 if words.startswith(MODELS):
-            return "; is this an OpenAI endpoint? With --model NAME it needs no such list"
+            return "; is this an OpenAI endpoint? With --model NAME no model list is needed"
         case 404 | 405 if "model" not in words:
             other = COMPLETIONS if asked.path == CHAT else CHAT
-            return f"; if it has {other} instead, say --endpoint {other}"
+            return f"; if it has {other} instead, use --endpoint {other}"
         case None if "no answer" in words and not address.tls:
-            return "; if it speaks TLS, write https://"
+            return "; if it uses TLS, write https://"
     return ""
 
 
@@ -141,9 +141,9 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
         served = json.loads(await wire.get(MODELS, PROBE_TIMEOUT_S))["data"]
         models: dict[str, Any] = {each["id"]: each for each in served}
     except WireError as error:
-        if endpoint.model and str(error).startswith(NO_LIST):
-            return endpoint  # it has no list; what was asked for is tried
-        raise _at(MODELS, error) from None
+        if endpoint.model and str(error).startswith(NO_LIST_STATUSES):
+            return endpoint  # no model list: try the given model
+        raise _with_path(MODELS, error) from None
     except (ValueError, KeyError, TypeError):
         raise EndpointError(
             f"{endpoint.address}{MODELS}: is not a list of models; is this an OpenAI endpoint?"
@@ -153,19 +153,18 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     name = endpoint.model or next(iter(models))
     if name not in models:
         raise EndpointError(
-            f"--model {name}: {endpoint.address} does not serve it; it has: {', '.join(models)}"
+            f"--model {name}: {endpoint.address} does not serve it; choose from {', '.join(models)}"
         )
     limit = models[name].get("max_model_len")
     return replace(endpoint, model=name, max_model_len=limit if isinstance(limit, int) else None)
 
 
-def _at(path: str, error: WireError) -> WireError:
-    """Say what was refused, if the endpoint said anything."""
-    return WireError(f"{path}: {error}") if REFUSED.match(str(error)) else error
+def _with_path(path: str, error: WireError) -> WireError:
+    return WireError(f"{path}: {error}") if STATUS_PATTERN.match(str(error)) else error
 
 
-async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
-    """Make sure that it streams, and find out whether it knows vLLM's `ignore_eos`."""
+async def _checked(endpoint: Endpoint, wire: Wire) -> Endpoint:
+    """Check that the endpoint streams, and whether it supports vLLM's `ignore_eos`."""
     try:
         await _usage(endpoint, wire, "good day")
     except WireError as error:
@@ -177,9 +176,9 @@ async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
 
 
 async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
-    """Learn tokens per word: from `/tokenize`, or else from the usage of two requests.
+    """Return tokens per word, from `/tokenize` or from the usage of two requests, and a warning.
 
-    With what makes that doubtful: it may count no tokens, or the same of whatever it is asked.
+    The warning is for endpoints without usable token counts.
     """
     texts = Texts(-1)
     words, most = PROBE_WORDS
@@ -187,7 +186,7 @@ async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
     if not few:
         return Measure(), NO_COUNT
     if endpoint.max_model_len is not None:
-        most = min(most, max(LEAST_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
+        most = min(most, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
     many = await _tokens(endpoint, wire, texts.text("many", most))
     if many <= few:
         return Measure(), SAME_COUNT
@@ -204,7 +203,7 @@ async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:
         if isinstance(count, int):
             return count
     except (WireError, ValueError, KeyError, TypeError):
-        pass  # not every endpoint has one
+        pass  # not every endpoint has /tokenize
     return await _usage(endpoint, wire, text)
 
 
@@ -220,9 +219,9 @@ async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
             PROBE_TIMEOUT_S,
         )
     except WireError as error:
-        raise _at(endpoint.path, error) from None
+        raise _with_path(endpoint.path, error) from None
     if outcome.error:
-        raise WireError(f"answered a small request with: {excerpt(outcome.error)}")
+        raise WireError(f"returned an error for a small request: {excerpt(outcome.error)}")
     if not stream.done:
         raise WireError(f"{endpoint.path} does not stream: a small request got no data: [DONE]")
     return outcome.prompt_tokens

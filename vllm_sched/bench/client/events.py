@@ -1,8 +1,7 @@
-"""Server-sent events, read with as little work as will do.
+"""Parse server-sent events with little work per token.
 
-Every token of every stream passes here, in the process that also keeps the time. So an event is
-recognised as a token by a few of its bytes. The rare ones that might be something else, such as the
-role that opens a chat's answer, or its end, are parsed.
+The process that measures time also reads every token. So a token event is recognised by a few
+bytes; all other events are parsed as JSON.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ class EventStream:
 
     @property
     def done(self) -> bool:
-        """Whether its last word has come, for which some servers write no empty line."""
+        """Return whether [DONE] has arrived; some servers send no empty line after it."""
         return self._done or DONE.search(self._rest) is not None
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Take in what arrived at `now`."""
+        """Read the bytes that arrived at `now`."""
         if self._rest:
             chunk = self._rest + chunk
         if b"\r\n" in chunk:
             chunk = chunk.replace(b"\r\n", b"\n")
         *events, self._rest = chunk.split(b"\n\n")
         for event in events:
-            # Spelt out: a loop over the marks costs more than all the rest.
+            # Written out, because a loop over the marks would dominate the cost.
             if (
                 b'"choices":[{' in event
                 and b'"usage":{' not in event
@@ -57,7 +56,7 @@ class EventStream:
     def _rare(self, event: bytes, now: float) -> None:
         data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
         if not data or PING.search(event):
-            return  # to keep the connection open
+            return  # keep-alive
         payload = b"\n".join(data).strip()
         if payload == b"[DONE]":
             self._done = True
@@ -68,7 +67,7 @@ class EventStream:
             message = None
         if not isinstance(message, dict):
             message = {}
-        # Some servers tell the usage with no choices at all, where most have an empty list.
+        # Some servers send the usage without choices, where most send an empty list.
         alone = isinstance(message.get("usage"), dict) and "error" not in message
         choices = message.get("choices", [] if alone else None)
         if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
@@ -91,7 +90,7 @@ def _count(usage: dict[str, Any], key: str) -> int:
 def _carries_a_token(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     if not isinstance(delta, dict):
-        return "text" in choice  # a completion; the text may be half a character, so empty
+        return "text" in choice  # a completion; half a character gives an empty text
     said = {name: value for name, value in delta.items() if name != "role"}
-    # Beside a role an empty text is a greeting; alone it is a token that shows later.
+    # With a role an empty text is only the opening; without one it is a token.
     return bool(said) and ("role" not in delta or any(said.values()))

@@ -1,4 +1,4 @@
-"""Play a schedule against an endpoint, and watch whether this client keeps up."""
+"""Play a schedule against an endpoint and check that this client keeps up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
-from vllm_sched.bench.compare.runner import ahead_of_others
+from vllm_sched.bench.compare.runner import realtime_priority
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
-from vllm_sched.bench.traffic.schedule import AGAIN_S
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
 TIMEOUT_S: Final = 600.0
-WATCH_S: Final = 0.05
-# Beyond these the client is part of what is measured.
+WATCH_INTERVAL_S: Final = 0.05
+# Beyond these limits the client affects the figures.
 LATE_LIMIT_S: Final = 0.05
 STALL_LIMIT_S: Final = 0.1
 BUSY_LIMIT: Final = 0.8
@@ -35,7 +35,7 @@ BUSY_LIMIT: Final = 0.8
 
 @dataclass
 class RunProgress:
-    """How far a run is, for those who watch."""
+    """The progress of a run."""
 
     began: float = field(default_factory=time.perf_counter)
     sent: int = 0
@@ -45,65 +45,60 @@ class RunProgress:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
+        """Requests that have not ended."""
         return self.sent - self.ended
 
     @property
     def ended(self) -> int:
-        """Requests that are over, well or not."""
+        """Requests that have succeeded or failed."""
         return self.done + self.failed
 
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """A finished run, or the part of one until the user had enough."""
+    """A finished run, or the finished part of an interrupted run."""
 
     outcomes: tuple[Outcome, ...]
-    duration: float  # until the last answer ended
-    busy: float  # the share of one processor that this client took
-    stall: float  # the longest time that it was held up
+    duration: float  # until the last response ended
+    busy: float  # share of one CPU that this client took
+    stall: float  # longest time without CPU
     interrupted: bool = False
-    cut: int = 0  # requests cut to what the model holds
-    short: int = 0  # answers that ended before their length
-    uncounted: int = 0  # answers that did not say how many tokens they have
+    cut: int = 0  # requests shortened to the model's context
+    short: int = 0  # responses that ended too early
+    uncounted: int = 0  # responses without a token count
 
     @property
     def late_p99(self) -> float:
-        """How long after its time a request was sent, at the 99th percentile.
-
-        A timer may fire a little early.
-        """
+        """The 99th percentile of the client's delay; at least 0, as timers may fire early."""
         return max(percentile((each.late for each in self.outcomes), 99) or 0.0, 0.0)
 
     def warnings(self) -> list[str]:
-        """Say what makes the figures doubtful."""
+        """Return what makes the figures doubtful."""
         found = []
         if self.late_p99 > LATE_LIMIT_S:
             found.append(
                 f"this client could not keep up: it sent 1 % of the requests {self.late_p99:.2f} s "
-                "late or more (latencies count from when they should have been sent); ask for "
-                "less, or use more clients"
+                "late or more (latencies count from the planned time); reduce the load, or use "
+                "more clients"
             )
         if self.stall > STALL_LIMIT_S:
             found.append(
-                f"this client was held up for as long as {self.stall:.2f} s: pauses of that "
-                "length may be its own; measure where nothing else runs"
+                f"this client had no CPU for up to {self.stall:.2f} s: pauses of that "
+                "length may be its own; measure on an idle machine"
             )
         if self.busy > BUSY_LIMIT:
             found.append(
-                f"this client took {self.busy:.0%} of a processor: at 100 % it is what is "
-                "measured; use more clients"
+                f"this client took {self.busy:.0%} of a CPU: near 100 % it limits the result; "
+                "use more clients"
             )
         if self.cut:
             found.append(
-                f"{self.cut} requests were cut to what the model holds; --scale makes all shorter"
+                f"{self.cut} requests were shortened to fit the model; --scale shortens all"
             )
         if self.short:
-            found.append(f"{self.short} answers ended before the length asked for")
+            found.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
-            found.append(
-                f"{self.uncounted} answers told no usage: each event is counted as a token"
-            )
+            found.append(f"{self.uncounted} responses had no usage: each event counts as a token")
         return found
 
 
@@ -116,17 +111,17 @@ async def play(
     tally: RunProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> PlayedRun:
-    """Play it to its end, or until `stop` is set; a failed request is an outcome, no exception.
+    """Play the schedule until its end or `stop`; a failed request is an outcome, not an exception.
 
-    The schedule fixes lengths and times, `salt` the words: under another one, a server's prefix
-    cache has nothing left of an earlier run.
+    The schedule fixes lengths and times; `salt` fixes the words. A new salt prevents hits in a
+    server's prefix cache.
     """
     _allow_many_connections()
     texts = Texts(f"{schedule.seed}/{salt}")
     player = _Player(
         endpoint, schedule, texts, timeout_s, tally or RunProgress(), stop or asyncio.Event()
     )
-    with ahead_of_others():
+    with realtime_priority():
         return await player.run()
 
 
@@ -154,7 +149,7 @@ class _Player:
         stall = _Stall()
         watch = asyncio.create_task(stall.watch())
         first = self._numbered()
-        head = next(first, None)  # made before the clock starts
+        head = next(first, None)  # created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
         self._tally.began = self._start
         closed = self._schedule.concurrency is not None
@@ -188,17 +183,17 @@ class _Player:
         )
 
     async def _open(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
-        """Send each at its time, whatever became of those before."""
+        """Send each request at its time, without waiting for earlier ones."""
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
                 if (early := request.at - self._now()) > 0:
                     await asyncio.sleep(early)
                 group.create_task(self._one(wire, request, request.at, body))
-                # Behind its time it would never pause, and none of the answers be read.
+                # Late requests leave no sleep, and without one no response would be read.
                 await asyncio.sleep(0)
 
     async def _closed(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
-        """Keep so many under way; the next begins when one ends, or a pause after it failed."""
+        """Keep `concurrency` requests in flight; pause after a failed one."""
         end = self._schedule.ends_after_s
 
         async def lane() -> None:
@@ -210,14 +205,14 @@ class _Player:
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 retry_after_s = await self._one(wire, job[0], self._now(), job[1])
-                pause_s = 0.0 if retry_after_s is None else max(retry_after_s, AGAIN_S)
+                pause_s = 0.0 if retry_after_s is None else max(retry_after_s, MIN_RETRY_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._schedule.concurrency or 1):
                 group.create_task(lane())
 
     async def _one(self, wire: Wire, request: Request, at: float, body: bytes) -> float | None:
-        """Play one; if it failed, return the seconds that the answer asked to wait (or 0)."""
+        """Play a request; return the seconds to wait before the next if it failed, or None."""
         outcome = Outcome(
             at, request.klass, request.prompt_tokens, request.output_tokens, request.tenant
         )
@@ -262,7 +257,7 @@ class _Player:
 
 
 class _Stall:
-    """Notices when this process got no processor, which would pass for a slow server."""
+    """Records how long this process had no CPU, which would look like a slow server."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -270,18 +265,16 @@ class _Stall:
     async def watch(self) -> None:
         while True:
             asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_S)
-            self.longest = max(self.longest, time.perf_counter() - asleep - WATCH_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self.longest = max(self.longest, time.perf_counter() - asleep - WATCH_INTERVAL_S)
 
 
 def _slack(limit: int) -> int:
-    """Leave room for what the length of a text is uncertain by."""
+    """Return a margin for the error in a text's length."""
     return limit // 50 + 4
 
 
 class _Headers:
-    """What of an answer's headers is of use."""
-
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self.retry_after_s = 0.0
@@ -289,7 +282,7 @@ class _Headers:
     def take(self, name: bytes, value: bytes) -> None:
         if name == b"x-route":
             self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
-        elif name == b"retry-after" and value.isdigit():  # else it is a date, and seldom
+        elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
             self.retry_after_s = float(value)
 
 

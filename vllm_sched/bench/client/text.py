@@ -1,8 +1,7 @@
-"""Prompts of so many tokens, for an endpoint whose tokenizer is somebody else's.
+"""Prompts of a given number of tokens for an endpoint with an unknown tokenizer.
 
-Random common words; how many tokens they make is learnt from the endpoint. Two texts differ from
-their first words on unless they have the same name, so a prefix cache gains what was meant and no
-more. The bulk is cut from one long text made once: a prompt costs microseconds, not milliseconds.
+The prompts are random common words. Texts with different names differ from their first word, so
+that only intended prefixes are cached. Most of a prompt is cut from one long text, which is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
-COMMON: Final = (
+COMMON_WORDS: Final = (
     "able about above across act add after again age ago air all almost along also always among "
     "and animal answer any apple area arm around art ask away baby back ball bank base be bear "
     "beat bed been before begin behind best better between big bird black blood blue board boat "
@@ -33,55 +32,55 @@ COMMON: Final = (
     "guess gun had hair half hand happy hard has hat have he head hear heart heat heavy held help "
     "her here high hill him his history hit hold hole home hope horse hot hour house how human"
 )
-WORDS: Final = tuple(COMMON.split())
-HEAD: Final = 12  # words that no other text begins with
-POOL: Final = 1 << 16
+WORDS: Final = tuple(COMMON_WORDS.split())
+HEAD_WORDS: Final = 12  # random words at the begin of each text
+POOL_WORDS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How words become tokens at an endpoint: `fixed + per_word * words`."""
+    """The tokens of words at an endpoint: `fixed + per_word * words`."""
 
     per_word: float = 1.0
-    fixed: float = 0.0  # what a template or a first token adds
+    fixed: float = 0.0  # tokens of a template or a first token
 
     def words(self, tokens: int) -> int:
-        """Return how many words make that many tokens."""
+        """Return how many words have `tokens` tokens."""
         return max(0, round((tokens - self.fixed) / self.per_word))
 
 
 class Texts:
-    """Texts by name; the same seed makes the same ones."""
+    """Texts by name; the same seed gives the same texts."""
 
     def __init__(self, seed: int | str) -> None:
         self._seed = seed
-        pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL)
+        pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL_WORDS)
         self._pool = " ".join(pool)
         self._begins = [0, *accumulate(len(word) + 1 for word in pool)]
 
     def text(self, name: object, words: int) -> str:
-        """Return the first words of the text of that name."""
+        """Return the first words of the text `name`."""
         rng = random.Random(f"{self._seed}/{name!r}")
-        head = rng.choices(WORDS, k=HEAD)
-        if words <= HEAD:
+        head = rng.choices(WORDS, k=HEAD_WORDS)
+        if words <= HEAD_WORDS:
             return " ".join(head[:words])
-        begin, left = rng.randrange(POOL), words - HEAD
+        begin, left = rng.randrange(POOL_WORDS), words - HEAD_WORDS
         pieces = [" ".join(head)]
         while left:
-            taken = min(left, POOL - begin)
+            taken = min(left, POOL_WORDS - begin)
             pieces.append(self._pool[self._begins[begin] : self._begins[begin + taken] - 1])
             begin, left = 0, left - taken
         return " ".join(pieces)
 
     def prompt(self, number: int, request: Request, measure: Measure) -> str:
-        """Write the prompt of the request of that number, shared pieces first."""
+        """Return the prompt of request `number`, with the shared pieces first."""
         pieces = []
         tokens = done = 0
         for name, more in (
             *request.shared,
             (_Own(number), request.prompt_tokens - request.shared_tokens),
         ):
-            # Rounded where it stands in the prompt, so that many short pieces make no error.
+            # Rounded at the end of each piece, so that the errors of pieces do not add up.
             tokens += more
             words = measure.words(tokens) - done
             if words > 0:
@@ -92,6 +91,6 @@ class Texts:
 
 @dataclass(frozen=True)
 class _Own:
-    """The name of a text that is one request's alone."""
+    """The name of a text that only one request has."""
 
     number: int

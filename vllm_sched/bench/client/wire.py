@@ -1,7 +1,7 @@
-"""As much HTTP as a benchmark needs: a request, and a callback for every piece of the answer.
+"""A minimal HTTP client for benchmarks: one callback per piece of a response.
 
-A token costs one callback here, where a client with streams and tasks wakes a task for each. That
-decides how many streams one core can watch without being what is measured.
+A client with streams and tasks would wake a task per token. One callback per token lets one core
+watch many streams without a delay of its own.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import UsageError
 
 OK: Final = 200
-# OpenSSL's: self-signed, itself or at the chain's end, or signed by nobody that is known here.
-UNKNOWN_SIGNERS: Final = (18, 19, 20, 21)
+# OpenSSL's codes for self-signed certificates and unknown issuers.
+UNKNOWN_ISSUER_CODES: Final = (18, 19, 20, 21)
 OnBody = Callable[[bytes], None]
 OnHeader = Callable[[bytes, bytes], None]
 
 
 class WireError(Exception):
-    """No whole answer came: refused, broken off, too late."""
+    """The request failed: refused, interrupted or timed out."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where an endpoint is."""
+    """The address of an endpoint."""
 
     host: str
     port: int
     tls: bool
-    root: str  # what paths begin with: mostly nothing
+    root: str  # path prefix, mostly empty
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read a URL, with or without the `/v1` that OpenAI's clients want at its end."""
+        """Parse a URL, with or without a final `/v1`."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port, host = parts.port, parts.hostname
@@ -54,12 +54,12 @@ class Address:
         return cls(host, port or (443 if tls else 80), tls, root)
 
     def __str__(self) -> str:
-        """Write it as a URL."""
+        """Return the address as a URL."""
         return f"http{'s' * self.tls}://{self.authority}{self.root}"
 
     @property
     def authority(self) -> str:
-        """Host and port, as a Host header has them."""
+        """Host and port as in a Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -68,7 +68,7 @@ class Wire:
     """Connections to one endpoint, kept open between requests."""
 
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
-        """Send these headers with every request."""
+        """Create a client that sends `headers` with every request."""
         self.address = address
         lines = {"Host": address.authority, "Content-Type": "application/json"}
         self._head = "".join(f"{k}: {v}\r\n" for k, v in (lines | dict(headers)).items())
@@ -77,17 +77,17 @@ class Wire:
         self._tls = ssl.create_default_context() if address.tls else None
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """Ask for a small answer."""
+        """Return the body of a GET request."""
         return await self._whole("GET", path, b"", timeout_s)
 
     async def ask(self, path: str, body: bytes, timeout_s: float) -> bytes:
-        """Post for a small answer."""
+        """Return the response body of a POST request."""
         return await self._whole("POST", path, body, timeout_s)
 
     async def stream(
         self, path: str, body: bytes, on_header: OnHeader, on_body: OnBody, timeout_s: float
     ) -> None:
-        """Post, and pass pieces of the answer on as they come; raises unless it came whole."""
+        """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
         await self._send("POST", path, body, on_header, on_body, timeout_s)
 
     def close(self) -> None:
@@ -121,12 +121,12 @@ class Wire:
                     except _UnansweredError as error:
                         if not kept:
                             raise WireError(str(error)) from None
-                        continue  # it was closed while nobody used it
+                        continue  # the server closed the idle connection
                     break
         except TimeoutError:
-            raise WireError(f"no whole answer within {timeout_s:g} s") from None
+            raise WireError(f"no complete response within {timeout_s:g} s") from None
         except OSError as error:
-            raise WireError(f"{self.address}: {_words(error)}") from None
+            raise WireError(f"{self.address}: {_error_text(error)}") from None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -140,12 +140,10 @@ class Wire:
 
 
 class _UnansweredError(Exception):
-    """The connection ended before the first byte of an answer."""
+    """The connection ended before the first byte of a response."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one request at a time."""
-
     def __init__(self, idle: list[_Connection], opened: set[_Connection]) -> None:
         self._idle = idle
         self._opened = opened
@@ -153,7 +151,6 @@ class _Connection(asyncio.Protocol):
         self._begun = self._headed = self._framed = False
 
     async def exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
-        """Send a request and hand out its answer."""
         if self._transport.is_closing():
             raise _UnansweredError("the connection is closed")
         self._parser = httptools.HttpResponseParser(self)
@@ -165,76 +162,67 @@ class _Connection(asyncio.Protocol):
         try:
             await done
         except asyncio.CancelledError:
-            if self._done is done:  # and not of the next request on it
+            if self._done is done:  # not already used by the next request
                 self.abort()
             raise
 
     def abort(self) -> None:
-        """Drop the connection now."""
         self._transport.abort()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         self._transport = cast("asyncio.Transport", transport)
         self._opened.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take in part of an answer."""
         if self._done is None or self._done.done():
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
             return
         self._begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(WireError(f"the answer is not HTTP: {error}"))
+            self._end(WireError(f"the response is not HTTP: {error}"))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End."""
         self._opened.discard(self)
         if self in self._idle:
             self._idle.remove(self)
         if not self._begun:
             self._end(_UnansweredError(str(error or "the connection was closed with no answer")))
         elif self._done and not self._done.done():
-            if self._headed and not self._framed:  # it says so by ending
+            if self._headed and not self._framed:  # the close ends this response
                 self.on_message_complete()
             else:
-                self._end(WireError(f"the answer broke off: {error or 'connection closed'}"))
+                self._end(WireError(f"the response broke off: {error or 'connection closed'}"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """Begin an answer."""
         self._headed = self._framed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take in a header."""
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         self._on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """End the headers."""
         self._headed = True
 
     def on_body(self, body: bytes) -> None:
-        """Hand out a piece."""
         if self._parser.get_status_code() == OK:
             self._deliver(body)
         else:
             self._refusal.append(body)
 
     def on_message_complete(self) -> None:
-        """End an answer."""
         status = self._parser.get_status_code()
         if status < OK:
             self._headed = False
-            return  # early hints: the answer itself is still to come
+            return  # early hints; the response follows
         if status != OK:
             words = excerpt(b"".join(self._refusal))
             self._end(WireError(f"HTTP {status}: {words}"))
@@ -253,17 +241,17 @@ class _Connection(asyncio.Protocol):
                 self._done.set_exception(error)
 
 
-def _words(error: OSError) -> str:
-    # asyncio says "Connect call failed", or lists what failed for each of a name's addresses.
+def _error_text(error: OSError) -> str:
+    # asyncio's own texts for refused connections are vague, or a list with one per address.
     if isinstance(error, ConnectionRefusedError) or f"Errno {errno.ECONNREFUSED}" in str(error):
-        return "connection refused; does anything listen there?"
+        return "connection refused; is a server listening there?"
     if isinstance(error, ssl.SSLCertVerificationError):
-        remedy = "; name who signed it with SSL_CERT_FILE=FILE.pem" * (
-            error.verify_code in UNKNOWN_SIGNERS
+        remedy = "; set SSL_CERT_FILE=FILE.pem to its issuer's certificate" * (
+            error.verify_code in UNKNOWN_ISSUER_CODES
         )
         return f"its certificate is not trusted: {excerpt(error.verify_message)}{remedy}"
     if isinstance(error, ssl.SSLError):
-        return f"{excerpt(error.strerror or str(error))}; does that port speak TLS?"
+        return f"{excerpt(error.strerror or str(error))}; does this port use TLS?"
     return excerpt(error.strerror or str(error))
 
 

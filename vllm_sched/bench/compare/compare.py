@@ -1,8 +1,7 @@
-"""Play one workload against two schedulers, on this machine, in turns.
+"""Play one workload against two schedulers on this machine, in turns (A B, B A, A B).
 
-Both workers are alive all the time and one of them works at a time: A B, B A, A B. What the
-machine does to one side of a round (a neighbour, a clock that throttles) it does to the other; what
-one side does to the machine is over before the other begins.
+Both workers stay up, and one plays at a time. So a disturbance of the machine affects both sides of
+a round, and the sides do not disturb each other.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.engine_trace import Stories
 
 LONE_SAMPLES = 20
-# Processes of vLLM wait for a step by spinning, until a second after the last: where cores are few
-# the side that played before would play against the next one.
-REST_S = 1.5
-# A client held up for longer than this has seen pauses that no worker made.
+# vLLM's processes spin for a second after the last step, which would slow down the other side.
+PAUSE_BETWEEN_SIDES_S = 1.5
+# A client without CPU for longer than this reports pauses that no worker made.
 STALL_LIMIT_S = 0.1
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What both sides of a comparison share."""
+    """The settings that both sides of a comparison share."""
 
     model: str
     workload: Workload
@@ -52,24 +50,24 @@ class ComparisonPlan:
 
 @dataclass
 class Contender:
-    """One side: what it is called, the server it is, and what has been measured on it."""
+    """One side: its name, its server and its measurements."""
 
     role: str
     label: str
     worker: Worker
-    facts: Mapping[str, object] = field(default_factory=dict)  # about it, for the JSON
+    facts: Mapping[str, object] = field(default_factory=dict)  # for the JSON
     rounds: list[Round] = field(default_factory=list)
-    trace: Path | None = None  # where its engine writes what it did
-    stories: Stories = field(default_factory=dict)  # what is read there
+    trace: Path | None = None  # the engine's trace file
+    stories: Stories = field(default_factory=dict)  # content of the trace
 
     @property
     def failed(self) -> list[RequestTimes]:
-        """Its failed requests, over all rounds."""
+        """The failed requests of all rounds."""
         return [record for played in self.rounds for record in played.failed]
 
 
 class ProgressReporter:
-    """Says what is going on: a live line on a terminal, an occasional line elsewhere."""
+    """Reports progress: a live line on a terminal, otherwise a line per step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -77,7 +75,7 @@ class ProgressReporter:
         self._step = ""
 
     def step(self, text: str) -> None:
-        """Begin something."""
+        """Report the begin of a step."""
         self._step = text
         if self._status:
             self._status.update(text)
@@ -85,14 +83,14 @@ class ProgressReporter:
             self._console.print(text, style="dim", highlight=False)
 
     def detail(self, text: str) -> None:
-        """Progress within a step: for those who watch."""
+        """Report progress within a step, on a terminal only."""
         if self._status:
             self._status.update(f"{self._step}: {text}")
 
     def __enter__(self) -> Self:
-        """Show the live line, where there is a terminal to show it on."""
+        """Show the live line on a terminal."""
         if self._console.is_terminal:
-            # Few refreshes: the clock that times tokens runs in this process too.
+            # Refreshed rarely, because this process also times the tokens.
             self._status = self._console.status("", refresh_per_second=2)
             self._status.start()
         return self
@@ -103,7 +101,7 @@ class ProgressReporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove it."""
+        """Remove the live line."""
         if self._status:
             self._status.stop()
             self._status = None
@@ -112,10 +110,10 @@ class ProgressReporter:
 def contender(
     role: str, side: Side, plan: ComparisonPlan, *, sharing: int = 2, trace: Path | None = None
 ) -> Contender:
-    """Describe a worker for a side, one of `sharing` alive at once on this machine."""
+    """Return a side with its worker, one of `sharing` workers that run at the same time."""
     if trace is not None:
         side, trace = engine_trace.traceable(side), engine_trace.path_of(trace, role)
-    # Each takes nearly the whole accelerator unless told otherwise.
+    # By default a worker takes nearly the whole accelerator.
     share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
     flags = [*share, *plan.workload.worker_flags]
     facts = {"scheduler": side.name, "policies": side.settings}
@@ -129,7 +127,7 @@ def contender(
 
 @asynccontextmanager
 async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> AsyncIterator[None]:
-    """Have all workers up inside the block and none after it, however it ends."""
+    """Run all workers inside the block, and stop all of them at its end."""
     try:
         narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
         if on_cpu():
@@ -137,7 +135,7 @@ async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> Asyn
                 each.start()
             await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in workers))
         else:
-            # vLLM measures free memory while it starts: a second one would spoil the figure.
+            # vLLM measures free memory at its start, so one worker starts at a time.
             for each in workers:
                 each.start()
                 await asyncio.to_thread(each.wait_ready)
@@ -150,10 +148,10 @@ async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> Asyn
 async def measure(
     contenders: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
 ) -> None:
-    """Play the rounds against running workers, the order turned round every time."""
+    """Play the rounds against running workers, in reversed order every second round."""
     for each in contenders:
         narrator.step(f"warming up {each.role}")
-        # With all of it: what a policy learns from a small part is not what it knows after an hour.
+        # The whole workload, so that policies learn what they would know in production.
         await play_round(each, plan, plan.workload, 0, narrator)
     for number in range(1, plan.rounds + 1):
         for each in contenders if number % 2 else reversed(contenders):
@@ -169,7 +167,7 @@ async def compare(
     *,
     trace: Path | None = None,
 ) -> Comparison:
-    """Start both sides, measure them, and stop them; with a file each for what the engines did."""
+    """Start, measure and stop both sides; `trace` gives a trace file per engine."""
     sides = (
         contender("baseline", baseline, plan, trace=trace),
         contender("candidate", candidate, plan, trace=trace),
@@ -178,7 +176,7 @@ async def compare(
         await measure(sides, plan, narrator)
         for each in sides:
             if each.trace is not None:
-                narrator.step(f"reading what {each.role} did")
+                narrator.step(f"reading the trace of {each.role}")
                 each.stories = await asyncio.to_thread(engine_trace.fetch, each.worker, each.trace)
     return Comparison(plan, *sides)
 
@@ -193,12 +191,12 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[Contender, Contender]:
-        """Baseline, candidate."""
+        """Baseline and candidate."""
         return self.baseline, self.candidate
 
     @property
     def figures(self) -> list[report.Figure]:
-        """What is compared."""
+        """All compared figures."""
         return report.figures(self.baseline.rounds, self.candidate.rounds)
 
     @property
@@ -208,7 +206,7 @@ class Comparison:
 
     @property
     def disturbed(self) -> list[int]:
-        """Indices of the rounds in which the client itself got no processor for a while."""
+        """Indices of the rounds in which the client had no CPU for a while."""
         return [
             index
             for index in range(self.plan.rounds)
@@ -216,18 +214,18 @@ class Comparison:
         ]
 
     def warning(self) -> str:
-        """Say that the machine was too busy to measure on; empty when it was not."""
+        """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         if not self.disturbed:
             return ""
         worst = max(played.stall for each in self.sides for played in each.rounds)
         return (
-            f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: other work on "
-            f"this machine held the client up for as long as {worst:.2f} s; measure again "
-            "when it is quiet"
+            f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: because of other "
+            f"work on this machine the client had no CPU for up to {worst:.2f} s; measure again "
+            "when the machine is idle"
         )
 
     def typical(self) -> int:
-        """Index of the round to draw: of those undisturbed, the median by the shorts' gain."""
+        """Return the round to draw: the undisturbed round with the median gain of the shorts."""
 
         def gain(index: int) -> float:
             ours, theirs = (
@@ -241,7 +239,7 @@ class Comparison:
         return by_gain[len(by_gain) // 2]
 
     def to_json(self) -> dict[str, Any]:
-        """Give settings, samples and ratios; `vllm bench serve` names the keys where it can."""
+        """Return settings, samples and ratios, with the keys of `vllm bench serve` if possible."""
         workload = self.plan.workload
         return {
             "settings": {
@@ -285,9 +283,9 @@ async def play_round(
     number: int,
     narrator: ProgressReporter,
 ) -> Round:
-    """Play a round against one of them; round 0 warms up."""
-    await asyncio.sleep(REST_S)
-    each.worker.check()  # a dead worker is one clear error, not one for every request
+    """Play a round against one side; round 0 is a warm-up."""
+    await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
+    each.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 
     def count(_: RequestTimes) -> None:

@@ -1,4 +1,4 @@
-"""More than two ways to serve one workload: each beside the first, in one table."""
+"""Comparisons of more than two ways to serve a workload: each against the first, in one table."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.compare.compare import ComparisonPlan, Contender
 
-# What is left out of the table: it is the same server every time, or follows from the rest.
-HIDDEN = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
+# Lines that are left out of the table: the same for every contender, or redundant.
+HIDDEN_LINES = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A finished contest; the first contender is what the others are measured by."""
+    """A finished contest; the others are compared with the first contender."""
 
     plan: ComparisonPlan
     contenders: Sequence[Contender]
 
     @property
     def pairs(self) -> list[Comparison]:
-        """The first beside each of the others."""
+        """Comparisons of the first contender with each of the others."""
         first, *others = self.contenders
         first = replace(first, role="baseline")
         return [Comparison(self.plan, first, replace(each, role="candidate")) for each in others]
@@ -44,11 +44,11 @@ class Contest:
         return any(each.failed for each in self.contenders)
 
     def warning(self) -> str:
-        """Say that the machine was too busy to measure on; empty when it was not."""
+        """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         return next((said for pair in self.pairs if (said := pair.warning())), "")
 
     def table(self) -> Table:
-        """Lay all out: a column each, with the ratio to the first."""
+        """Return a table with one column per contender and its ratio to the first."""
         layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         layout.add_column("", no_wrap=True)
         layout.add_column("", no_wrap=True)
@@ -57,7 +57,7 @@ class Contest:
         group = ""
         for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
             line = lines[0]
-            if (line.group, line.measure) in HIDDEN:
+            if (line.group, line.measure) in HIDDEN_LINES:
                 continue
             if group and line.group != group:
                 layout.add_section()
@@ -75,7 +75,7 @@ class Contest:
         return layout
 
     def to_json(self) -> dict[str, Any]:
-        """Give what each comparison gives, every contender once, by its role."""
+        """Return the JSON of all comparisons, with each contender once, by its role."""
         first, *others = self.pairs
         whole = first.to_json()
         sides, figures = {self.contenders[0].role: whole["sides"]["baseline"]}, {}

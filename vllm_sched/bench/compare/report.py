@@ -1,8 +1,7 @@
-"""From recorded tokens to the figures people compare: percentiles, a table, JSON.
+"""Figures of a comparison from recorded tokens: percentiles, a table, JSON.
 
-Percentiles pool the samples of all rounds. Rates are one number a round, so a side shows their
-median, and the ratio is the median of the rounds' own ratios: a slow minute hits both sides of
-its round and leaves the ratio alone.
+Percentiles pool the samples of all rounds. A rate is the median of the rounds, and its ratio is the
+median of the rounds' ratios, because a slow minute affects both sides of a round.
 """
 
 from __future__ import annotations
@@ -56,27 +55,27 @@ class Figure:
 
     @property
     def better(self) -> bool | None:
-        """Whether the candidate clearly wins (or clearly loses); None within 2 percent."""
+        """True if the candidate wins by 2 percent, False if it loses; otherwise None."""
         if self.ratio is None or abs(self.ratio - 1) < 0.02:
             return None
         return (self.ratio > 1) == (self.unit == RATE)
 
 
 def foreground_end(played: Round) -> float:
-    """When the last long or short request of the round was done."""
+    """Return when the last long or short request of the round ended."""
     return max((r.end for r in played.records if r.klass != BACKGROUND), default=0.0)
 
 
 def ttfts(rounds: Sequence[Round], klass: str) -> list[float]:
-    """Every time to first token of a class (`lone` is one too), failed requests left out."""
+    """Return the TTFTs of a class (or `lone`), without failed requests."""
     return [r.ttft for r in _of_class(rounds, klass) if r.ttft is not None and not r.error]
 
 
 def itls(rounds: Sequence[Round], klass: str) -> list[float]:
-    """Every gap between tokens of a class.
+    """Return the gaps between tokens of a class.
 
-    For the background only the gaps that touch the time when longs or shorts were about: the
-    quiet tail that follows would water every percentile down.
+    For the background, only gaps while longs or shorts run: the quiet time after them would lower
+    all percentiles.
     """
     if klass != BACKGROUND:
         return [gap for record in _of_class(rounds, klass) for gap in record.itls]
@@ -91,10 +90,9 @@ def itls(rounds: Sequence[Round], klass: str) -> list[float]:
 
 
 def class_rate(played: Round, klass: str) -> float | None:
-    """Tokens per second of a class while it was about.
+    """Return a class's prompt and output tokens per second, from first arrival to last token.
 
-    Prompt and output tokens, from the first arrival to the last token; for the background the
-    output tokens while longs or shorts were about.
+    For the background, only output tokens while longs or shorts run.
     """
     records = [r for r in played.records if r.klass == klass]
     if klass == BACKGROUND:
@@ -107,15 +105,15 @@ def class_rate(played: Round, klass: str) -> float | None:
 
 
 def spread(played: Round, klass: str) -> float | None:
-    """How long after the first of a class the last one had its first token."""
+    """Return the time between the first and the last first-token of a class."""
     first_tokens = [r.first_token for r in played.records if r.klass == klass and r.first_token]
     return max(first_tokens) - min(first_tokens) if len(first_tokens) > 1 else None
 
 
 def backlogged_rate(played: Round, klass: str) -> float | None:
-    """Tokens per second of a class for as long as some of it waited, prompts included.
+    """Return a class's tokens per second, prompts included, while some of it waits.
 
-    What follows is a tail in which slots are empty, whatever the scheduler does.
+    Later some slots are empty under any scheduler.
     """
     records = [r for r in played.records if r.klass == klass and r.first_token is not None]
     until = max((r.ticks[0] for r in records), default=0.0)
@@ -124,9 +122,9 @@ def backlogged_rate(played: Round, klass: str) -> float | None:
 
 
 def total_rate(played: Round) -> float | None:
-    """Tokens per second of the whole round, background and its tail included.
+    """Return the tokens per second of the whole round, including the background's end.
 
-    The work is the same on both sides, so nobody gains by leaving some of it for later.
+    Both sides do the same work, so no scheduler gains by delaying some of it.
     """
     done = sum(
         sum(tick > 0 for tick in r.ticks)
@@ -138,12 +136,12 @@ def total_rate(played: Round) -> float | None:
     return _per_second(done, max((r.end for r in played.records), default=0.0))
 
 
-# Of a class that is all there from the start; of others `class_rate`.
+# Special rates of classes whose requests are all present at the start.
 RATES: Final = {BATCH: backlogged_rate}
 
 
 def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
-    """Everything that is compared, in the order of the table."""
+    """Return all compared figures, in the order of the table."""
 
     def pooled(group: str, measure: str, samples: Samples, percent: float) -> Figure:
         theirs, ours = (percentile(samples(r, group), percent) for r in (baseline, candidate))
@@ -157,7 +155,7 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
     played = {r.klass for each in (*baseline, *candidate) for r in each.records}
     lines: list[Figure] = []
     for klass in (k for k in (SHORT, LONG, BATCH, BACKGROUND) if k in played):
-        if klass != BACKGROUND:  # which is decoding before the clock starts
+        if klass != BACKGROUND:  # the background decodes before the clock starts
             lines += [pooled(klass, f"TTFT p{p}", ttfts, p) for p in (50, 99)]
         if klass == LONG:
             lines.append(rated(klass, SPREAD, SECONDS, partial(spread, klass=klass)))
@@ -176,12 +174,12 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
 
 
 def figure(lines: Sequence[Figure], group: str, measure: str) -> Figure:
-    """Find one line."""
+    """Return the figure of a group and measure."""
     return next(line for line in lines if (line.group, line.measure) == (group, measure))
 
 
 def show(value: float | None, unit: str) -> str:
-    """Format for people: three digits, milliseconds below a second."""
+    """Format a value with three digits, in milliseconds below a second."""
     if value is None:
         return "-"
     if unit == RATE:
@@ -197,7 +195,7 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int]) -> Table:
-    """Lay the figures out; `labels` and `failed` requests are baseline's and candidate's."""
+    """Return the table of figures; `labels` and `failed` are the baseline's and candidate's."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("", no_wrap=True)
     layout.add_column("", no_wrap=True)
@@ -225,10 +223,10 @@ def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int])
 
 
 def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str, Any]:
-    """One side's requests under the keys of `vllm bench serve`; of one class, or of all.
+    """Return a side's figures of one class or all, under the keys of `vllm bench serve`.
 
-    Times are in milliseconds where a key says so and in seconds elsewhere, as there. Failed
-    requests count in `failed` and `errors` alone.
+    Times are in milliseconds if the key says so, otherwise in seconds. Failed requests count only
+    in `failed` and `errors`.
     """
     records = _of_class(rounds, klass) if klass else [r for p in rounds for r in p.records]
     good = [r for r in records if not r.error]
@@ -258,7 +256,7 @@ def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str
         "itls": [r.itls for r in good],
         "input_lens": inputs,
         "output_lens": outputs,
-        # Tokens that shared an event with another: their gaps cannot be seen from here.
+        # Tokens that shared an event with another token have no visible gap.
         "merged_tokens": sum(r.completed - len(r.ticks) for r in good),
         "errors": [r.error for r in records if r.error],
     }
@@ -282,7 +280,7 @@ def _per_second(amount: float, seconds: float) -> float | None:
 
 
 def ratio_of(ours: float | None, theirs: float | None) -> float | None:
-    """Divide, where both were measured."""
+    """Return the ratio if both values were measured."""
     return ours / theirs if ours is not None and theirs else None
 
 
@@ -294,6 +292,6 @@ def _style(*, better: bool | None) -> str:
     return {True: "green", False: "red", None: ""}[better]
 
 
-def some(count: int, what: str) -> str:
-    """Say how many there are of something."""
+def format_count(count: int, what: str) -> str:
+    """Return a count with its noun in singular or plural."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")

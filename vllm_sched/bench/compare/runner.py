@@ -1,7 +1,7 @@
-"""Play a workload against one worker and write down when every token came.
+"""Play a workload against one worker and record when every token arrives.
 
-The client shares the machine with what it measures, so it does little: request bodies are made
-before the clock starts, and a streamed event is recognised by a few of its bytes.
+The client shares the machine with the worker, so it does little work: request bodies are made
+before the clock starts, and a few bytes identify a token event.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 
 REQUEST_TIMEOUT_S = 600.0
-WATCH_S = 0.02
+WATCH_INTERVAL_S = 0.02
 
 
 @dataclass
 class RequestTimes:
-    """What happened to one request; times in seconds after its round's start."""
+    """The history of one request, in seconds after its round's start."""
 
     klass: str
     prompt_tokens: int
-    output_tokens: int  # asked for
+    output_tokens: int  # as requested
     sent: float = 0.0
-    ticks: list[float] = field(default_factory=list)  # one per event that carried a token
-    completed: int = 0  # tokens, by the worker's own count
+    ticks: list[float] = field(default_factory=list)  # one per event with a token
+    completed: int = 0  # tokens, counted by the worker
     error: str = ""
-    name: str = ""  # that the worker is given for it
+    name: str = ""  # the X-Request-Id for the worker
 
     @property
     def first_token(self) -> float | None:
-        """When the first token came, if one did."""
+        """When the first token arrived; None without tokens."""
         return self.ticks[0] if self.ticks else None
 
     @property
     def end(self) -> float:
-        """When the last token came; the sending time if none did."""
+        """When the last token arrived; the sending time without tokens."""
         return self.ticks[-1] if self.ticks else self.sent
 
     @property
@@ -63,22 +63,22 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Round:
-    """One playing of a workload against one worker."""
+    """One round of a workload against one worker."""
 
     number: int
     records: tuple[RequestTimes, ...]
     lone: tuple[RequestTimes, ...] = ()
-    stall: float = 0.0  # the longest time that this client, not the worker, was held up
-    began: float = 0.0  # its start, by the machine's monotonic clock
+    stall: float = 0.0  # longest time that this client had no CPU
+    began: float = 0.0  # the start on the machine's monotonic clock
 
     @property
     def failed(self) -> list[RequestTimes]:
-        """The requests that did not get every token they asked for."""
+        """The requests that did not get all their tokens."""
         return [record for record in (*self.records, *self.lone) if record.error]
 
 
 class EventReader:
-    """Reads server-sent events from chunks of bytes; one instance per response."""
+    """Parses server-sent events of one response."""
 
     def __init__(self, record: RequestTimes) -> None:
         self._record = record
@@ -86,7 +86,7 @@ class EventReader:
         self.done = False
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Take in what arrived at `now`."""
+        """Read the bytes that arrived at `now`."""
         *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             if b'"choices":[{' in event:
@@ -97,7 +97,7 @@ class EventReader:
                 self._rare(event[5:], now)
 
     def _rare(self, payload: bytes, now: float) -> None:
-        """Read what is not plainly a token: the usage at the end, an error, other spacing."""
+        """Parse an event that is not clearly a token: usage, an error or unusual spacing."""
         try:
             message = json.loads(payload)
         except ValueError:
@@ -112,7 +112,7 @@ class EventReader:
 
 
 def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: str = "") -> bytes:
-    """Serialise a completion request that generates exactly `output_tokens`."""
+    """Return a completion request that generates exactly `output_tokens`."""
     asked = {"vllm_xargs": {"lane": lane}} if lane else {}
     return json.dumps(
         {
@@ -123,7 +123,7 @@ def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: st
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            # The worker's own count, against which the ticks are checked.
+            # The worker's own count, to check the ticks.
             "stream_options": {"include_usage": True},
         }
     ).encode()
@@ -138,10 +138,10 @@ async def play(
     lone_samples: int = 0,
     on_done: Callable[[RequestTimes], None] = lambda _: None,
 ) -> Round:
-    """Play round `number`; a failed request is a record with an error, never an exception.
+    """Play round `number`; a failed request is a record with an error, not an exception.
 
-    The clock starts when every background request has streamed a token. `lone_samples`
-    requests follow one by one, once the worker has nothing else to do.
+    The clock starts when every background request has streamed a token. At the end, `lone_samples`
+    requests run one by one on the idle worker.
     """
     bodies = [
         request_body(model, prompt, arrival.output_tokens, arrival.lane)
@@ -150,7 +150,7 @@ async def play(
     lone_bodies = [
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
     ]
-    with ahead_of_others():
+    with realtime_priority():
         async with _session() as session, _Watch() as watch:
             client = _Client(session, f"{url}/v1/completions", on_done)
             records = await client.play(workload.arrivals, bodies, number)
@@ -162,8 +162,6 @@ async def play(
 
 
 class _Client:
-    """Sends one round's requests and keeps its clock."""
-
     def __init__(
         self, session: aiohttp.ClientSession, url: str, on_done: Callable[[RequestTimes], None]
     ) -> None:
@@ -174,7 +172,6 @@ class _Client:
 
     @property
     def began(self) -> float:
-        """When its clock was at nought."""
         return self._start
 
     async def play(
@@ -195,7 +192,7 @@ class _Client:
             await asyncio.gather(*started)
             before, self._start = self._start, time.perf_counter()
             for arrival, _, record in jobs:
-                if arrival.before_start:  # its ticks so far were on the clock before
+                if arrival.before_start:  # its ticks so far used the earlier clock
                     record.sent -= self._start - before
                     record.ticks[:] = [tick - (self._start - before) for tick in record.ticks]
             for arrival, body, record in jobs:
@@ -206,7 +203,7 @@ class _Client:
     async def one(
         self, body: bytes, record: RequestTimes, running: asyncio.Event | None = None
     ) -> RequestTimes:
-        """Send one request now; set `running` at its first token, or when there will be none."""
+        """Send a request now; set `running` at its first token or its end."""
         record.sent = self._now()
         stream = EventReader(record)
         try:
@@ -243,16 +240,16 @@ class _Client:
 
 
 @contextmanager
-def ahead_of_others() -> Iterator[None]:
-    """Be served first by the kernel, where it allows that: real clients are on other machines.
+def realtime_priority() -> Iterator[None]:
+    """Run with real-time priority if the kernel allows it.
 
-    Otherwise a busy machine lets the client wait, and its wait passes for the worker's.
+    Otherwise a busy machine delays the client, which looks like a delay of the worker.
     """
     try:
-        # Reset on fork: whatever is started meanwhile is nobody special.
+        # Reset on fork: child processes get normal priority.
         first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, first, os.sched_param(1))
-    except (AttributeError, OSError):  # another system, or no right to: the watch will tell
+    except (AttributeError, OSError):  # another system or no permission; _Watch reports stalls
         yield
         return
     try:
@@ -262,7 +259,7 @@ def ahead_of_others() -> Iterator[None]:
 
 
 class _Watch:
-    """Notices when this process got no processor, which would pass for a slow worker."""
+    """Records how long this process had no CPU, which would look like a slow worker."""
 
     def __init__(self) -> None:
         self.stall = 0.0
@@ -279,17 +276,17 @@ class _Watch:
     async def _run(self) -> None:
         while True:
             asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_S)
-            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_INTERVAL_S)
 
 
 class _RefusedError(Exception):
-    """The worker answered, but with no stream."""
+    """The worker returned an error instead of a stream."""
 
 
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        # No limit on connections, and none kept: a worker closes idle ones after some seconds.
+        # Unlimited connections, none reused: a worker closes idle ones after some seconds.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
     )

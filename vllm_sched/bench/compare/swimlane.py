@@ -1,10 +1,8 @@
-"""The swimlane pair: the same arrivals under two schedulers, on one time axis.
+"""Two swimlane panels: the same arrivals under two schedulers, on one time axis.
 
-A line per request: grey from its arrival until its first token, then a tick for every token, so
-a pause can be seen as a gap. With the engine's own trace the grey ends where the engine began, and
-each chunk of the prompt is a box, each time out after a preemption a hatched one. Everything is in
-the one file it writes: an SVG, or a page around one. Position, height and dashes carry the meaning;
-colour only repeats it.
+Each request has a lane: grey from arrival to first token, then a tick per token. With the engine's
+trace, grey ends when the engine starts the request, chunks of the prompt are boxes, and preemptions
+are hatched boxes. The output is one SVG, or a page with it. Colour has no meaning of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +14,14 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.compare.report import GROUPS, Figure, foreground_end, show, show_ratio, some
+from vllm_sched.bench.compare.report import (
+    GROUPS,
+    Figure,
+    foreground_end,
+    format_count,
+    show,
+    show_ratio,
+)
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
 from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.errors import UsageError
@@ -32,23 +37,23 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, BATCH, BACKGROUND)
-# What runs where no policy is named.
-MEANT = {
+# Explanations of sides without a policy.
+SIDE_EXPLANATIONS = {
     DEFAULT: "vLLM's own scheduler",
-    NONE: "our scheduler without a policy, which schedules as vLLM's own does",
+    NONE: "our scheduler without a policy, equivalent to vLLM's own",
 }
 
 WIDTH = 1200.0
-LEFT, RIGHT = 150.0, 24.0  # gutters beside the lanes
+LEFT, RIGHT = 150.0, 24.0  # gutters next to the lanes
 LANE = 15.0
 GROUP_GAP = 9.0
 PANEL_HEAD = 50.0
 AXIS = 34.0
 PANEL_GAP = 10.0
 HEAD = 100.0
-# A pause is a gap that somebody reading along notices among the usual ones.
+# A gap counts as a pause above both of these limits.
 PAUSE_FACTOR = 3.0
-PAUSE_LEAST_S = 0.1
+MIN_PAUSE_S = 0.1
 
 STYLE = """
 .swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
@@ -76,22 +81,22 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 
 @dataclass(frozen=True)
 class Panel:
-    """One side of the pair."""
+    """The panel of one side."""
 
     role: str
     label: str
     played: Round
     numbers: str = ""
-    stories: Stories = field(default_factory=dict)  # what its engine says
+    stories: Stories = field(default_factory=dict)  # from the engine's trace
 
     @property
     def title(self) -> str:
-        """Name it, in words where its label is none that a reader knows."""
-        meant = MEANT.get(self.label.split(" ")[0])
+        """The role and label, with an explanation of special labels."""
+        meant = SIDE_EXPLANATIONS.get(self.label.split(" ")[0])
         return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
     def phases(self, record: RequestTimes) -> list[Phase]:
-        """Return what the engine did with a request, on the round's clock."""
+        """Return a request's phases in the engine, on the round's clock."""
         began = self.played.began
         return [
             Phase(phase.name, phase.start - began, phase.end - began, phase.tokens)
@@ -101,19 +106,19 @@ class Panel:
 
 @dataclass(frozen=True)
 class Scale:
-    """Seconds to pixels, and which gap is a pause."""
+    """The mapping from seconds to pixels, and the length of a pause."""
 
     until: float
     pause: float
 
     def x(self, seconds: float) -> float:
-        """Horizontal position of a moment; never left of the lanes."""
+        """Return the horizontal position of a time, within the lanes."""
         inner = WIDTH - LEFT - RIGHT
         return LEFT + inner * min(max(seconds / self.until, 0.0), 1.0)
 
     @classmethod
     def of(cls, panels: Sequence[Panel]) -> Scale:
-        """Fit all panels: until the last long or short is done, on either side."""
+        """Return a scale on which all long and short requests of all panels fit."""
         ends = [foreground_end(panel.played) for panel in panels]
         until = max(*ends, 0.1) * 1.03
         gaps = sorted(
@@ -124,12 +129,12 @@ class Scale:
             if later > 0 and sooner < foreground_end(panel.played)
         )
         usual = gaps[len(gaps) // 2] if gaps else 0.0
-        pause = max(PAUSE_LEAST_S, PAUSE_FACTOR * usual)
+        pause = max(MIN_PAUSE_S, PAUSE_FACTOR * usual)
         return cls(until, math.ceil(pause * 100) / 100)
 
 
 def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
-    """Draw the panels one above the other; returns a self-contained SVG."""
+    """Return the panels, one above the other, as a self-contained SVG."""
     scale = Scale.of(panels)
     y = HEAD
     parts: list[str] = []
@@ -155,7 +160,7 @@ def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
 
 
 def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str], notes: str) -> str:
-    """Wrap a picture and its figures into one HTML page that needs nothing else."""
+    """Return a self-contained HTML page with a picture and its figures."""
     template = Template(Path(__file__).with_name("swimlane.html").read_text(encoding="utf-8"))
     head = "".join(f'<th scope="col">{escape(role)}</th>' for role in roles)
     return template.substitute(
@@ -164,13 +169,13 @@ def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str],
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file that neither form fits, before anything is measured."""
+    """Raise `UsageError` unless the file name ends in .html or .svg."""
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot {path}: draws {' or '.join(SUFFIXES)}; change the file's ending")
+        raise UsageError(f"--plot {path}: must end in {' or '.join(SUFFIXES)}; rename the file")
 
 
 def write(comparison: Comparison, path: Path) -> None:
-    """Draw a comparison's typical round into an .html page or a bare .svg."""
+    """Draw a comparison's typical round to an .html or .svg file."""
     check_suffix(path)
     index = comparison.typical()
     lines = comparison.figures
@@ -181,7 +186,7 @@ def write(comparison: Comparison, path: Path) -> None:
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
     notes = (
-        f"{_crowd(panels[0].played.records)}. Seed {workload.seed}, round {index + 1} of "
+        f"{_requests_text(panels[0].played.records)}. Seed {workload.seed}, round {index + 1} of "
         f"{comparison.plan.rounds}; worker flags: {' '.join(workload.worker_flags)}."
     )
     svg = swimlane(panels, title=title, subtitle=notes)
@@ -230,7 +235,7 @@ def _lane(
         waited_until = next((p.end for p in phases if p.name == WAITING), record.sent)
     begin, first = scale.x(record.sent), scale.x(waited_until)
     parts = [
-        f"<title>{escape(_story(record, name, phases))}</title>",
+        f"<title>{escape(_tooltip(record, name, phases))}</title>",
         f'<rect class="hit" x="{LEFT:g}" y="{top:g}" width="{WIDTH - LEFT - RIGHT:g}" '
         f'height="{LANE:g}"/>',
     ]
@@ -242,7 +247,7 @@ def _lane(
     parts += _boxes(record, phases, scale, middle)
     shown = [tick for tick in record.ticks if 0 <= tick <= scale.until]
     if shown:
-        # Ticks that fall on the same tenth of a pixel are one tick: the file stays small.
+        # Ticks on the same tenth of a pixel are drawn once, to keep the file small.
         columns = sorted({round(scale.x(tick), 1) for tick in shown})
         path = "".join(f"M{x:.1f} {middle - 4.5:g}v9" for x in columns)
         parts.append(f'<path class="tick {record.klass}" d="{path}"/>')
@@ -258,7 +263,6 @@ def _lane(
 def _boxes(
     record: RequestTimes, phases: Sequence[Phase], scale: Scale, middle: float
 ) -> Iterator[str]:
-    """Draw the chunks of its prompt, and the times that it was out."""
     styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
     for phase in phases:
         if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
@@ -279,8 +283,7 @@ def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
         yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
 
 
-def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
-    """Tell what happened to a request, for the tooltip."""
+def _tooltip(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
         parts.append(f"arrived at {record.sent:.2f} s")
@@ -289,9 +292,10 @@ def _story(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str
     waits = [phase for phase in phases if phase.name == WAITING]
     if chunks := [phase for phase in phases if phase.name == PREFILL]:
         queued = show(sum(wait.end - wait.start for wait in waits), "s")
-        parts.append(f"in the engine's queue {queued}, prompt in {some(len(chunks), 'chunk')}")
+        parts.append(f"in the engine's queue {queued}")
+        parts.append(f"prompt in {format_count(len(chunks), 'chunk')}")
     if out := sum(phase.name == PREEMPTED for phase in phases):
-        parts.append(f"preempted {some(out, 'time')}")
+        parts.append(f"preempted {format_count(out, 'time')}")
     parts.append(f"{record.completed} tokens")
     if record.itls:
         parts.append(f"longest gap {show(max(record.itls), 's')}")
@@ -370,8 +374,7 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
         )
 
 
-def _crowd(records: Sequence[RequestTimes]) -> str:
-    """Say who is in the picture."""
+def _requests_text(records: Sequence[RequestTimes]) -> str:
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [
@@ -388,11 +391,11 @@ def _method(comparison: Comparison) -> str:
     plan = comparison.plan
     rounds = f"{plan.rounds} round{'s' if plan.rounds > 1 else ''}"
     return (
-        f"Model {Path(plan.model).name}. Both workers stayed up on the same machine and took "
-        f"turns at going first, {rounds} after a discarded one. "
+        f"Model {Path(plan.model).name}. Both workers stayed up on the same machine and alternated "
+        f"in going first, {rounds} after a discarded one. "
         "Percentiles pool all rounds; the ratio of a rate is the median of the rounds' ratios. "
         "Tokens/s of everything counts prompts and outputs over the whole round, the same work "
-        "on both sides. A decode's gaps count while long or short prompts were about. "
+        "on both sides. A decode's gaps count while long or short prompts were running. "
         f"{comparison.warning()}"
     )
 

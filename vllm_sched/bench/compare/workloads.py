@@ -1,7 +1,6 @@
-"""Workloads: who arrives when, with how much to read and to write.
+"""Workloads of a comparison: arrival times and lengths of requests.
 
-A workload is data. Both sides of a comparison are sent the same bytes at the same moments, and
-a seed fixes them for another machine and another day.
+Both sides of a comparison get the same bytes at the same times; a seed makes them repeatable.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ BACKGROUND: Final = "background"
 BATCH: Final = "batch"
 CLASSES: Final = (SHORT, LONG, BATCH, BACKGROUND)
 
-# Ordinary ids in every vocabulary: special tokens lie below in ours and above in others'.
+# Ordinary ids in every vocabulary: special tokens are below in our model and above in others.
 TOKEN_IDS = range(10, 400)
-# A worker's flag too: the background's length is reckoned in steps of this size.
+# Also a worker flag: the background's length is calculated in steps of this size.
 STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request: when, of which class, how many tokens in and out."""
+    """The time, class and lengths of one request."""
 
-    at: float  # seconds after the round's start; of no meaning for the background
+    at: float  # seconds after the round's start; not used for the background
     klass: str
     prompt_tokens: int
     output_tokens: int
-    lane: str = ""  # that it asks for, where the `lanes` policy is on; others don't heed it
+    lane: str = ""  # the requested lane; only the `lanes` policy uses it
 
     @property
     def before_start(self) -> bool:
-        """Whether it is already decoding when the round starts."""
+        """Whether the request already decodes when the round starts."""
         return self.klass == BACKGROUND
 
 
@@ -50,16 +49,16 @@ class Workload:
     name: str
     arrivals: tuple[PlannedRequest, ...]
     seed: int
-    lone_prompt_tokens: int  # the prompt that is also timed with nothing else running
+    lone_prompt_tokens: int  # length of the prompts that are also timed alone
     worker_flags: tuple[str, ...] = ()
 
     def prompts(self, round_number: int) -> list[list[int]]:
-        """Token ids per arrival: the same for both sides, never the same twice on one side."""
+        """Return token ids per arrival: equal for both sides, different in each round."""
         rng = random.Random(f"{self.name}/{self.seed}/{round_number}")
         return [rng.choices(TOKEN_IDS, k=arrival.prompt_tokens) for arrival in self.arrivals]
 
     def lone_prompts(self, round_number: int, count: int) -> list[list[int]]:
-        """Token ids for requests that run alone."""
+        """Return token ids of requests that run alone."""
         rng = random.Random(f"{self.name}/{self.seed}/{round_number}/lone")
         return [rng.choices(TOKEN_IDS, k=self.lone_prompt_tokens) for _ in range(count)]
 
@@ -76,15 +75,12 @@ def long_blocks_short(
     first_short_at: float = 0.3,
     short_every: float = 0.15,
 ) -> Workload:
-    """Long prompts arrive at once; short ones follow while the first of them is being read.
+    """Return long prompts that arrive at once, and short ones during the first long prefill.
 
-    The shorts are spread evenly over the second after the longs, whatever the machine: none
-    waits for an earlier one, so each meets the longs at another point of their prefill.
+    The shorts are spread over a second, so that each meets another point of the prefill.
 
-    Every request has a fixed output length, the background decodes too, so a round is the
-    same work on both sides and a side cannot win tokens per second by starving somebody.
-    The background is long enough for four times the steps that full budgets would need:
-    a scheduler that cuts prompts into small chunks still has somebody to keep waiting.
+    All output lengths are fixed, so both sides do the same work in a round. The background lasts
+    four times as long as full budgets need, so it also outlasts small chunks.
     """
     foreground = longs * long_tokens + shorts * short_tokens
     outlasting = 64 + 4 * foreground // STEP_TOKENS
@@ -109,7 +105,7 @@ def long_blocks_short(
 def equal_prompts(
     *, longs: int = 8, seed: int = 0, long_tokens: int = 4000, output_tokens: int = 16
 ) -> Workload:
-    """Let prompts of one length arrive together: a scheduler decides but who is served first."""
+    """Return prompts of one length that arrive together; a scheduler only decides their order."""
     return Workload(
         name="equal-prompts",
         seed=seed,
@@ -131,9 +127,9 @@ def chat_beside_batch(
     first_chat_at: float = 1.0,
     chat_every: float = 0.25,
 ) -> Workload:
-    """Let chats come one by one beside more batch work than the worker has slots for.
+    """Return chats that arrive one by one during more batch requests than the worker has slots.
 
-    `longs` counts the batch requests: enough to outlast the chats.
+    `longs` counts the batch requests, enough to outlast the chats.
     """
     return Workload(
         name="chat-beside-batch",
@@ -163,10 +159,9 @@ def saturated(
     mean_prompt: int = 100,
     mean_output: int = 50,
 ) -> Workload:
-    """Keep a worker's slots full with outputs that forget how long they have been.
+    """Return a workload that keeps all slots full with exponential output lengths.
 
-    `longs` counts the requests. All are there from the start, as behind a closed loop with no time
-    to think; only the rate while some still wait is to be looked at.
+    `longs` counts the requests. All arrive at the start; only the rate while some wait matters.
     """
     rng = random.Random(f"saturated/{seed}")
     return Workload(
@@ -195,7 +190,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def build(name: str, **parameters: int | float | None) -> Workload:
-    """Make the workload of that name; with its own defaults for what is None."""
+    """Return the workload `name`; a parameter of None means its default."""
     given = {key: value for key, value in parameters.items() if value is not None}
     try:
         make = WORKLOADS[name]

@@ -1,4 +1,4 @@
-"""Pictures of runs and sweeps, as SVG and PNG; they need the `plots` extra."""
+"""Pictures of runs and sweeps as SVG and PNG; they need the `plots` extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who was served when: tokens per tenant over time, and where a router sent requests."""
+"""Pictures of tokens per tenant over time, and of a router's distribution of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_sched.bench.plots.style import (
     in_full,
     label,
     legend,
-    looks,
+    line_styles,
     picture,
 )
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.results.outcome import Outcome
 
-TENANTS: Final = 6
+MAX_TENANT_LINES: Final = 6
 OTHERS: Final = "the others"
-NOBODY: Final = "no tenant"
+NO_TENANT: Final = "no tenant"
 BINS: Final = 60
-NAMED: Final = 40  # workers that a picture has room to name
+MAX_WORKER_NAMES: Final = 40  # most worker names in a picture
 
 
 def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
-    """Draw all tokens served so far, a line per tenant, the busiest ones by name.
+    """Draw the served tokens over time, one line per tenant.
 
-    A prompt counts when its first token comes. Two lines in parallel are two equal services.
+    A prompt counts at its first token. Parallel lines mean equal service.
     """
     served = served_by_tenant(outcomes)
     title = "Tokens served per tenant"
-    with picture(stem, title, "seconds since the start", "tokens, read and written") as axes:
-        for look, (name, steps) in zip(looks(len(served)), served.items(), strict=True):
+    with picture(stem, title, "seconds since the start", "tokens, prompt and output") as axes:
+        for look, (name, steps) in zip(line_styles(len(served)), served.items(), strict=True):
             axes.plot(
                 [at for at, _ in steps],
                 [tokens for _, tokens in steps],
@@ -53,31 +53,31 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
-    """Add tokens up over time for each tenant; those beyond the busiest are taken together."""
+    """Return the cumulative tokens of each tenant; less busy tenants are combined."""
     events: dict[str, list[tuple[float, float]]] = defaultdict(list)
     totals: Counter[str] = Counter()
     for each in outcomes:
         if not each.ticks:
             continue
         tokens = [(each.ticks[0], float(each.prompt_tokens))]
-        # Where several tokens share an event, each event stands for its share of them.
+        # An event with several tokens counts for all of them.
         worth = max(each.completed, len(each.ticks)) / len(each.ticks)
         tokens += [(tick, worth) for tick in each.ticks]
-        tenant = each.tenant or NOBODY
+        tenant = each.tenant or NO_TENANT
         events[tenant] += tokens
         totals[tenant] += each.prompt_tokens + each.completed
     named = [name for name, _ in totals.most_common()]
-    if len(named) > TENANTS:
-        for name in named[TENANTS - 1 :]:
+    if len(named) > MAX_TENANT_LINES:
+        for name in named[MAX_TENANT_LINES - 1 :]:
             events[OTHERS] += events.pop(name)
-        named = [*named[: TENANTS - 1], OTHERS]
-    return {name: _adding_up(sorted(events[name])) for name in named}
+        named = [*named[: MAX_TENANT_LINES - 1], OTHERS]
+    return {name: _cumulative(sorted(events[name])) for name in named}
 
 
 def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
-    """Draw a strip per worker: the darker, the more prompt tokens it was sent in that time.
+    """Draw one strip per worker, darker for more prompt tokens per second.
 
-    By the root of it: beside one long prompt all shorts would be white.
+    The scale is a square root, so that short prompts remain visible next to a long one.
     """
     check_available()
     from matplotlib.colors import PowerNorm
@@ -89,12 +89,12 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
         stem, title, "seconds since the start", "worker", inches=(INCHES[0], height)
     ) as axes:
         axes.grid(visible=False)
-        # Dark is much, on paper too: a grey scale is a colour scale that survives a copier.
+        # Grey, for black-and-white prints.
         strip = axes.imshow(
             rows, aspect="auto", cmap="Greys", interpolation="nearest", norm=PowerNorm(0.5, vmin=0),
             extent=(0, seconds, len(workers) - 0.5, -0.5), gid="strip",
         )  # fmt: skip
-        every = -(-len(workers) // NAMED)
+        every = -(-len(workers) // MAX_WORKER_NAMES)
         axes.set_yticks(range(0, len(workers), every), workers[::every])
         for edge in range(1, len(workers) if every == 1 else 0):
             axes.axhline(edge - 0.5, color="white", linewidth=2)
@@ -105,7 +105,7 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
 def sent_to_workers(
     outcomes: Sequence[Outcome],
 ) -> tuple[list[str], float, list[list[float]]]:
-    """Return workers, the seconds shown, and each one's prompt tokens per second by slice."""
+    """Return the workers, the seconds shown, and the prompt tokens per second by time slice."""
     routed = [each for each in outcomes if each.worker]
     workers = sorted({each.worker for each in routed})
     seconds = max((each.sent for each in routed), default=0.0) * 1.0001 or 1.0
@@ -117,8 +117,8 @@ def sent_to_workers(
     return workers, seconds, rows
 
 
-def _adding_up(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Add up, and keep about as many steps as a picture can show."""
+def _cumulative(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return cumulative sums, with about as many steps as a picture can show."""
     steps = [(0.0, 0.0)]
     total = 0.0
     apart = events[-1][0] / 1000 if events else 0.0

@@ -1,4 +1,4 @@
-"""Goodput against rate, and throughput against concurrency."""
+"""Curves of goodput against rate and throughput against concurrency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.plots.style import MUTED, label, legend, limit, looks, picture, plain_log
+from vllm_sched.bench.plots.style import (
+    MUTED,
+    label,
+    legend,
+    limit,
+    line_styles,
+    picture,
+    plain_log,
+)
 from vllm_sched.bench.results.stats import interval
 
 if TYPE_CHECKING:
@@ -16,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: at each x a value per seed, and where its knee is."""
+    """One curve: values per seed at each x, and the knee."""
 
     points: Mapping[float, Sequence[float]]
     knee: float | None = None
@@ -33,7 +41,7 @@ def draw_goodput(
         most = max((x for curve in curves.values() for x in curve.points), default=1.0)
         axes.plot([0, most], [0, most], color=MUTED, linewidth=0.9, gid="all")
         axes.annotate(
-            "all of it", (most, most), xytext=(-4, 0), textcoords="offset points", ha="right",
+            "offered", (most, most), xytext=(-4, 0), textcoords="offset points", ha="right",
             va="bottom", color=MUTED,
         )  # fmt: skip
         axes.set_xlim(left=0)
@@ -41,7 +49,7 @@ def draw_goodput(
         if targets:
             words = f"in time: {targets}"
             if any(curve.knee is not None for curve in curves.values()):
-                words += f"; marked: the most that is {share:.0%} in time"
+                words += f"; marked: the highest rate with {share:.0%} in time"
             axes.annotate(
                 words, (0, -0.16), xycoords="axes fraction", color=MUTED, fontsize=8, va="top",
                 annotation_clip=False,
@@ -50,9 +58,9 @@ def draw_goodput(
 
 
 def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
-    """Draw tokens per second against concurrency, with the knee of each line."""
+    """Draw tokens per second against concurrency, with the knee of each curve."""
     title = "Throughput against concurrency"
-    with picture(stem, title, "requests under way", "tokens/s, read and written") as axes:
+    with picture(stem, title, "concurrent requests", "tokens/s, prompt and output") as axes:
         _draw(axes, curves)
         axes.set_xscale("log", base=2)
         ticks = sorted({x for curve in curves.values() for x in curve.points})
@@ -63,7 +71,7 @@ def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
 
 
 def draw_latency(stem: Path, curves: Mapping[str, Curve], target_ms: float | None) -> None:
-    """Draw the tail of TTFT against the offered rate."""
+    """Draw the 99th percentile of TTFT against the offered rate."""
     title = "Time to first token against offered load"
     with picture(stem, title, "offered rate (requests/s)", "TTFT p99 (ms)") as axes:
         _draw(axes, curves)
@@ -76,13 +84,13 @@ def draw_latency(stem: Path, curves: Mapping[str, Curve], target_ms: float | Non
 
 
 def _top(curves: Mapping[str, Curve]) -> float:
-    """Leave room for intervals; those of two seeds that disagree may run out of the picture."""
+    """Return the upper limit of y; very wide intervals may exceed the picture."""
     means = [interval(values)[0] for curve in curves.values() for values in curve.points.values()]
     return 1.4 * max((mean for mean in means if not math.isnan(mean)), default=1.0) or 1.0
 
 
 def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
-    for look, (name, curve) in zip(looks(len(curves)), curves.items(), strict=True):
+    for look, (name, curve) in zip(line_styles(len(curves)), curves.items(), strict=True):
         xs = sorted(curve.points)
         found = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
         axes.errorbar(

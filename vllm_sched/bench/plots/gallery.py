@@ -1,4 +1,4 @@
-"""Which pictures a run and a sweep come with."""
+"""The pictures of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
 
-CLASSES: Final = 6  # lines that a picture of a run tells apart
+MAX_CLASS_LINES: Final = 6  # most lines in a picture of a run
 
 
 def draw_run(result: BenchResult, folder: Path) -> list[Path]:
-    """Draw a run: the tails always; tenants and workers where it had any."""
+    """Draw a run: latency tails, and tenants and workers if there are any; return the files."""
     good = [each for each in result.outcomes if each.good]
     classes = _by_class(good)
     name = result.schedule.source.name
@@ -36,7 +36,7 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
     )
     drawn += files(folder / "ttft")
     gaps = {name: [gap for each in some for gap in each.itls] for name, some in classes.items()}
-    if any(gaps.values()):  # answers of one token, or of which no more was told, have none
+    if any(gaps.values()):  # single tokens, and coarse simulations, have no gaps
         title = f"Gaps between tokens, {name}"
         draw_tail(folder / "itl", title, "ITL", gaps, result.targets.itl)
         drawn += files(folder / "itl")
@@ -50,9 +50,9 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
 
 
 def _by_class(outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
-    """Tell classes apart, in the order they came; of many the commonest, and the rest together."""
+    """Return the outcomes by class in order of arrival; rare classes are combined."""
     counts = Counter(each.klass for each in outcomes)
-    most = len(counts) if len(counts) <= CLASSES else CLASSES - 1
+    most = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
     named = {name for name, _ in counts.most_common(most)}
     found: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
@@ -68,7 +68,7 @@ def draw_sweep(
     throughput: Mapping[str, Curve] | None = None,
     targets: Mapping[str, float | None] | None = None,
 ) -> list[Path]:
-    """Draw the curves that a sweep found."""
+    """Draw the curves of a sweep; return the files."""
     limits = {name: value for name, value in (targets or {}).items() if value is not None}
     drawn: list[Path] = []
     if goodput:

@@ -1,7 +1,7 @@
-"""Tokens per step against the budget: what a scheduler made of each step.
+"""A picture of the tokens in each step, against the budget.
 
-Prefill lies on top of decodes, so that a step's height is all that it computed; the budget is a
-line above it. Where there are more steps than a picture has columns, a column is their mean.
+Prefill is stacked on decode, so the height is the whole step; the budget is a line. If there are
+more steps than columns, each column is a mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-COLUMNS: Final = 1200
+MAX_COLUMNS: Final = 1200
 MICRO: Final = 1e6
 
 
@@ -32,7 +32,7 @@ class PlottedStep:
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> list[PlottedStep]:
-    """Find the steps in a trace that an engine wrote, or a simulated one (`engine/trace`)."""
+    """Return the steps in the trace of an engine or a simulated engine."""
     return [
         PlottedStep(
             event["ts"] / MICRO,
@@ -47,7 +47,7 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> list[PlottedStep]:
 
 
 def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
-    """Draw them over time."""
+    """Draw steps over time."""
     shown = columns(steps)
     x: list[float] = []
     decode: list[float] = []
@@ -56,7 +56,7 @@ def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
         x.append(step.start)
         decode.append(step.decode)
         whole.append(step.decode + step.prefill)
-        if later is None or later.start > step.end:  # nothing ran: not the last step for ever
+        if later is None or later.start > step.end:  # idle after this step
             x.append(step.end)
             decode.append(0.0)
             whole.append(0.0)
@@ -79,8 +79,8 @@ def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
         axes.legend(loc="upper right", ncols=3, handlelength=2.4)
 
 
-def columns(steps: Sequence[PlottedStep], most: int = COLUMNS) -> list[PlottedStep]:
-    """Put steps that no eye could tell apart into one."""
+def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[PlottedStep]:
+    """Combine steps that are too narrow to be visible."""
     if len(steps) <= most:
         return list(steps)
     start = steps[0].start

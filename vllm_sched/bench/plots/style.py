@@ -1,7 +1,7 @@
-"""How every picture looks: readable in black and white, with the fonts there are.
+"""The common style of all pictures, readable in black and white.
 
-Lines differ by dashes and markers first, and in grey by lightness; colour only repeats it (Okabe
-and Ito's, told apart by nearly everybody). An SVG keeps its text as text, in the reader's own font.
+Lines differ by dashes, markers and lightness; the colours (Okabe and Ito) are for colour-blind
+readers too. An SVG keeps its text as text, in the reader's own font.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INCHES: Final = (7.2, 4.3)
 DPI: Final = 150
-CROWDED: Final = 3000  # an axis that spans more than this has room for powers of ten alone
+MAX_LABELLED_RATIO: Final = 3000  # an axis with a larger range shows only powers of ten
 MUTED: Final = "#666666"
 COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
 DASHES: Final = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5)))
@@ -30,8 +30,8 @@ MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES: Final = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo")
 SETTINGS: Final = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "vllm-sched",  # the same data make the same file
-    "text.parse_math": False,  # classes and tenants are named by somebody else
+    "svg.hashsalt": "vllm-sched",  # makes files reproducible
+    "text.parse_math": False,  # names of classes and tenants may contain "$"
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 12,
@@ -52,15 +52,15 @@ SETTINGS: Final = {
 
 
 def check_available() -> None:
-    """Say how to get what draws, where it is missing."""
+    """Raise `UsageError` if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise UsageError(
             "--plot: pictures need matplotlib; install it with: pip install 'vllm-sched[plots]'"
         )
 
 
-def looks(count: int) -> list[dict[str, Any]]:
-    """Give so many lines a look each: dashes, marker, colour."""
+def line_styles(count: int) -> list[dict[str, Any]]:
+    """Return `count` different line styles: dashes, marker, colour."""
     styles = zip(cycle(DASHES), cycle(MARKERS), cycle(COLOURS), strict=False)
     return [
         {"linestyle": dash, "marker": marker, "color": colour}
@@ -72,11 +72,11 @@ def looks(count: int) -> list[dict[str, Any]]:
 def picture(
     stem: Path, title: str, x: str, y: str, *, inches: tuple[float, float] = INCHES
 ) -> Iterator[Any]:
-    """Give axes to draw on; both files are written at the end of the block."""
+    """Yield axes to draw on; both files are written at the end of the block."""
     check_available()
     import matplotlib as mpl
 
-    # Not pyplot: it keeps figures alive, and looks for a screen.
+    # Not pyplot, which keeps figures in memory and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,7 +90,7 @@ def picture(
         yield axes
         stem.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
-            # A class may be named by signs that its font lacks: a PNG shows a box for each.
+            # The font may lack characters of a class name; the PNG then shows boxes.
             warnings.filterwarnings("ignore", "Glyph .* missing from")
             for path in files(stem):
                 dated = {"Date": None} if path.suffix == ".svg" else {}
@@ -103,23 +103,23 @@ def picture(
 
 
 def files(stem: Path) -> Sequence[Path]:
-    """Name the files of a picture."""
+    """Return the file names of a picture."""
     return [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
 
 
 def label(name: str) -> str:
-    """Name a line; what begins with an underscore would have no place in a legend."""
+    """Return a line's label; matplotlib hides labels that begin with an underscore."""
     return f" {name}" if name.startswith("_") else name
 
 
 def legend(axes: Any, lines: int) -> None:
-    """Explain lines, where there are several."""
+    """Add a legend if there are several lines."""
     if lines > 1:
         axes.legend(loc="best", handlelength=3.2)
 
 
 def limit(axes: Any, at: float, text: str, *, upright: bool) -> None:
-    """Draw a target as a thin line with its name beside it."""
+    """Draw a target as a thin line with a label."""
     style = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "gid": "target"}
     if upright:
         axes.axvline(at, **style)
@@ -136,18 +136,18 @@ def limit(axes: Any, at: float, text: str, *, upright: bool) -> None:
 
 
 def in_full(axis: Any) -> None:
-    """Write an axis's numbers out: 2,000,000, not 2.0 and 1e6 in a corner."""
+    """Write an axis's numbers in full: 2,000,000, not 2.0 and 1e6 in a corner."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def plain_log(axis: Any, unit: str = "", factor: float = 1.0) -> None:
-    """Label a logarithmic axis with numbers that people write: 20, 50, 100."""
+    """Label a logarithmic axis with plain numbers: 20, 50, 100."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    narrow = low > 0 and high / low < CROWDED
+    narrow = low > 0 and high / low < MAX_LABELLED_RATIO
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:,.10g}{unit}"))
     axis.set_minor_formatter(NullFormatter())

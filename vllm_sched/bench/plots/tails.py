@@ -1,17 +1,17 @@
-"""TTFT and ITL as log-CCDF: how many waited longer than that, down to the last one."""
+"""Pictures of TTFT and ITL as log-CCDF, down to the last sample."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.plots.style import label, legend, limit, looks, picture, plain_log
+from vllm_sched.bench.plots.style import label, legend, limit, line_styles, picture, plain_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-POINTS: Final = 400
-LEAST_MS: Final = 0.1  # events in one packet have no gap, and zero no logarithm
+CURVE_POINTS: Final = 400
+MIN_DRAWN_MS: Final = 0.1  # gaps within one packet are 0, which has no logarithm
 
 
 def draw_tail(
@@ -21,15 +21,15 @@ def draw_tail(
     groups: Mapping[str, Sequence[float]],
     target_s: float | None = None,
 ) -> None:
-    """Draw one line per group of samples in seconds; groups without samples are left out."""
+    """Draw one line per group of samples in seconds; empty groups are left out."""
     shown = {name: sorted(samples) for name, samples in groups.items() if samples}
     with picture(stem, title, f"{measure} (ms)", "share of samples above") as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
-        for look, (name, ordered) in zip(looks(len(shown)), shown.items(), strict=True):
+        for look, (name, ordered) in zip(line_styles(len(shown)), shown.items(), strict=True):
             x, y = ccdf(ordered)
             axes.plot(
-                [max(LEAST_MS, value * 1000) for value in x],
+                [max(MIN_DRAWN_MS, value * 1000) for value in x],
                 y,
                 label=label(f"{name} ({len(ordered):,})"),
                 drawstyle="steps-post",
@@ -46,13 +46,13 @@ def draw_tail(
         legend(axes, len(shown))
 
 
-def ccdf(ordered: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
+def ccdf(ordered: Sequence[float], points: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
     """Return latencies and the share of samples at or above each.
 
-    Of many samples some are left out, ever fewer towards the tail, where each one counts.
+    Of many samples only some are kept, but all near the tail.
     """
     total = len(ordered)
-    # Ranks from the top: every one of the last, then geometric steps.
+    # Ranks from the top: all of the last samples, then geometric steps.
     ranks = {1, total}
     step = max(1.0001, total ** (1 / points))
     rank = 1.0

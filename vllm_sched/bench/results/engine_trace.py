@@ -1,6 +1,6 @@
-"""What the engine says it did with a request: read from its trace, put beside the client's ticks.
+"""Read an engine's trace and match it with the client's requests.
 
-Client and engine are on one machine and read one monotonic clock, so the times fit together.
+Client and engine run on one machine and use one monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from vllm_sched.workers.launch import Worker
 
 WAITING, PREFILL, DECODE, PREEMPTED = "waiting", "prefill", "decode", "preempted"
-WRITE_S = 60.0
-LOOK_EVERY_S = 0.05
+WRITE_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.05
 MICRO = 1e6
-# The client's name for a request, inside the engine's: cmpl-round2-7-0-3f9a12bc.
-NAMED = re.compile(r"-(round\d+-\d+)-\d+-")
+# The client's request name inside the engine's name: cmpl-round2-7-0-3f9a12bc.
+REQUEST_NAME_PATTERN = re.compile(r"-(round\d+-\d+)-\d+-")
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Something that the engine did with a request, in seconds by the monotonic clock."""
+    """A phase of a request in the engine, in seconds of the monotonic clock."""
 
     name: str
     start: float
@@ -40,45 +40,47 @@ class Phase:
     tokens: int = 0
 
 
-Stories: TypeAlias = Mapping[str, Sequence[Phase]]  # by the client's name for a request
+Stories: TypeAlias = Mapping[str, Sequence[Phase]]  # by the client's request name
 
 
 def traceable(side: Side) -> Side:
-    """Return the side whose scheduler can be watched.
+    """Return the side with a scheduler that can be traced.
 
-    vLLM's own can't: ours without a policy takes its place, which schedules the same.
+    Our scheduler without a policy replaces vLLM's own, which it equals.
     """
     return Side(NONE, side.settings, side.extra) if side.name == DEFAULT else side
 
 
 def path_of(path: Path, role: str) -> Path:
-    """Name the file of one side."""
+    """Return the trace file of one side."""
     return path.with_name(f"{path.stem}.{role}{path.suffix or '.json'}")
 
 
 def fetch(worker: Worker, path: Path) -> Stories:
-    """Have a worker write its trace now, and read it."""
+    """Make a worker write its trace now, and read it."""
     path.unlink(missing_ok=True)
     worker.check()
     if worker.pid is not None:
         os.kill(worker.pid, signal.SIGUSR1)
-    give_up = time.monotonic() + WRITE_S
-    while not path.exists():  # it appears whole
+    give_up = time.monotonic() + WRITE_TIMEOUT_S
+    while not path.exists():  # the file is renamed when it is complete
         if time.monotonic() > give_up:
-            raise WorkerError(f"{worker.name} wrote no trace to {path} within {WRITE_S:g} s")
+            raise WorkerError(
+                f"{worker.name} wrote no trace to {path} within {WRITE_TIMEOUT_S:g} s"
+            )
         worker.check()
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     return read(path)
 
 
 def read(path: Path) -> Stories:
-    """Return the phases of all requests that carry a client's name."""
+    """Return the phases of all requests with a client's name."""
     names: dict[tuple[int, int], str] = {}
     stories: dict[str, list[Phase]] = defaultdict(list)
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         track = event["pid"], event.get("tid", 0)
         if event["ph"] == "M" and event["name"] == "thread_name":
-            if found := NAMED.search(event["args"]["name"]):
+            if found := REQUEST_NAME_PATTERN.search(event["args"]["name"]):
                 names[track] = found[1]
         elif event["ph"] == "X" and track in names:
             start = event["ts"] / MICRO

@@ -1,12 +1,12 @@
-"""What an endpoint said, in one line that fits into a table."""
+"""Error texts of endpoints, shortened to one line for a table."""
 
 from __future__ import annotations
 
-LENGTH = 300
+MAX_EXCERPT_CHARACTERS = 300
 
 
 def excerpt(text: str | bytes) -> str:
-    """Make one short line of an error's words."""
+    """Return an error text as one short line."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
-    return " ".join(text.split())[:LENGTH]
+    return " ".join(text.split())[:MAX_EXCERPT_CHARACTERS]

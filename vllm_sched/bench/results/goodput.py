@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Targets:
-    """Limits in seconds; None where there is none.
+    """Limits in seconds; None means no limit.
 
-    `itl` bounds a request's longest gap. vLLM's benchmark has no such key, and a mean per token
-    (`tpot`) can not see a stall: ten tokens a second for ten seconds, or all of them after nine.
+    `itl` limits a request's longest gap. vLLM's benchmark lacks this, and a mean (`tpot`) can't
+    show a stall.
     """
 
     ttft: float | None = None
@@ -27,11 +27,11 @@ class Targets:
     e2el: float | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is any target."""
+        """Return whether there is any target."""
         return any(value is not None for value in self.as_ms().values())
 
     def met_by(self, outcome: Outcome) -> bool:
-        """Whether a request was answered whole and in time; of one token only, TPOT is 0."""
+        """Return whether a request completed in time; with a single token, TPOT is 0."""
         return (
             outcome.good
             and (self.ttft is None or outcome.ttft <= self.ttft)
@@ -41,13 +41,13 @@ class Targets:
         )
 
     def as_ms(self) -> dict[str, float | None]:
-        """Give the targets as they were asked for."""
+        """Return the targets in milliseconds."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: None if value is None else value * 1000 for name, value in found.items()}
 
 
 def parse(pairs: Sequence[str]) -> Targets:
-    """Read `ttft:3000 itl:300`, in milliseconds."""
+    """Parse targets such as `ttft:3000 itl:300`, in milliseconds."""
     names = [each.name for each in fields(Targets)]
     found: dict[str, float] = {}
     for pair in pairs:
@@ -58,8 +58,8 @@ def parse(pairs: Sequence[str]) -> Targets:
             found[name] = float(value) / 1000
         except ValueError:
             raise UsageError(
-                f"--goodput {pair}: {value!r} is no number of milliseconds; write {name}:500"
+                f"--goodput {pair}: {value!r} is not a number of milliseconds; write {name}:500"
             ) from None
         if not 0 < found[name] < float("inf"):
-            raise UsageError(f"--goodput {pair}: a target is more than 0 ms; write {name}:500")
+            raise UsageError(f"--goodput {pair}: a target must be above 0 ms; write {name}:500")
     return Targets(**found)

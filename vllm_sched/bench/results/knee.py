@@ -1,4 +1,4 @@
-"""Where more load gains no more: found while measuring, and read off what was measured."""
+"""Find the load above which more load gains nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm_sched.bench.results.trend import Trend
 if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome
 
-# A rate is served if so many requests are in time; a concurrency is past the knee if so much of
-# the best throughput was had before.
-SHARE: Final = 0.9
-GAIN: Final = 1.05
-HALVINGS: Final = 4
-DOUBLINGS: Final = 12
+# A rate is served if this share of its requests is in time. The knee is the lowest concurrency with
+# this share of the best throughput.
+SERVED_SHARE: Final = 0.9
+MIN_GAIN: Final = 1.05
+MAX_HALVINGS: Final = 4
+MAX_DOUBLINGS: Final = 12
 REFINEMENTS: Final = 2
 
 Measure = Callable[[float], Awaitable[float]]
@@ -25,16 +25,16 @@ Measure = Callable[[float], Awaitable[float]]
 async def explore_rates(
     measure: Measure, start: float, least: float = 0.0, most: float = math.inf
 ) -> None:
-    """Double the rate until it is not served, then close in on where that begins.
+    """Measure doubled rates until one is not served, then rates near the limit.
 
-    `measure` plays a rate and returns the share of requests in time. Should the first rate be too
-    high already, it is halved instead. No rate is below `least` or above `most`.
+    `measure` plays a rate and returns the share of requests in time. If the first rate is too high,
+    it is halved. All rates are between `least` and `most`.
     """
-    least = max(least, start / 2**HALVINGS)
+    least = max(least, start / 2**MAX_HALVINGS)
     good, bad = 0.0, math.inf
     rate = start
-    for _ in range(HALVINGS + DOUBLINGS):
-        if await measure(rate) >= SHARE:
+    for _ in range(MAX_HALVINGS + MAX_DOUBLINGS):
+        if await measure(rate) >= SERVED_SHARE:
             good = rate
             if bad < math.inf or 2 * rate > most:
                 break
@@ -47,26 +47,26 @@ async def explore_rates(
     if not good or bad == math.inf:
         return
     for _ in range(REFINEMENTS):
-        # In between by ratio, to three digits: somebody reads it.
+        # The geometric mean, rounded to three digits for readability.
         rate = float(f"{math.sqrt(good * bad):.3g}")
         if not good < rate < bad:
             return
-        if await measure(rate) >= SHARE:
+        if await measure(rate) >= SERVED_SHARE:
             good = rate
         else:
             bad = rate
 
 
 async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
-    """Double the concurrency until that gains next to nothing, twice running.
+    """Measure doubled concurrencies until throughput stops growing twice in a row.
 
     `measure` plays a concurrency and returns the throughput.
     """
     best = stale = 0.0
     concurrency = start
-    for _ in range(DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         found = await measure(concurrency)
-        stale = stale + 1 if found <= GAIN * best else 0
+        stale = stale + 1 if found <= MIN_GAIN * best else 0
         if stale == 2:
             return
         best = max(best, found)
@@ -74,33 +74,33 @@ async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
 
 
 def served_rate(shares: Mapping[float, float]) -> float | None:
-    """Return the highest rate up to which all are served; None where none is."""
+    """Return the highest rate below which every rate is served; None if there is none."""
     served = None
     for rate in sorted(shares):
-        if shares[rate] < SHARE:
+        if shares[rate] < SERVED_SHARE:
             break
         served = rate
     return served
 
 
 def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
-    """Return the least concurrency with nearly the best throughput.
+    """Return the lowest concurrency with nearly the best throughput.
 
-    None if only the last has it, for nobody knows then where it levels off, or if there is none.
+    None if only the highest concurrency has it, because throughput may still grow there.
     """
     best = max(throughputs.values(), default=0.0)
     if best <= 0:
         return None
-    knee = min((x for x, found in throughputs.items() if found >= SHARE * best), default=None)
+    knee = min(
+        (x for x, found in throughputs.items() if found >= SERVED_SHARE * best), default=None
+    )
     return None if knee == max(throughputs, default=None) else knee
 
 
 def kept_up(outcomes: Iterable[Outcome]) -> float:
-    """Return the share of an open loop's rate that was kept up with.
+    """Return the share of an open loop's rate that was served.
 
-    By how much later requests take longer than earlier ones: where a queue grows by so many seconds
-    a second, one in `1 + growth` requests is served. When the last answer came says less: that is
-    as long after the last request as an answer takes.
+    If latency grows by `growth` seconds per second, one in `1 + growth` requests is served.
     """
     trend = Trend()
     for each in outcomes:

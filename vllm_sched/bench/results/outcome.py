@@ -1,4 +1,4 @@
-"""What happened to one request, in a measurement or in a simulation."""
+"""The outcome of one request, in a measurement or in a simulation."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from itertools import pairwise
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's life; times in seconds after the start.
+    """One request's history, in seconds after the start.
 
-    Latencies count from `at`, when the request was meant to be sent. A client or a connection that
-    is late thus makes latencies worse, not better: whoever counts from `sent` under load leaves
-    out just the waits that hurt.
+    Latencies count from `at`, the planned time; latencies from `sent` would leave out exactly the
+    waits under load.
     """
 
     at: float
     klass: str
-    prompt_tokens: int  # asked for; replaced by the worker's own count where it gives one
-    output_tokens: int  # asked for
+    prompt_tokens: int  # as requested; replaced by the worker's own count
+    output_tokens: int  # as requested
     tenant: str = ""
     sent: float = 0.0
-    ticks: list[float] = field(default_factory=list)  # one per event that carried tokens
-    completed: int = 0  # output tokens, by the worker's own count
-    worker: str = ""  # who served it, where a router says
+    ticks: list[float] = field(default_factory=list)  # one per event with tokens
+    completed: int = 0  # output tokens, counted by the worker
+    worker: str = ""  # the serving worker, if a router names it
     error: str = ""
-    interrupted: bool = False  # by the user, who is not to be told of a failure
+    interrupted: bool = False  # by the user; not a failure
 
     @property
     def good(self) -> bool:
-        """Whether it was answered whole."""
+        """Whether the response is complete."""
         return not self.error and not self.interrupted
 
     @property
     def end(self) -> float:
-        """When the last token came; when it was sent if none did."""
+        """When the last token arrived; the sending time without tokens."""
         return self.ticks[-1] if self.ticks else self.sent
 
     @property
@@ -49,17 +48,17 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None where there is none."""
+        """Time per output token after the first; None with fewer than two tokens."""
         if self.completed < 2 or not self.ticks:
             return None
         return (self.ticks[-1] - self.ticks[0]) / (self.completed - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Gaps between tokens, as they can be seen from outside."""
+        """Gaps between token events."""
         return [later - sooner for sooner, later in pairwise(self.ticks)]
 
     @property
     def late(self) -> float:
-        """How long after its time the client sent it."""
+        """The client's delay in sending the request."""
         return self.sent - self.at

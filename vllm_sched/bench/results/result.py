@@ -1,4 +1,4 @@
-"""A run as JSON: the keys of `vllm bench serve`, then ours; a simulation's are the same."""
+"""A run's JSON: the keys of `vllm bench serve` and our own, also for simulations."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was played, and what came of it."""
+    """A schedule and its outcomes."""
 
     schedule: Schedule
     targets: Targets
     outcomes: Sequence[Outcome]
     duration: float
-    backend: str  # what answered: an API's name, or the simulator's
+    backend: str  # an API's name, or the simulator's
     model: str
-    notes: Mapping[str, Any] = field(default_factory=dict)  # what else there is to say
+    notes: Mapping[str, Any] = field(default_factory=dict)  # further JSON keys
     warnings: Sequence[str] = ()
 
     def classes(self) -> dict[str, dict[str, Any]]:
-        """Give the figures by class, and of all together."""
+        """Return the figures by class and for all requests."""
         return by_class(self.outcomes, self.duration, self.targets)
 
     def to_json(self) -> dict[str, Any]:
-        """Give settings, figures and samples."""
+        """Return settings, figures and samples."""
         schedule = self.schedule
         classes = self.classes()
         rate = schedule.offered_rate
         return {
-            # No start of the run is kept anywhere else, and no machine reads this one.
+            # For people only: the start of a run is stored nowhere else.
             "date": datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
             "endpoint_type": self.backend,
             "backend": self.backend,

@@ -1,4 +1,4 @@
-"""Percentiles, and what a few repetitions say about a mean."""
+"""Percentiles, and confidence intervals of a mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-# Student's t at 97.5 %, by degrees of freedom; beyond the table the normal's is near enough.
+# Student's t at 97.5 % by degrees of freedom; above that the normal distribution is close enough.
 T_975: Final = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -16,13 +16,13 @@ NORMAL_975: Final = 1.96
 
 
 def percentile(samples: Iterable[float], percent: float) -> float | None:
-    """Interpolate linearly between the nearest ranks, as numpy does; None without samples."""
+    """Return a percentile with linear interpolation, as numpy does; None without samples."""
     ordered = sorted(samples)
     return percentile_of_sorted(ordered, percent) if ordered else None
 
 
 def percentile_of_sorted(ordered: Sequence[float], percent: float) -> float:
-    """Do the same where samples are sorted, and some."""
+    """Return a percentile of sorted, non-empty samples."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -30,9 +30,9 @@ def percentile_of_sorted(ordered: Sequence[float], percent: float) -> float:
 
 
 def interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95 % interval: 0 from one sample alone.
+    """Return the mean and half the width of its 95 % interval, which is 0 for one sample.
 
-    From Student's t, as seeds are few.
+    It uses Student's t, because seeds are few.
     """
     if len(samples) < 2:
         return (samples[0] if samples else math.nan), 0.0

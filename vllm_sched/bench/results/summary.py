@@ -1,4 +1,4 @@
-"""From outcomes to the figures: JSON under the keys of `vllm bench serve`, and a table."""
+"""Figures of outcomes: JSON with the keys of `vllm bench serve`, and a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PERCENTILES: Final = (50, 90, 95, 99)
 ALL: Final = "all"
 BUCKET_S: Final = 1.0
-MOST_SHOWN: Final = 6  # classes that a table has room for
+MAX_SHOWN_CLASSES: Final = 6  # classes in a table
 SHOWN: Final = {
     "TTFT p50 / p99": ("median_ttft_ms", "p99_ttft_ms"),
     "TPOT p50 / p99": ("median_tpot_ms", "p99_tpot_ms"),
@@ -31,10 +31,10 @@ SHOWN: Final = {
 
 
 def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> dict[str, Any]:
-    """Summarise under vLLM's keys; times in milliseconds where a key says so, else in seconds.
+    """Return the figures under vLLM's keys; in milliseconds if the key says so, else in seconds.
 
-    What the user interrupted is neither completed nor failed and is left out. As there, a failed
-    request has a place in the lists of samples, with zeros. Ours: `max_*`, `lateness`, `merged_*`.
+    Interrupted requests are left out. As in vLLM, a failed request has zeros in the sample lists.
+    Our own keys are `max_*`, `lateness` and `merged_*`.
     """
     ended = [each for each in outcomes if not each.interrupted]
     good = [each for each in ended if each.good]
@@ -59,15 +59,15 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     for name, values in samples(good).items():
         result |= _spread(name, values)
     return result | {
-        # Ours: the share of what arrived, failures included, that met the targets.
+        # Our own: the share of all ended requests, with failures, that met the targets.
         "goodput_share": met / len(ended) if targets and ended else None,
-        # Tokens that shared an event with another: their gaps cannot be seen from here.
+        # Tokens that shared an event with another token have no visible gap.
         "merged_tokens": sum(max(0, o.completed - len(o.ticks)) for o in good),
     }
 
 
 def samples(good: Iterable[Outcome]) -> dict[str, list[float]]:
-    """Collect latencies in seconds, sorted, under the names that targets have."""
+    """Return sorted latencies in seconds under the names of targets."""
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     for each in good:
         found["ttft"].append(each.ttft)
@@ -81,7 +81,7 @@ def samples(good: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Give every request's samples, in the order of their times; vLLM's keys, then ours."""
+    """Return every request's samples in order of time; vLLM's keys, then ours."""
     ended = [each for each in outcomes if not each.interrupted]
     return {
         "input_lens": [o.prompt_tokens for o in ended],
@@ -90,7 +90,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "itls": [o.itls if o.good else [] for o in ended],
         "latencies": [o.latency if o.good else 0.0 for o in ended],
         "start_times": [o.at for o in ended],
-        # How long the client, not the server, kept a request waiting.
+        # The delay by the client, not the server.
         "queue_times": [o.late for o in ended],
         "errors": [o.error for o in ended],
         "classes_of": [o.klass for o in ended],
@@ -102,7 +102,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
 def by_class(
     outcomes: Sequence[Outcome], duration: float, targets: Targets
 ) -> dict[str, dict[str, Any]]:
-    """Summarise each class, in the order they first came; all together last."""
+    """Return the figures of each class in order of first arrival, then those of all."""
     parts: dict[str, list[Outcome]] = {}
     for each in outcomes:
         parts.setdefault(each.klass, []).append(each)
@@ -111,15 +111,15 @@ def by_class(
 
 
 def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
-    """Lay out one column per class, of many the commonest; a single class is all there is."""
+    """Return a table with one column per class; only the most frequent if there are many."""
     named = [name for name in classes if name != ALL]
-    if left_out := max(len(named) - MOST_SHOWN, 0):
+    if left_out := max(len(named) - MAX_SHOWN_CLASSES, 0):
         named.sort(key=lambda name: -classes[name]["completed"])
-        del named[MOST_SHOWN:]
+        del named[MAX_SHOWN_CLASSES:]
     shown = {name: classes[name] for name in (*(named if len(named) > 1 else ()), ALL)}
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=len(shown) > 1)
     if left_out:
-        layout.caption = f"{left_out} classes more are in what --save writes"
+        layout.caption = f"--save also writes {left_out} more classes"
         layout.caption_justify = "left"
     layout.add_column("", no_wrap=True)
     for name in shown:
@@ -149,7 +149,7 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
 
 
 def milliseconds(value: float | None) -> str:
-    """Show a latency: three digits, seconds from one second on."""
+    """Format a latency with three digits; in seconds from one second."""
     if value is None:
         return "-"
     return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"
@@ -160,7 +160,7 @@ def _figure(value: float) -> str:
 
 
 def _share(value: float | None) -> str:
-    # Rounded down: 100 % says that none was late.
+    # Rounded down, so that 100 % means that no request was late.
     return "-" if value is None else f"{math.floor(value * 100)} %"
 
 
@@ -188,7 +188,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float | None]:
 
 
 def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
-    """Return the most tokens, and the most requests alive, in any second after the first start."""
+    """Return the most tokens and the most concurrent requests in any second."""
     if not good:
         return 0.0, 0
     first = min(o.at for o in good)
@@ -197,7 +197,7 @@ def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
     for each in good:
         for tick in each.ticks:
             tokens[int((tick - first) / BUCKET_S)] += 1
-        # Where first token and end are all that was told, the rest lies evenly between them.
+        # With only the first token and the end recorded, spread the rest evenly between them.
         if (untold := each.completed - len(each.ticks)) > len(each.ticks) > 1:
             seconds = range(
                 int((each.ticks[0] - first) / BUCKET_S), int((each.end - first) / BUCKET_S) + 1

@@ -1,25 +1,24 @@
-"""How much longer requests wait, the later they arrive: whether a queue grows.
+"""Whether a queue grows: how much longer requests take, the later they arrive.
 
-The slope of a straight line through all of them, by five sums. A fleet that serves what arrives
-has none; where a queue grows by so many seconds a second, one in `1 + growth` requests is served,
-however few of them are late before the run ends.
+The growth is the slope of a linear fit. If a queue grows by `growth` seconds per second, one in
+`1 + growth` requests is served, even if few requests are late so far.
 """
 
 from __future__ import annotations
 
 
 class Trend:
-    """See the module's text."""
+    """A linear fit of values over time from five sums."""
 
     __slots__ = ("_both", "_count", "_first", "_square", "_times", "_values")
 
     def __init__(self) -> None:
         self._count = 0
-        self._first = 0.0  # time, from which the others are counted
+        self._first = 0.0  # the first time, subtracted from all others
         self._times = self._values = self._square = self._both = 0.0
 
     def add(self, at: float, value: float) -> None:
-        """Count what was seen of a request that came at that time."""
+        """Add the value of a request that arrived at this time."""
         if not self._count:
             self._first = at
         at -= self._first
@@ -31,7 +30,7 @@ class Trend:
 
     @property
     def growth(self) -> float:
-        """Seconds a second; 0 of what falls, and of too few to tell."""
+        """The slope in seconds per second; 0 if it is negative or unknown."""
         count = self._count
         spread = count * self._square - self._times**2
         if count < 2 or spread <= 0:

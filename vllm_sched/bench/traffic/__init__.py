@@ -1,1 +1,1 @@
-"""Who arrives when, with how much to read and to write: data, for a client and a simulator."""
+"""Arrival times and lengths of requests, for a client and a simulator."""

@@ -1,4 +1,4 @@
-"""When requests arrive in an open loop."""
+"""Arrival times in an open loop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def gamma_times(rate: float, burstiness: float, count: int, rng: random.Random) -> array[float]:
-    """Draw `count` moments, ascending; the last is at `count / rate`.
+    """Return `count` ascending times; the last is at `count / rate`.
 
-    The gaps are gamma with shape `burstiness`, as vLLM's benchmark has them: 1 is Poisson, less is
-    burstier (their coefficient of variation is `1 / sqrt(burstiness)`), infinity is a metronome.
-    Fixing the end makes every seed offer the same load.
+    The gaps are gamma distributed with shape `burstiness`, as in vLLM's benchmark: 1 is Poisson,
+    less is burstier (coefficient of variation `1 / sqrt(burstiness)`), infinity is regular. The
+    fixed end gives every seed the same load.
     """
     if math.isinf(burstiness):
         return array("d", ((i + 1) / rate for i in range(count)))

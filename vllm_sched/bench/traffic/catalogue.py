@@ -1,4 +1,4 @@
-"""From a name on the command line to a source of requests."""
+"""Find a traffic source by its name on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS: Final = (
 
 
 def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> TrafficSource:
-    """Find the source that a name, a mixture or a file means."""
+    """Return the source of a name, a mixture or a file."""
     if _is_trace(workload) and not _mixes_traces(workload):
         return RequestTrace(Path(workload), block_tokens)
     if "," in workload or ":" in workload:
@@ -32,13 +32,13 @@ def _is_trace(name: str) -> bool:
 
 
 def _mixes_traces(workload: str) -> bool:
-    """Whether it is no file with such a name, but a mixture that has a trace in it."""
+    """Return whether this is a mixture with a trace in it, and not a file of that name."""
     names = [part.strip().partition(":")[0] for part in workload.split(",")]
     if names == [workload] or not any(_is_known(name) for name in names):
         return False
     try:
         return not Path(workload).exists()
-    except OSError:  # too long a name
+    except OSError:  # the name is too long
         return True
 
 
@@ -50,8 +50,8 @@ def _part(workload: str, part: str) -> tuple[TrafficSource, float]:
     name, colon, share = part.strip().partition(":")
     if _is_trace(name):
         raise UsageError(
-            f"{workload}: {name} is a trace, which mixes with nothing; play it alone, without a "
-            "share"
+            f"{workload}: {name} is a trace, which can't be part of a mixture; play it alone, "
+            "without a share"
         )
     try:
         return _single(name), float(share) if colon else 1.0

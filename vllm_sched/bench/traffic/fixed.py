@@ -1,11 +1,11 @@
-"""Sources with no distribution: one length, and the scene that longs make for shorts."""
+"""Sources without a distribution: a fixed length, and long prompts that block short ones."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.types import MOST_TOKENS, Request, TrafficSource
+from vllm_sched.bench.traffic.types import MAX_TOKENS, Request, TrafficSource
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,32 +16,32 @@ LENGTHS: Final = re.compile(r"(\d{1,9})x(\d{1,9})")
 
 
 class Fixed(TrafficSource):
-    """Every request alike: `3000x100` reads 3,000 tokens and writes 100."""
+    """Equal requests: `3000x100` has 3,000 prompt tokens and 100 output tokens."""
 
     rate = 1.0
 
     def __init__(self, name: str) -> None:
-        """Read the lengths from the name."""
+        """Parse the lengths from the name."""
         found = LENGTHS.fullmatch(name)
         self.name = name
         self.prompt, self.output = (int(each) for each in found.groups()) if found else (0, 0)
-        if not all(1 <= each <= MOST_TOKENS for each in (self.prompt, self.output)):
+        if not all(1 <= each <= MAX_TOKENS for each in (self.prompt, self.output)):
             raise UsageError(
-                f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MOST_TOKENS:,}"
+                f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MAX_TOKENS:,}"
             )
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Repeat the one request; there is nothing to draw from `rng`."""
+        """Repeat the same request; `rng` is not used."""
         del rng
         while True:
             yield Request(0.0, self.name, self.prompt, self.output)
 
 
 class LongBlocksShort(TrafficSource):
-    """Two long prompts at once, eight short ones on their heels, again every six seconds.
+    """Two long prompts at once, then eight short ones, every six seconds.
 
-    The same scene as `vllm-sched compare` plays in rounds. At a rate of somebody's choosing the
-    same lengths come one by one, every fifth of them long.
+    `vllm-sched compare` plays the same requests in rounds. At a given rate they arrive one by one,
+    and every fifth is long.
     """
 
     name = "long-blocks-short"
@@ -54,7 +54,7 @@ class LongBlocksShort(TrafficSource):
     rate = (longs + shorts) / every_s
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Play the scene over and over; nothing in it is left to chance."""
+        """Repeat the same sequence; `rng` is not used."""
         del rng
         start = 0.0
         while True:

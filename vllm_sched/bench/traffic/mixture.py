@@ -1,4 +1,4 @@
-"""Several sources side by side, and one crowd divided among tenants."""
+"""Mixtures of sources, and the assignment of requests to tenants."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Mixture(TrafficSource):
-    """Each request comes from one of the parts, by their shares of the requests."""
+    """A source whose requests come from several sources, by their shares."""
 
     def __init__(self, name: str, parts: Sequence[tuple[TrafficSource, float]]) -> None:
         """Take sources with their shares, which need not add up to one."""
         for source, share in parts:
             if source.timed:
                 raise UsageError(
-                    f"{name}: {source.name} has times of its own and mixes with nothing; "
+                    f"{name}: {source.name} has times of its own and can't be part of a mixture; "
                     "play it alone"
                 )
             if not 0 < share < float("inf"):
@@ -41,7 +41,7 @@ class Mixture(TrafficSource):
         self.rate = sum(source.rate * share / whole for source, share in parts)
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Mix; what a part makes depends on its name and the seed, not on the others."""
+        """Mix the sources; each depends only on its name and the seed."""
         seed = rng.random()
         streams = [
             source.requests(random.Random(f"{seed}/{source.name}")) for source in self._sources
@@ -54,7 +54,7 @@ class Mixture(TrafficSource):
 def among_tenants(
     requests: Iterator[Request], tenants: int, rng: random.Random
 ) -> Iterator[Request]:
-    """Give each request to a tenant: the first sends most, the n-th an n-th of that."""
+    """Assign each request to a tenant; the n-th tenant sends 1/n of what the first sends."""
     weights = [1 / (i + 1) for i in range(tenants)]
     whole = sum(weights)
     steps = list(accumulate(weight / whole for weight in weights))

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what a prefix cache gains from."""
+"""Prompts that share prefixes, for prefix caches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.traffic.types import Piece, Request
 
-# A request that comes back to a group asks something new as well.
-MOST: Final = 0.9
-# Groups that somebody may still come back to: the last ones opened.
-ALIVE: Final = 64
+# The most of a prompt that may be shared.
+MAX_SHARED_PART: Final = 0.9
+# Groups that may get more requests: the last ones opened.
+MAX_OPEN_GROUPS: Final = 64
 
 
-def sharing(
+def with_sharing(
     requests: Iterator[Request], hit: float, rng: random.Random, name: str
 ) -> Iterator[Request]:
-    """Let requests begin alike so that `hit` of all prompt tokens were sent before.
+    """Yield the requests with shared prefixes, so that `hit` of all prompt tokens were sent before.
 
-    A request either opens a group with its whole prompt, or comes back to one of the last groups
-    with as much of that group's text as fits in its own prompt; a longer one goes on from there,
-    as a conversation does. It comes back whenever too few tokens have been shared so far, so the
-    share is met in short runs too; lengths stay as they were. `name` keeps the groups of two
-    sources apart.
+    A request opens a group with its prompt, or reuses and perhaps extends the text of a recent
+    group if too few tokens are shared so far. `name` separates the groups of two sources.
     """
     heads: list[Piece] = []
     opened = shared = total = 0
@@ -34,7 +31,7 @@ def sharing(
         if heads and shared < hit * total:
             index = rng.randrange(len(heads))
             group, known = heads[index]
-            again = int(MOST * request.prompt_tokens)
+            again = int(MAX_SHARED_PART * request.prompt_tokens)
             if again <= known:
                 piece = (group, again)
                 shared += again
@@ -43,15 +40,15 @@ def sharing(
                 shared += known
         else:
             piece = (f"{name}/{opened}", request.prompt_tokens)
-            if len(heads) < ALIVE:
+            if len(heads) < MAX_OPEN_GROUPS:
                 heads.append(piece)
             else:
-                heads[opened % ALIVE] = piece
+                heads[opened % MAX_OPEN_GROUPS] = piece
             opened += 1
         total += request.prompt_tokens
         yield replace(request, shared=(piece,) if piece[1] else ())
 
 
-def strangers(requests: Iterator[Request]) -> Iterator[Request]:
-    """Let no two requests share anything."""
+def without_sharing(requests: Iterator[Request]) -> Iterator[Request]:
+    """Yield the requests without shared prefixes."""
     return (replace(request, shared=()) for request in requests)

@@ -1,4 +1,4 @@
-"""Lengths drawn from a table of quantiles."""
+"""Draw lengths from a table of quantiles."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from bisect import bisect_right
 from typing import Final
 
 PERCENTS: Final = (5, 25, 50, 75, 90, 95, 99)
-# Nobody publishes the ends. They are taken to go on as the table rose, up to half as much again.
-BEYOND: Final = 1.5
+# The unpublished ends continue the table's slope, up to this factor.
+MAX_TAIL_RATIO: Final = 1.5
 
 
 class Quantiles:
-    """A distribution known at a few quantiles, geometric between two of them.
+    """A distribution given by a few quantiles, with geometric interpolation.
 
-    Lengths spread over orders of magnitude, so between two quantiles it is their logarithm that is
-    taken to be uniform. A lognormal through p50 and p99 misses the published means by half; this
-    hits them within a few percent (tests/bench/traffic/test_tables.py).
+    The logarithm of lengths is uniform between two quantiles. Means are within a few percent of the
+    published ones; a lognormal through p50 and p99 misses them by half.
     """
 
     def __init__(self, *values: float) -> None:
         """Take the values at `PERCENTS`, ascending."""
         low = max(1.0, values[0] ** 2 / values[1])
-        high = values[-1] * min(BEYOND, values[-1] / values[-2])
+        high = values[-1] * min(MAX_TAIL_RATIO, values[-1] / values[-2])
         self._at = (0.0, *(percent / 100 for percent in PERCENTS), 1.0)
         self._values = (low, *values, high)
         self._logs = tuple(math.log(value) for value in self._values)
 
     def at(self, share: float) -> int:
-        """Return the length that `share` of all lengths do not exceed."""
+        """Return the quantile at `share`."""
         above = min(bisect_right(self._at, share), len(self._at) - 1)
         left, right = self._at[above - 1], self._at[above]
         low, high = self._logs[above - 1], self._logs[above]
@@ -36,7 +35,7 @@ class Quantiles:
 
     @property
     def mean(self) -> float:
-        """The mean of what is drawn, rounding aside."""
+        """The mean before rounding."""
         total = 0.0
         for i in range(len(self._at) - 1):
             low, high = self._values[i], self._values[i + 1]

@@ -2,13 +2,12 @@
 
 Azure 2023: the traces published with Splitwise (conversation and code; lengths, rates and the
 coefficient of variation of the gaps). Mooncake: the traces published with the paper (FAST '25),
-the share of prompt tokens that a boundless prefix cache would have held included. Input and output
-lengths are drawn independently of each other.
+with the share of prompt tokens that an unlimited prefix cache would hold. Input and output lengths
+are drawn independently.
 
-ShareGPT: the means are those of the 1,000 prompts that vLLM's own serving benchmark draws with its
-default seed (217,393 prompt and about 200,000 output tokens in every report of it), and so are the
-limits (prompts up to 1,024 tokens, 2,048 with the output). No quantiles are published; these are
-ours, made to meet means and limits.
+ShareGPT: means and limits are those of vLLM's serving benchmark with its default seed (1,000
+prompts with 217,393 prompt and about 200,000 output tokens; prompts up to 1,024 tokens, 2,048 with
+the output). The quantiles are ours and fit these.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.prefixes import with_sharing
 from vllm_sched.bench.traffic.quantiles import Quantiles
 from vllm_sched.bench.traffic.types import Request, TrafficSource
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(TrafficSource):
-    """Lengths by two tables of quantiles."""
+    """Lengths from two tables of quantiles."""
 
     name: str
     rate: float
@@ -37,11 +36,11 @@ class Table(TrafficSource):
     prefix_hit: float = 0.0
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Draw lengths, and who shares what."""
+        """Yield requests with drawn lengths and shared prefixes."""
         lengths = self._lengths(rng)
         if not self.prefix_hit:
             return lengths
-        return sharing(lengths, self.prefix_hit, random.Random(rng.random()), self.name)
+        return with_sharing(lengths, self.prefix_hit, random.Random(rng.random()), self.name)
 
     def _lengths(self, rng: random.Random) -> Iterator[Request]:
         while True:
@@ -50,7 +49,6 @@ class Table(TrafficSource):
 
 
 def _burstiness(cv: float) -> float:
-    """Give the gamma's shape for a coefficient of variation of the gaps."""
     return 1 / cv**2
 
 
@@ -81,14 +79,14 @@ TABLES: Final = {
         ),
         Table(
             name="mooncake-synthetic",
-            rate=3.4,  # none is published; the conversation's
+            rate=3.4,  # not published; that of the conversation trace
             burstiness=1.0,
             prompt=Quantiles(22, 277, 11587, 23175, 38611, 48905, 66456),
             output=Quantiles(2, 11, 69, 250, 389, 519, 768),
         ),
         Table(
             name="sharegpt-like",
-            rate=4.0,  # it is a set of prompts, with no times
+            rate=4.0,  # ours: the data set has no times
             burstiness=1.0,
             prompt=Quantiles(9, 20, 74, 340, 680, 840, 980),
             output=Quantiles(8, 38, 143, 320, 480, 580, 780),

@@ -1,4 +1,4 @@
-"""What the generators make and the players play."""
+"""Types that traffic sources make and clients and simulators play."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-# A text's name and how many of its first tokens are meant. Two prompts that begin with pieces of
-# the same names share those tokens: what a prefix cache can gain.
+# A text's name and the number of its first tokens that are used. Prompts that begin with pieces of
+# the same names share these tokens in a prefix cache.
 Piece: TypeAlias = tuple[int | str, int]
-MOST_TOKENS: Final = 100_000_000  # of a prompt or an answer: longer than any context
+MAX_TOKENS: Final = 100_000_000  # of a prompt or an output: longer than any context
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. What follows its shared pieces is nobody else's."""
+    """One request. Its text after the shared pieces is unique."""
 
-    at: float  # seconds after the start; of no meaning in a closed loop
+    at: float  # seconds after the start; not used in a closed loop
     klass: str
     prompt_tokens: int
     output_tokens: int
@@ -29,11 +29,11 @@ class Request:
 
     @property
     def shared_tokens(self) -> int:
-        """How many tokens of the prompt come from shared pieces."""
+        """The number of prompt tokens in shared pieces."""
         return sum(tokens for _, tokens in self.shared)
 
     def scaled(self, factor: float) -> Request:
-        """Return it with lengths multiplied, none of them below one token."""
+        """Return the request with lengths multiplied, each at least one token."""
         prompt = _scaled(self.prompt_tokens, factor)
         pieces = []
         left = prompt
@@ -50,7 +50,7 @@ class Request:
         )
 
     def fitted(self, limit: int) -> Request:
-        """Return it cut so that prompt and output are at most `limit` tokens together."""
+        """Return the request shortened to `limit` tokens in all."""
         if self.prompt_tokens + self.output_tokens <= limit:
             return self
         output = min(self.output_tokens, max(1, limit // 2))
@@ -66,18 +66,18 @@ class Request:
 
 
 def _scaled(tokens: int, factor: float) -> int:
-    return max(1, round(min(tokens * factor, MOST_TOKENS)))
+    return max(1, round(min(tokens * factor, MAX_TOKENS)))
 
 
 class TrafficSource(ABC):
-    """Where requests come from; the same random numbers give the same requests."""
+    """A source of requests; the same random numbers give the same requests."""
 
     name: str
-    rate: float  # requests per second, as published; taken where nobody asks for another
+    rate: float  # requests per second, as published; the default rate
     burstiness: float = 1.0  # of the gamma gaps: 1 is Poisson, less is burstier
-    timed: bool = False  # whether `at` of what it makes is to be kept
-    count: int | None = None  # how many there are; None without end
+    timed: bool = False  # whether the requests' `at` is used
+    count: int | None = None  # number of requests; None if endless
 
     @abstractmethod
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Make requests: without end, or as many as a trace holds."""
+        """Yield requests; endless unless the source is a trace."""

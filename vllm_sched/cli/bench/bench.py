@@ -1,4 +1,4 @@
-"""`vllm-sched bench`: play a workload against an endpoint, and say how it fared."""
+"""`vllm-sched bench`: play a workload against an endpoint and report the results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vllm_sched.cli.bench.load import (
     add_endpoint,
     add_traffic,
     add_workload,
-    asked,
     check_outputs,
-    keep,
+    endpoint_options,
     require_ended,
-    require_some,
+    require_requests,
     run_interruptibly,
     salt_of,
+    save_and_draw,
     schedule_of,
     unless_stopped,
-    watched,
+    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 
@@ -45,40 +45,42 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="play a workload against any OpenAI endpoint",
         description=(
-            "Send requests at the times a workload says, whatever became of earlier ones (an open "
-            "loop), and count latencies from those times. Prompts are random words."
+            "Send requests at the times of a workload without waiting for earlier responses (an "
+            "open loop). Latencies count from these times. Prompts are random words."
         ),
     )
     add_endpoint(parser)
     add_workload(parser).add_argument(
-        "--trace", action="store_true", help="insist on the times that the workload comes with"
+        "--trace", action="store_true", help="fail unless the workload has times of its own"
     )
     add_traffic(parser)
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and routing decisions"
     )
     parser.set_defaults(func=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run the command; 1 when a request failed."""
+    """Run the command; return 1 if a request failed."""
     targets = goodput.parse(args.goodput)
     schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
     console = Console(markup=False)
     args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
-        lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
+        lambda stop: _measured(
+            endpoint_options(args, explain=bool(args.plot)), schedule, args, console, stop
+        )
     )
     if played.interrupted:
         require_ended(played.outcomes)
     notes = {"prompt_salt": args.prompt_salt}
     result = as_result(played, endpoint, schedule, targets, notes)
     if not played.interrupted:
-        require_some(result)
-    tell(result, played, console)
-    keep(result, args, console)
+        require_requests(result)
+    print_result(result, played, console)
+    save_and_draw(result, args, console)
     if played.interrupted:
         return INTERRUPTED
     return int(any(each.error for each in played.outcomes))
@@ -91,7 +93,7 @@ def as_result(
     targets: goodput.Targets,
     notes: Mapping[str, object],
 ) -> BenchResult:
-    """Put a run together with what was played."""
+    """Return the result of a run, with notes and warnings."""
     return BenchResult(
         schedule,
         targets,
@@ -113,31 +115,31 @@ def as_result(
     )
 
 
-def tell(result: BenchResult, played: PlayedRun, console: Console) -> None:
-    """Print the figures, and what makes them doubtful."""
+def print_result(result: BenchResult, played: PlayedRun, console: Console) -> None:
+    """Print the figures and all warnings."""
     if played.interrupted:
-        console.print("interrupted: this is what there is", style="yellow")
+        console.print("interrupted: partial results", style="yellow")
     console.print(table(result.classes(), result.targets))
     console.print(
         f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
-        f"them within {played.late_p99 * 1000:.0f} ms of their time, on {played.busy:.0%} of a "
-        "processor",
+        f"them within {played.late_p99 * 1000:.0f} ms of their time, with {played.busy:.0%} of a "
+        "CPU",
         style="dim",
         highlight=False,
     )
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False)
-    complain([each.error for each in result.outcomes if each.error], console)
+    print_errors([each.error for each in result.outcomes if each.error], console)
 
 
 async def _measured(
-    asked: EndpointOptions,
+    endpoint_options: EndpointOptions,
     schedule: Schedule,
     args: argparse.Namespace,
     console: Console,
     stop: asyncio.Event,
 ) -> tuple[PlayedRun, Endpoint]:
-    endpoint = await unless_stopped(stop, learn(asked))
+    endpoint = await unless_stopped(stop, learn(endpoint_options))
     tally = RunProgress()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     work = play(
@@ -148,11 +150,11 @@ async def _measured(
         tally=tally,
         stop=stop,
     )
-    return await watched(console, "bench", label, schedule, tally, work), endpoint
+    return await with_progress(console, "bench", label, schedule, tally, work), endpoint
 
 
-def complain(errors: Sequence[str], console: Console) -> None:
-    """Print the commonest errors, each once."""
+def print_errors(errors: Sequence[str], console: Console) -> None:
+    """Print the most frequent errors, each once."""
     kinds: dict[str, int] = {}
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1

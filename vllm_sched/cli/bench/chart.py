@@ -1,6 +1,6 @@
-"""A chart as one SVG file without dependencies: lines, dots, and what they mean.
+"""A chart of lines and dots as one SVG file, without dependencies.
 
-Dashes and markers carry the meaning; colour only repeats it.
+Dashes and markers tell the series apart without colour.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or one cloud of dots."""
+    """A line or a set of dots."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn."""
+    """A chart's content."""
 
     title: str
     x: str
@@ -53,17 +53,17 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     from_zero: bool = True  # the y axis, unless logarithmic
-    marks: Sequence[tuple[float, str]] = field(default=())  # upright lines with a word each
+    marks: Sequence[tuple[float, str]] = field(default=())  # vertical lines with a label
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse what can't be written."""
+    """Raise `UsageError` unless the file name ends in .svg."""
     if path.suffix != SUFFIX:
         raise UsageError(f"--plot {path}: the picture is an SVG; give a name that ends in {SUFFIX}")
 
 
 def draw(chart: Chart) -> str:
-    """Return the file."""
+    """Return the chart as SVG text."""
     points = [point for series in chart.series for point in series.points]
     if not points:
         raise UsageError(f"{chart.title}: there is nothing to draw")
@@ -93,8 +93,6 @@ def draw(chart: Chart) -> str:
 
 
 class _Axis:
-    """Values to pixels, with round ticks."""
-
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
         low, high = min(values), max(values)
@@ -177,7 +175,6 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
 
 
 def _marker(number: int, x: float, y: float, colour: str) -> str:
-    """Draw a hollow circle, square, triangle or diamond."""
     look = f'fill="none" stroke="{colour}" stroke-width="1.4"'
     match number % 4:
         case 0:

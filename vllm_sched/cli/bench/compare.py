@@ -1,4 +1,4 @@
-"""`vllm-sched compare`: two schedulers, one machine, the same arrivals."""
+"""`vllm-sched compare`: play the same arrivals against two schedulers on one machine."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "compare",
         help="play the same arrivals against two schedulers on this machine",
         description=(
-            "Start a real worker per side, play the same arrivals against both in turns, "
-            "print the figures by class of request and draw what happened."
+            "Start a real worker per side, play the same arrivals against both in turn, print "
+            "the figures by request class and draw both runs."
         ),
     )
     parser.add_argument(
         "--model",
         default=TINY,
         metavar="M",
-        help="a model vLLM can serve; %(default)r, the default, is a random one",
+        help="a model that vLLM can serve; %(default)r, the default, is a random model",
     )
     parser.add_argument("--baseline", default=DEFAULT, metavar="SIDE", help=SIDE_HELP)
     parser.add_argument("--candidate", default="long_prompt", metavar="SIDE", help=SIDE_HELP)
@@ -57,7 +57,7 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="NAME.KEY=VALUE",
-        help="a setting of one of the candidate's policies; may be repeated",
+        help="a setting of one of the candidate's policies, repeatable",
     )
     for role in ("baseline", "candidate"):
         parser.add_argument(
@@ -65,22 +65,21 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             action="append",
             default=[],
             metavar="FLAG",
-            help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; "
-            "may be repeated",
+            help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; repeatable",
         )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="OUT.json",
-        help="write what each engine did, for Perfetto, as OUT.baseline.json and "
-        "OUT.candidate.json, and draw it too",
+        help="write a trace of each engine for Perfetto to OUT.baseline.json and "
+        "OUT.candidate.json, and draw it",
     )
     add_options(parser)
     parser.set_defaults(func=run_compare)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what any comparison takes: the workload, and where its result goes."""
+    """Add the options of all comparisons: the workload and the output files."""
     parser.add_argument(
         "--workload",
         default="long-blocks-short",
@@ -91,18 +90,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--longs",
         type=int,
         metavar="N",
-        help="long prompts a round; of the batch workloads, requests (default: the workload's own)",
+        help="long prompts per round; for batch workloads, requests (default: the workload's own)",
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="rounds that count")
-    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="measured rounds")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the swimlanes into an .html or .svg"
+        "--plot", type=Path, metavar="FILE", help="draw the swimlanes to an .html or .svg file"
     )
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Run the command; 1 when a worker or a request failed."""
+    """Run the command; return 1 if a worker or a request failed."""
     check(args)
     require_folders(args.trace)
     baseline = Side.parse(args.baseline, extra=args.baseline_arg)
@@ -116,7 +115,7 @@ def measured(
     measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison | Contest]],
     args: argparse.Namespace,
 ) -> int:
-    """Measure, show and keep the result; 1 when a server or a request failed."""
+    """Measure, print and save the result; return 1 if a server or a request failed."""
     console = Console(markup=False)
     try:
         with ProgressReporter(console) as narrator:
@@ -125,15 +124,15 @@ def measured(
         print(f"vllm-sched: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("vllm-sched: interrupted; the workers are stopped", file=sys.stderr)
+        print("vllm-sched: interrupted; the workers have been stopped", file=sys.stderr)
         return INTERRUPTED
-    _tell(result, console)
+    _print_result(result, console)
     if args.save:
         with writing(args.save):
             result.save(args.save)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
-        # Of several the last one: it has all that the others have.
+        # Draw the last pair, because it uses all pools.
         pair = result.pairs[-1] if isinstance(result, Contest) else result
         with writing(args.plot):
             swimlane.write(pair, args.plot)
@@ -142,18 +141,18 @@ def measured(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what would only fail after minutes of measuring."""
+    """Check the arguments before a measurement of minutes starts."""
     for option in ("longs", "rounds"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise UsageError(
-                f"--{option} {value}: at least 1 is needed; leave it out for a default"
+                f"--{option} {value}: must be at least 1; leave it out for the default"
             )
     if args.plot:
         swimlane.check_suffix(args.plot)
     require_folders(args.save, args.plot)
 
 
-def _tell(result: Comparison | Contest, console: Console) -> None:
+def _print_result(result: Comparison | Contest, console: Console) -> None:
     sides = result.contenders if isinstance(result, Contest) else result.sides
     failed = [each.failed for each in sides]
     if isinstance(result, Contest):
@@ -164,10 +163,10 @@ def _tell(result: Comparison | Contest, console: Console) -> None:
     if warning := result.warning():
         console.print(warning, style="yellow", highlight=False)
     for each, some in zip(sides, failed, strict=True):
-        _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
+        _print_errors(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 
 
-def _complain(console: Console, role: str, errors: Sequence[str]) -> None:
+def _print_errors(console: Console, role: str, errors: Sequence[str]) -> None:
     for error in errors[:ERRORS_SHOWN]:
         console.print(f"{role}: {error}", style="red", highlight=False)
     if len(errors) > ERRORS_SHOWN:

@@ -1,4 +1,4 @@
-"""What `bench` and `sweep` share: options, progress, and Ctrl-C."""
+"""Options, progress and Ctrl-C handling for `bench` and `sweep`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ REFRESH_S = 0.5
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """Describe where requests go."""
-    parser.add_argument("--url", required=True, metavar="URL", help="of a worker or a router")
-    parser.add_argument("--model", default="", help="default: the first that the endpoint lists")
+    """Add the options of the endpoint."""
+    parser.add_argument("--url", required=True, metavar="URL", help="URL of a worker or a router")
+    parser.add_argument("--model", default="", help="default: the first model of the endpoint")
     parser.add_argument(
         "--endpoint",
         default=COMPLETIONS,
@@ -48,56 +48,57 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="the API (default: %(default)s)",
     )
     parser.add_argument(
-        "--api-key", default="", metavar="KEY", help=f"default: the variable {KEY_VARIABLE}"
+        "--api-key", default="", metavar="KEY", help=f"default: the environment's {KEY_VARIABLE}"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help="a request that takes longer has failed (default: %(default)g)",
+        help="a request fails if it takes longer (default: %(default)g)",
     )
     parser.add_argument(
         "--no-ignore-eos",
         dest="ignore_eos",
         action="store_false",
-        help="let answers end where the model ends them",
+        help="let the model end a response before its planned length",
     )
     parser.add_argument(
         "--prompt-salt",
         metavar="TEXT",
-        help="repeat an earlier run's very words (default: new ones, which no prefix cache has)",
+        help="use the prompts of an earlier run (default: new prompts, which are in no prefix "
+        "cache)",
     )
 
 
 def add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Describe who is played, when, and by which seed; returns the loops to choose from."""
+    """Add the options of the workload; return the group of load options."""
     parser.add_argument("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
     loop = parser.add_mutually_exclusive_group()
     loop.add_argument(
         "--request-rate",
         type=float,
         metavar="R",
-        help="requests a second (default: the workload's own, or its times)",
+        help="requests per second (default: the rate or the times of the workload)",
     )
     loop.add_argument(
-        "--concurrency", type=int, metavar="C", help="a closed loop of so many requests instead"
+        "--concurrency", type=int, metavar="C", help="closed loop: number of concurrent requests"
     )
     parser.add_argument(
         "--burstiness",
         type=float,
         metavar="B",
         help=(
-            "of the gaps between requests: 1 is Poisson, less is burstier (default: 1; at the "
-            "workload's own rate its own)"
+            "burstiness of the gaps between requests: 1 is Poisson, less is burstier (default: 1, "
+            "or the workload's own with its own rate)"
         ),
     )
-    parser.add_argument("--seed", type=int, default=0, help="fixes lengths and times")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and times")
     return loop
 
 
 def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
-    """Collect what `add_workload` and `add_traffic` describe; `insist` on the workload's times."""
+    """Return the schedule of the options; with `insist`, the workload must have its own times."""
     source = find(args.workload, block_tokens=args.block_tokens)
     if insist and not source.timed:
         raise UsageError(
@@ -112,25 +113,25 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
         **traffic_of(args),
     )
     if schedule.concurrency is None and not schedule.timed:
-        schedule.arrivals()  # refused now, not once it is to begin
+        schedule.arrivals()  # raises for invalid values before the run starts
     return schedule
 
 
 def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the trace") -> None:
-    """Describe what is sent, loops and seeds aside."""
+    """Add the options of the traffic, without load and seed."""
     parser.add_argument("--duration", type=float, metavar="SECONDS", help=f"default: {lasts}")
     parser.add_argument("--num-requests", type=int, metavar="N")
     parser.add_argument(
-        "--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1"
+        "--scale", type=float, default=1.0, metavar="F", help="factor for all lengths, such as 0.1"
     )
     parser.add_argument(
-        "--tenants", type=int, default=0, metavar="N", help="so many users, the first the busiest"
+        "--tenants", type=int, default=0, metavar="N", help="number of users; the first sends most"
     )
     parser.add_argument(
         "--prefix-hit",
         type=float,
         metavar="SHARE",
-        help="of prompt tokens that a request before began with (default: the workload's)",
+        help="share of prompt tokens in a prefix of an earlier request (default: the workload's)",
     )
     add_block_tokens(parser)
     parser.add_argument(
@@ -143,18 +144,18 @@ def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the tra
 
 
 def add_block_tokens(parser: argparse.ArgumentParser) -> None:
-    """Describe how a trace names what its prompts share."""
+    """Add the option for the block size of a trace's hash_ids."""
     parser.add_argument(
         "--block-tokens",
         type=int,
         default=BLOCK_TOKENS,
         metavar="N",
-        help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
+        help="tokens per entry of a trace's hash_ids (default: %(default)s)",
     )
 
 
 def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect a schedule's settings from what `add_traffic` describes."""
+    """Return the schedule settings of the options of `add_traffic`."""
     return {
         "duration_s": args.duration,
         "count": args.num_requests,
@@ -165,21 +166,21 @@ def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def salt_of(args: argparse.Namespace) -> str:
-    """Give what fixes the words of prompts."""
+    """Return the seed text of the prompts' words."""
     return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
 
 
-def asked(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
-    """Collect what the command line says of the endpoint."""
+def endpoint_options(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
+    """Return the endpoint options of the command line."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
-    # A file with a key in it often ends in a carriage return: no header may have one.
+    # A key read from a file often ends in a carriage return, which is invalid in a header.
     key = (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip()
     return EndpointOptions(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
 
 
 def check_outputs(save: Path | None, plot: Path | None) -> None:
-    """Refuse what would only fail after minutes of measuring."""
+    """Check the output paths before a measurement of minutes starts."""
     require_folders(save)
     if plot:
         require_place(plot)
@@ -188,24 +189,24 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
         check_available()
 
 
-def require_some(result: BenchResult) -> None:
-    """Refuse a run in which nothing was sent: there is nothing to tell of it."""
+def require_requests(result: BenchResult) -> None:
+    """Raise `UsageError` if a run sent no request."""
     if result.outcomes:
         return
     schedule = result.schedule
     if schedule.concurrency is not None and (end := schedule.ends_after_s) is not None:
-        raise UsageError(f"--duration {end:g}: was over before a request was sent; make it longer")
-    raise UsageError(f"{schedule.source.name}: no request was sent, as none is left in it")
+        raise UsageError(f"--duration {end:g}: ended before a request was sent; make it longer")
+    raise UsageError(f"{schedule.source.name}: no request was sent, because none is left")
 
 
 def require_ended(outcomes: Sequence[Outcome]) -> None:
-    """End a run that was stopped before any request had ended: an older result is worth more."""
+    """Raise KeyboardInterrupt if a run was stopped before any request ended: keep old results."""
     if all(each.interrupted for each in outcomes):
         raise KeyboardInterrupt
 
 
-def keep(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
-    """Write and draw a run, where that was asked for."""
+def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
+    """Save and draw a run if the options ask for it."""
     if args.save:
         with writing(args.save):
             result.save(args.save)
@@ -220,11 +221,11 @@ def keep(result: BenchResult, args: argparse.Namespace, console: Console) -> Non
 
 
 class NothingYetError(Exception):
-    """The user had enough before there was anything to be shown."""
+    """The run was interrupted before it had a result."""
 
 
 def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
-    """Run with an event that Ctrl-C sets, so that a part of a run can be shown; twice ends it."""
+    """Run with an event that Ctrl-C sets, to show partial results; a second Ctrl-C exits."""
 
     async def run() -> T:
         stop = asyncio.Event()
@@ -245,7 +246,7 @@ def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for what has to be known before anything is measured: a minute, if nobody answers."""
+    """Return the result of `work`; raise `NothingYetError` if the user stops the command first."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -257,7 +258,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
     raise NothingYetError
 
 
-async def watched(
+async def with_progress(
     console: Console,
     command: str,
     label: str,
@@ -265,7 +266,7 @@ async def watched(
     tally: RunProgress,
     work: Awaitable[PlayedRun],
 ) -> PlayedRun:
-    """Show how far it is while it runs: on a terminal in a bar, else in a line now and then."""
+    """Show progress while a run lasts: a bar on a terminal, otherwise lines."""
     place = terminal(console)
     if place is None:
         return await _in_lines(ProgressLines(command), label, tally, work)
@@ -275,16 +276,16 @@ async def watched(
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}", style="dim"),
     )  # fmt: skip
-    # Refreshed by hand and seldom: the clock that times tokens runs in this process too.
+    # Refreshed rarely and explicitly, because this process also times the tokens.
     with Progress(*columns, console=place, auto_refresh=False, transient=True) as progress:
         task = progress.add_task(label, total=end or schedule.count, state="")
 
         def show() -> None:
             completed = time.perf_counter() - tally.began if end else tally.done + tally.failed
-            progress.update(task, completed=completed, state=_how_far(tally))
+            progress.update(task, completed=completed, state=_progress_text(tally))
             progress.refresh()
 
-        return await _beside(work, show)
+        return await _show_during(work, show)
 
 
 async def _in_lines(
@@ -293,14 +294,14 @@ async def _in_lines(
     lines.say(label)
 
     def show() -> None:
-        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_how_far(tally)}")
+        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_progress_text(tally)}")
 
-    played = await _beside(work, show)
-    lines.say(f"{played.duration:,.0f} s, {_how_far(tally)}")
+    played = await _show_during(work, show)
+    lines.say(f"{played.duration:,.0f} s, {_progress_text(tally)}")
     return played
 
 
-async def _beside(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
+async def _show_during(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
     async def again_and_again() -> None:
         while True:
             show()
@@ -313,6 +314,6 @@ async def _beside(work: Awaitable[PlayedRun], show: Callable[[], None]) -> Playe
         showing.cancel()
 
 
-def _how_far(tally: RunProgress) -> str:
+def _progress_text(tally: RunProgress) -> str:
     failed = f", {tally.failed:,} failed" if tally.failed else ""
-    return f"{tally.done:,} done, {tally.in_flight:,} under way{failed}"
+    return f"{tally.done:,} done, {tally.in_flight:,} in flight{failed}"

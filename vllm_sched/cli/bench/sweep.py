@@ -1,4 +1,4 @@
-"""`vllm-sched sweep`: how much load an endpoint takes, and what it does beyond."""
+"""`vllm-sched sweep`: measure an endpoint at rising loads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from vllm_sched.bench.results.summary import summary
 from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import without_end
-from vllm_sched.bench.traffic.schedule import MOST_DRAWN, Schedule
+from vllm_sched.bench.traffic.schedule import MAX_REQUESTS, Schedule
 from vllm_sched.cli.bench.load import (
     WORKLOAD_HELP,
     add_endpoint,
     add_traffic,
-    asked,
     check_outputs,
+    endpoint_options,
     run_interruptibly,
     salt_of,
     traffic_of,
     unless_stopped,
-    watched,
+    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import writing
@@ -62,37 +62,38 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         dest="workloads",
         action="append",
         metavar="NAME|FILE",
-        help=f"may be repeated, a line each: {WORKLOAD_HELP}".replace("%(default)s", "azure-conv"),
+        help=f"repeatable, one curve each: {WORKLOAD_HELP}".replace("%(default)s", "azure-conv"),
     )
     parser.add_argument(
         "--request-rates",
         metavar="R,R,...|auto",
-        help="requests a second; auto doubles until they are not served (default: auto)",
+        help="requests per second; auto doubles the rate until the endpoint can't keep up "
+        "(default: auto)",
     )
     parser.add_argument(
         "--concurrencies",
         metavar="C,C,...|auto",
-        help="requests at once; auto doubles until that gains nothing",
+        help="concurrent requests; auto doubles the number until throughput stops growing",
     )
     parser.add_argument(
-        "--start", type=float, default=1.0, metavar="X", help="auto's first load (default: 1)"
+        "--start", type=float, default=1.0, metavar="X", help="first load of auto (default: 1)"
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="runs of each load (default: 3)"
+        "--seeds", type=int, default=3, metavar="N", help="runs per load (default: 3)"
     )
-    add_traffic(parser, lasts="60; of a trace stretches from all over it, as often as it takes")
+    add_traffic(parser, lasts="60; a trace is sampled in stretches from all parts, repeatedly")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every run's figures")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the curves")
     parser.set_defaults(func=run_sweep)
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Run the command; 1 when nothing at all was answered."""
+    """Run the command; return 1 if no request completed."""
     targets = goodput.parse(args.goodput)
     if args.seeds < 1:
-        raise UsageError(f"--seeds {args.seeds}: at least 1 is needed; leave it out for 3")
+        raise UsageError(f"--seeds {args.seeds}: must be at least 1; leave it out for 3")
     if not 0 < args.start < math.inf:
-        raise UsageError(f"--start {args.start:g}: must be a number of more than 0")
+        raise UsageError(f"--start {args.start:g}: must be a number above 0")
     plans = _plans(args)
     check_outputs(args.save, args.plot)
     console = Console(markup=False)
@@ -101,11 +102,11 @@ def run_sweep(args: argparse.Namespace) -> int:
         lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
     )
     if stopped and not sweep.points:
-        raise KeyboardInterrupt  # an older result is worth more than none
+        raise KeyboardInterrupt  # keep older results
     if stopped:
-        console.print("interrupted: this is what there is", style="yellow")
+        console.print("interrupted: partial results", style="yellow")
     console.print(sweep.table(targets=bool(targets)))
-    _tell_knees(sweep, console, targets=bool(targets))
+    _print_knees(sweep, console, targets=bool(targets))
     if args.save:
         content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
         with writing(args.save):
@@ -131,7 +132,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One line of a picture: a workload, and the loads to play it at; none to search for them."""
+    """One curve: a workload and its loads; without loads, they are searched for."""
 
     schedule: Schedule
     axis: str
@@ -139,16 +140,14 @@ class _Plan:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """The least and the most that can be played in the time given."""
+        """The lowest and the highest rate that can be played in the given time."""
         end = self.schedule.ends_after_s
         if end is None:
             return 0.0, math.inf
-        return 1 / end, math.inf if self.schedule.count else MOST_DRAWN / end
+        return 1 / end, math.inf if self.schedule.count else MAX_REQUESTS / end
 
 
 class _Runner:
-    """Plays the plans, one run after the other."""
-
     def __init__(
         self,
         args: argparse.Namespace,
@@ -165,8 +164,8 @@ class _Runner:
         self._salt = salt_of(args)
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
-        """Play them; whether the user stopped it."""
-        endpoint = await unless_stopped(self._stop, learn(asked(self._args)))
+        """Play the plans; return True if the user stopped the sweep."""
+        endpoint = await unless_stopped(self._stop, learn(endpoint_options(self._args)))
         for doubt in endpoint.doubts:
             self._console.print(doubt, style="yellow", highlight=False)
         for plan in plans:
@@ -187,7 +186,7 @@ class _Runner:
         return False
 
     async def _measure(self, endpoint: Endpoint, plan: _Plan, load: float) -> float:
-        """Play a load with every seed; return what the search goes by."""
+        """Play a load with every seed; return the mean of the figure that the search uses."""
         found = []
         for seed in range(self._args.seeds):
             schedule = replace(plan.schedule, seed=seed)
@@ -206,8 +205,8 @@ class _Runner:
                 tally=tally,
                 stop=self._stop,
             )
-            played = await watched(self._console, "sweep", label, schedule, tally, work)
-            if played.interrupted:  # half a run would be another load than it says
+            played = await with_progress(self._console, "sweep", label, schedule, tally, work)
+            if played.interrupted:  # half a run has another load than its label says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)
             follows = kept_up(played.outcomes) if plan.axis == RATE else 1.0
@@ -220,7 +219,7 @@ class _Runner:
 
 
 class _StoppedError(Exception):
-    """The user has had enough."""
+    """The user stopped the sweep."""
 
 
 def _plans(args: argparse.Namespace) -> list[_Plan]:
@@ -232,16 +231,16 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
         source = find(name, block_tokens=args.block_tokens)
         if any(source.name == plan.schedule.source.name for plan in plans):
             raise UsageError(
-                f"--workload {name}: there is a {source.name} already, and the two would be one "
-                "line; rename the file, or leave it out"
+                f"--workload {name}: there is already a workload {source.name}, and both would "
+                "have the same label; rename the file, or leave it out"
             )
-        # A trace would be through before a queue is felt.
+        # A trace could end before a queue builds up.
         endless = without_end(source, random.Random(0))
         schedule = Schedule(source=endless, **traffic_of(args))
         if rates is not None:
             loads = _loads("--request-rates", rates, whole=False)
             for load in loads or (args.start,):
-                schedule.at_rate(load).arrivals()  # refused now, not once others are measured
+                schedule.at_rate(load).arrivals()  # raises before anything is measured
             plans.append(_Plan(schedule, RATE, loads))
         if concurrencies is not None:
             loads = _loads("--concurrencies", concurrencies, whole=True)
@@ -262,12 +261,12 @@ def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
             load = 0.0
         if not 0 < load < float("inf"):
             kind = "whole numbers" if whole else "numbers"
-            raise UsageError(f"{option} {words}: {word!r} is no load; give {kind} > 0, or auto")
+            raise UsageError(f"{option} {words}: {word!r} is not a load; give {kind} > 0, or auto")
         found.append(load)
     return tuple(sorted(set(found)))
 
 
-def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
+def _print_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
     for name, rate in sweep.knees(RATE).items():
         what = "in time" if targets else "kept up with"
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
@@ -275,10 +274,10 @@ def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
     for name, concurrency in sweep.knees(CONCURRENCY).items():
         points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
         if concurrency is not None:
-            words = f"more than {concurrency:g} at once gain less than a tenth"
+            words = f"more than {concurrency:g} concurrent requests gain less than a tenth"
         elif any(p.tokens for p in points):
             most = max(p.load for p in points)
-            words = f"throughput still grows at {most:g} at once, the most that was measured"
+            words = f"throughput still grows at {most:g} concurrent requests, the most measured"
         else:
-            words = "nothing was answered"
+            words = "no request completed"
         console.print(f"{name}: {words}", highlight=False)

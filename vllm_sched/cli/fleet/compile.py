@@ -1,4 +1,4 @@
-"""`vllm-sched compile`: the router's hot modules as machine code."""
+"""`vllm-sched compile`: compile the router's hot modules to machine code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def describe(commands: Commands) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "compile",
-        help="compile the router's hot modules; it then takes a third less of a processor",
-        description="Compile the router's hot modules with mypyc, for routers started from now on. "
-        "It needs a C compiler and takes some minutes, once for each version.",
+        help="compile the router's hot modules, which saves a third of its CPU time",
+        description="Compile the router's hot modules with mypyc, for routers that start later. "
+        "This needs a C compiler and takes some minutes, once for each version.",
         allow_abbrev=False,
     )
-    command.add_argument("--remove", action="store_true", help="go back to the plain modules")
+    command.add_argument("--remove", action="store_true", help="remove the compiled modules")
     command.set_defaults(func=lambda given: _compile(remove=given.remove))
 
 
@@ -28,9 +28,9 @@ def _compile(*, remove: bool) -> int:
 
     if remove:
         build.remove()
-        print("plain modules, for routers started from now on")
+        print("routers that start from now on use the plain modules")
         return 0
-    with Console(stderr=True).status("compiling, two minutes or so", refresh_per_second=1):
+    with Console(stderr=True).status("compiling, about two minutes", refresh_per_second=1):
         folder = build.build()
-    print(f"compiled modules, for routers started from now on: {folder}")
+    print(f"routers that start from now on use the compiled modules in {folder}")
     return 0

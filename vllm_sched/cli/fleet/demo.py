@@ -1,4 +1,4 @@
-"""`vllm-sched demo FLEET.yaml`: what a fleet's pools are worth, on this machine, in minutes."""
+"""`vllm-sched demo FLEET.yaml`: measure on this machine what a fleet's pools gain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.up import described, placed
-from vllm_sched.cli.fleet.wiring import PARTS, absent
+from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
 READY_S = 30.0
@@ -45,12 +45,12 @@ TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Describe the options."""
+    """Add the options to the parser."""
     measuring.add_options(command)
 
 
 def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
-    """Play a load through the fleet as it is written, and through less of it."""
+    """Play a load through the fleet of the file and through simpler fleets."""
     measuring.check(arguments)
     if problems := [
         Problem(f"workers[{index}].launch", "is missing; this command starts all workers itself")
@@ -58,7 +58,7 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         if worker.launch is None
     ]:
         raise ConfigError(str(arguments.fleet), problems)
-    if problems := [*absent(config)]:
+    if problems := [*missing_connector(config)]:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
@@ -66,24 +66,24 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
         status = measuring.measured(play, arguments)
-    print(*told, *to_see(arguments.fleet, config), sep="\n")
+    print(*told, *watch_hints(arguments.fleet, config), sep="\n")
     return status
 
 
-def to_see(fleet: Path, config: FleetConfig) -> list[str]:
-    """Say where the same is to be seen while it happens."""
+def watch_hints(fleet: Path, config: FleetConfig) -> list[str]:
+    """Return lines that say how to watch the same fleet live."""
     admin = config.router.admin
     page = url_of(admin.host, admin.port, admin.tls)
     return [
         f"live: `{_command()} up {fleet}`, and the status page is {page}/",
-        "dashboards: beside it `docker compose --file deploy/compose/monitoring.yaml up`, then "
-        "http://localhost:3000; it looks at cpu-demo.yaml's ports (deploy/README.md has more); "
-        "a Grafana of your own takes grafana/dashboards/*.json",
+        "dashboards: also run `docker compose --file deploy/compose/monitoring.yaml up` and open "
+        "http://localhost:3000; it scrapes the ports of cpu-demo.yaml (see deploy/README.md); "
+        "to use your own Grafana, import grafana/dashboards/*.json",
     ]
 
 
 def _command() -> str:
-    """Name this program so that a shell finds it: `make` runs it from where no PATH leads."""
+    """Return this program's name or a path that works in a shell: `make` sets no PATH."""
     name = "vllm-sched"
     if shutil.which(name):
         return name
@@ -98,18 +98,18 @@ async def _play(
     told: list[str],
     narrator: ProgressReporter,
 ) -> Comparison | Contest:
-    """Measure all ways; what each handed over is added to `told`."""
+    """Measure all fleets; append a line on hand-overs to `told` for each."""
     workers = [
-        described(config, to_play(worker, cpu), beside, folder)
+        described(config, played_worker(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
     contenders = [
         Contender(name, label, router_of(each, folder, name))
-        for name, (label, each) in ways(config).items()
+        for name, (label, each) in fleets_to_play(config).items()
     ]
     async with running(workers, narrator), running([c.worker for c in contenders], narrator):
         await measure(contenders, plan, narrator)
-        for contender, (_, each) in zip(contenders, ways(config).values(), strict=True):
+        for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
                 told.append(f"{contender.label}: {handed_over(page, plan)}")
@@ -119,26 +119,25 @@ async def _play(
 
 
 def _page(router: Worker) -> str:
-    """Read a router's metrics."""
     return router.ask("/metrics", READY_S)[1].decode()
 
 
 def handed_over(page: str, plan: ComparisonPlan) -> str:
-    """Say how many prompts a router has handed over, by its metrics."""
+    """Return a sentence on the hand-overs that a router's metrics page counts."""
     done = TRANSFERRED.search(page)
     longs = sum(each.klass == LONG for each in plan.workload.arrivals)
     asked = len(plan.workload.arrivals)
     return (
-        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and one that warms "
-        f"up, of {asked} requests each, {longs} of them long"
+        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and a warm-up "
+        f"round, of {asked} requests each, {longs} of them long"
     )
 
 
-def ways(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
-    """Name the ways to use these workers, simplest first; no two use more processors than one.
+def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
+    """Return the ways to use these workers, simplest first, each on equally many CPUs.
 
-    With all roles in a fleet the parts of it are played too, and only one of the parts makes the
-    one pool: its workers have the machine to themselves, as the other's rest meanwhile.
+    A fleet with all roles is also split into its parts, and one part makes the single pool: while
+    it is played, the other part's workers are idle.
     """
     whole = [worker for worker in config.workers if worker.role not in PARTS]
     halves = [worker for worker in config.workers if worker.role in PARTS]
@@ -164,10 +163,10 @@ def _only(
     return less.model_copy(update={"transfer": None, "routing": routing})
 
 
-def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
-    """Return how a worker is started here: on a processor of its own, without prefix caching.
+def played_worker(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
+    """Return a worker's launch settings: a CPU of its own and no prefix caching.
 
-    Of two routers before the same workers, the second would find its prompts cached.
+    With caching, the second of two routers would find its prompts in the workers' caches.
     """
     told = worker.launch or LaunchConfig()
     cpus = told.cpus or (() if cpu is None else (cpu,))
@@ -177,9 +176,9 @@ def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
 
 
 def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
-    """Give each worker a processor, as if on a machine of its own, where that can be done.
+    """Return a CPU for each worker, or None if there are not enough.
 
-    Those that hand prompts over begin anew: a part of the fleet is played while the other rests.
+    Prefill and decode workers share CPUs with the other roles, which are idle in the meantime.
     """
     offered = sorted(os.sched_getaffinity(0))
     cpus: dict[str, int | None] = {}
@@ -191,7 +190,7 @@ def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
 
 
 def one_pool(config: FleetConfig) -> FleetConfig:
-    """Return the fleet as a plain load balancer would see it: any request to any worker."""
+    """Return the fleet as a plain load balancer uses it: any request to any worker."""
     alike = [
         worker.model_copy(update={"role": "general", "max_model_len": None})
         for worker in config.workers
@@ -201,11 +200,11 @@ def one_pool(config: FleetConfig) -> FleetConfig:
 
 
 def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
-    """Describe a router process for a fleet whose workers run."""
+    """Return a router process for a fleet whose workers are running."""
     port = free_port()
     router = RouterConfig(port=port, admin=AdminConfig(port=free_port()))
     file = folder / f"{name}.yaml"
-    # Nobody's keys are asked for, and nothing is played to workers that are found elsewhere.
+    # Without tenants, requests need no key; without discovery, no other worker gets requests.
     less = config.model_copy(update={"router": router, "tenants": (), "discovery": None})
     file.write_text(yaml.safe_dump(less.model_dump(mode="json")))
     command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]

@@ -1,4 +1,4 @@
-"""`vllm-sched explain FLEET.yaml`: where a request would go, and why."""
+"""`vllm-sched explain FLEET.yaml`: show where a request would go, and why."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ if TYPE_CHECKING:
     from proxy.core.model.specs import Score
 
 TIMEOUT_S = 10.0
-WANTED = (
-    "give the address of a running router's admin API, as http://127.0.0.1:8001: its port is "
-    "router.admin.port, not the one that clients use"
+URL_REMEDY = (
+    "give the URL of a running router's admin API, such as http://127.0.0.1:8001; its port is "
+    "router.admin.port, not the port for clients"
 )
-ASSUMED = "these seconds are assumed, nothing was measured; --live asks a running router, which has"
-NOWHERE = 1
+ASSUMED_NOTE = "these times are assumptions; --live asks a running router, which measures them"
+NO_WORKER_STATUS = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
-# Why a prompt stays with who decodes, for people.
-WHOLE = {
-    HandoverVerdict.NOT_WORTH_IT: "it would gain too little while few decode there, or has no more "
-    "tokens than "
-    "routing.disaggregate_above",
-    HandoverVerdict.CACHED: "most of it should be cached there",
-    HandoverVerdict.ELSEWHERE: "that worker serves it whole",
+# Why a prompt is not handed over.
+NO_HANDOVER_REASONS = {
+    HandoverVerdict.NOT_WORTH_IT: "the gain is too small for the number of running decodes, or "
+    "the prompt has no more tokens than routing.disaggregate_above",
+    HandoverVerdict.CACHED: "the decode worker should have most of the prompt cached",
+    HandoverVerdict.ELSEWHERE: "that worker serves prefill and decode itself",
     HandoverVerdict.NO_PREFILL: "no prefill worker is up",
-    HandoverVerdict.PREFILL_BUSY: "no prefill worker takes more, or is connected to it",
+    HandoverVerdict.PREFILL_BUSY: "no prefill worker is free and connected to the decode worker",
 }
 Answer = TypeVar("Answer")
 EXPLANATION = TypeAdapter(Explanation)
@@ -55,24 +54,24 @@ BALANCES = TypeAdapter(list[BalanceShown])
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Describe the options."""
+    """Add the options to the parser."""
     command.add_argument(
         "--prompt-tokens",
         type=_count,
         metavar="N",
-        help="of the prompt (with --live it may be left out: only the load is shown then)",
+        help="tokens of the prompt (optional with --live, which then shows only the load)",
     )
     command.add_argument(
-        "--max-tokens", type=_count, metavar="M", help="of output (default: no limit is stated)"
+        "--max-tokens", type=_count, metavar="M", help="limit of output tokens (default: none)"
     )
-    command.add_argument("--model", help="whose request it is (default: the fleet's model)")
+    command.add_argument("--model", help="model of the request (default: the fleet's model)")
     command.add_argument(
         "--live",
         nargs="?",
         const="",
         metavar="URL",
-        help="ask the admin API of a running router, which knows the load (default URL: the "
-        "file's); without this all workers are taken to be up and idle",
+        help="ask the admin API of a running router, which knows the load (default URL: from the "
+        "file); without --live, all workers are assumed to be up and idle",
     )
 
 
@@ -83,9 +82,9 @@ def _count(text: str) -> int:
 
 
 def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
-    """Print worker, reason and scores; 1 when the request would go nowhere.
+    """Print the worker, the reason and the scores; return 1 if no worker would take the request.
 
-    Of a running router with prefill and decode workers also how busy both are.
+    With --live, also print the load of prefill and decode workers.
     """
     from proxy.setup.app import url_of
 
@@ -97,17 +96,17 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     if arguments.prompt_tokens is not None:
         status = _explain_one(arguments, config, live)
     elif arguments.live is None:
-        raise UsageError("--prompt-tokens is missing; say how long the prompt is, as 12000")
+        raise UsageError("--prompt-tokens is missing; give the prompt's length, such as 12000")
     if arguments.live is not None and config.transfer is not None:
         _show_sides(balances(live))
     elif arguments.prompt_tokens is None:
-        print("this fleet has no prefill and decode workers: say --prompt-tokens")
+        print("this fleet has no prefill and decode workers; give --prompt-tokens")
     return status
 
 
 def _show_sides(sides: Sequence[BalanceShown]) -> None:
     if not sides:
-        print("no prefill and no decode worker is known to this router")
+        print("this router knows no prefill or decode worker")
         return
     print(columns([SIDES, *_sides(sides)]))
     for each in sides:
@@ -123,14 +122,14 @@ class LiveRouter:
     tls: TlsConfig | None = None
 
     def headers(self) -> dict[str, str]:
-        """Say who asks."""
+        """Return the request headers with the admin key."""
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return {"Content-Type": "application/json", **key}
 
     def opener(self) -> urllib.request.OpenerDirector:
-        """Go straight there: a proxy named by the environment knows nothing of loopback addresses.
+        """Return a URL opener that ignores proxies and trusts the fleet file's certificate.
 
-        The certificate that the fleet file names is believed, whatever it calls its host.
+        The certificate is trusted for any host name.
         """
         context = ssl.create_default_context()
         if self.tls is not None:
@@ -153,33 +152,33 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: LiveR
         _note_discovered(config, question.model)
         found = predicted(config, question)
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
-            print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
+            print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
-        found = asked(live, question)
+        found = live_explanation(live, question)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
     if arguments.live is None and found.worker:
-        print(ASSUMED)
-    return 0 if found.worker else NOWHERE
+        print(ASSUMED_NOTE)
+    return 0 if found.worker else NO_WORKER_STATUS
 
 
 def _note_discovered(config: FleetConfig, model: str | None) -> None:
-    """Say that workers will be found of whom nothing is known; refuse where there are no others."""
+    """Print a note on pools with discovered workers; raise if the model has no other workers."""
     pools = config.discovery.pools if config.discovery else ()
     names = ", ".join(pool.name for pool in pools if (pool.model or config.model) == model)
     if not names:
         return
     if not any(config.model_of(worker) == model for worker in config.workers):
         raise UsageError(
-            f"the workers of {model} are discovered ({names}), and nobody has looked yet; ask a "
+            f"the workers of {model} are discovered ({names}) and not known here; ask a "
             "running router with --live"
         )
-    print(f"without the pools that are discovered, {names}: ask a running router with --live")
+    print(f"the discovered pools {names} are left out; ask a running router with --live")
 
 
 def predicted(config: FleetConfig, question: Question) -> Explanation:
-    """Answer as a router does that has just started, with all its workers up and idle."""
+    """Return the decision of a router that has just started, with all workers up and idle."""
     from proxy.app import router_settings, specs
 
     fleet = Fleet()
@@ -190,13 +189,13 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
     return explanation(router, question, config.model, now=0.0)
 
 
-def asked(live: LiveRouter, question: Question) -> Explanation:
-    """Ask the admin API of a running router where a request would go."""
+def live_explanation(live: LiveRouter, question: Question) -> Explanation:
+    """Return a running router's decision from its admin API."""
     return _ask(live, "explain", EXPLANATION, question.model_dump_json())
 
 
 def balances(live: LiveRouter) -> list[BalanceShown]:
-    """Ask it how busy prefill and decode workers are; nothing where there are none."""
+    """Return the load of prefill and decode workers from a running router's admin API."""
     return _ask(live, "balance", BALANCES)
 
 
@@ -213,18 +212,18 @@ def _ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | Non
             return kind.validate_json(answer.read())
     except urllib.error.HTTPError as error:
         with error:
-            why = _complaint(error.read()) or error.reason
-        elsewhere = f"; {WANTED}" if error.code == HTTPStatus.NOT_FOUND else ""
+            why = _error_message(error.read()) or error.reason
+        elsewhere = f"; {URL_REMEDY}" if error.code == HTTPStatus.NOT_FOUND else ""
         raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, ValidationError):
-            why = "its answer is not that of a router's admin API"
+            why = "the response is not from a router's admin API"
         else:
             why = str(getattr(error, "reason", error))
-        raise UsageError(f"{url}: {why}; {WANTED}") from None
+        raise UsageError(f"{url}: {why}; {URL_REMEDY}") from None
 
 
-def _complaint(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, TypeError, KeyError):
@@ -244,7 +243,7 @@ def _verdict(found: Explanation) -> str:
         text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
     if found.handover is not None and found.prefill_worker is None:
         text += f"\nhandover: {found.handover}"
-        if said := WHOLE.get(found.handover):
+        if said := NO_HANDOVER_REASONS.get(found.handover):
             text += f": {said}"
     return text
 
@@ -267,7 +266,7 @@ def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
 
 
 def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
-    """Write the scores, best first, and those without one last."""
+    """Return the table rows of scores, best first; workers without a score are last."""
     ordered = sorted(scores, key=lambda score: (_has_none(score), score.total))
     return [
         (score.worker, "-", "-", "-", "-", "-", score.note)
@@ -283,7 +282,7 @@ def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
 
 
 def _has_none(score: Score) -> bool:
-    """Whether a worker has no score, but a note that says why; a candidate may have a note too."""
+    """Return whether a worker has no score; its note says why. A candidate may have a note too."""
     return bool(score.note) and not score.total
 
 

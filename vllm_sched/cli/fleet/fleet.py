@@ -1,4 +1,4 @@
-"""`vllm-sched router`, `up`, `demo`, `check`, `explain`: what is done with a fleet file."""
+"""The commands that take a fleet file: `router`, `up`, `demo`, `check`, `explain`."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerCo
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, a_few
 from vllm_sched.cli.fleet import demo, explain, up
-from vllm_sched.cli.fleet.wiring import agreement
+from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
-FEW = 5  # that a note names
+MAX_NOTE_NAMES = 5  # names in a note
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def describe(commands: Commands) -> None:
-    """Describe the commands."""
-    router = _command(commands, "router", "serve a fleet of workers that run already")
+    """Add the commands to the parser."""
+    router = _command(commands, "router", "serve a fleet of workers that are already running")
     router.set_defaults(func=lambda given: _router(given.fleet))
 
-    starter = _command(commands, "up", "start the workers that have a launch: block, and serve")
+    starter = _command(commands, "up", "start the workers that have a launch: block, and route")
     up.add_options(starter)
     starter.set_defaults(func=lambda given: up.up(given.fleet, read, given.log_dir))
 
-    player = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
+    player = _command(commands, "demo", "measure on this machine what a fleet's pools gain")
     demo.add_options(player)
     player.set_defaults(func=lambda given: demo.demo(given, read(given.fleet)))
 
-    check = _command(commands, "check", "say all that is wrong with a fleet file, or what will run")
+    check = _command(commands, "check", "show all errors of a fleet file, or what will run")
     check.add_argument(
         "--print-config",
         action="store_true",
-        help="print the file with all defaults filled in and secrets hidden",
+        help="print the file with all defaults, with secrets hidden",
     )
     check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
 
-    asked = _command(commands, "explain", "say where a request would go, and why")
+    asked = _command(commands, "explain", "show where a request would go, and why")
     explain.add_options(asked)
     asked.set_defaults(func=lambda given: explain.explain(given, read(given.fleet)))
 
@@ -58,12 +58,12 @@ def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParse
 
 
 def read(path: Path, *more: Check) -> FleetConfig:
-    """Read a fleet file; what workers are launched with is checked too, which no router knows."""
-    return load(path, also=[policies, agreement, *more])
+    """Return a fleet file's content, with its launch: blocks checked, which the router skips."""
+    return load(path, also=[policies, compatibility_problems, *more])
 
 
 def files(draft: PartialConfig) -> Iterator[Problem]:
-    """Check what a fleet file only points to: files and variables with keys."""
+    """Check the files and environment variables that a fleet file refers to."""
     from proxy.admin import key
     from proxy.net.tls import tls_problems
     from proxy.setup import tenancy
@@ -74,7 +74,7 @@ def files(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def policies(draft: PartialConfig) -> Iterator[Problem]:
-    """Check the policies that workers are launched with."""
+    """Check the policies of launched workers."""
     for index, worker in draft.legible_workers.items():
         for name, given in (worker.launch.policies if worker.launch else {}).items():
             try:
@@ -88,7 +88,7 @@ def _router(path: Path) -> int:
     if problems := [
         Problem(
             f"workers[{index}].url",
-            "is missing, and this command starts no worker; give it, or use `vllm-sched up`",
+            "is missing, and this command starts no worker; add it, or use `vllm-sched up`",
         )
         for index, worker in enumerate(config.workers)
         if worker.url is None
@@ -122,9 +122,9 @@ def _check(path: Path, print_config: bool) -> int:
 
 
 def narrow(config: FleetConfig) -> Iterator[str]:
-    """Name short workers that a request may not fit into though it was estimated to be short.
+    """Yield a note for each short worker that may be too small for requests estimated as short.
 
-    Where nobody of another role holds more, or may, it has no better place.
+    Only if another role has workers with a longer or unknown context.
     """
     limit = config.routing.short_limit
     pools = config.discovery.pools if config.discovery else ()
@@ -138,24 +138,25 @@ def narrow(config: FleetConfig) -> Iterator[str]:
         others = (each[3] for each in known if each[2] == model and each[1] != role)
         if any(other is None or other > length for other in others):
             yield (
-                f"{name} holds {length} tokens, routing.short_limit is {limit}: sizes are "
-                f"estimated, by as little as half for numbers and rare scripts, and what does not "
-                f"fit is sent twice; give {int(length / HEADROOM)} or less, or it a longer context"
+                f"{name} holds {length} tokens, and routing.short_limit is {limit}: estimates may "
+                f"be half the real size for numbers and rare scripts, and a request that does not "
+                f"fit is sent twice; lower the limit to {int(length / HEADROOM)}, or give the "
+                f"worker a longer context"
             )
 
 
 def unshared(config: FleetConfig) -> Iterator[str]:
-    """Name tenants of whom nothing keeps a crowd of requests out of workers' own queues."""
+    """Yield a note if tenants without a limit can fill the workers' own queues."""
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
     pools = config.discovery.pools if config.discovery is not None else []
     workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
     crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
-            f"tenants {a_few(crowds, FEW)} have no limits.concurrency, workers "
-            f"{a_few(workers, FEW)} no max_requests: tenants have their shares of what waits in "
-            "the router, and nothing does until twice a worker's KV cache is taken; give one or "
-            "the other"
+            f"tenants {a_few(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
+            f"{a_few(workers, MAX_NOTE_NAMES)} no max_requests: shares apply only to requests that "
+            "wait in the router, and none waits until a worker has twice its KV cache in requests; "
+            "set one of the two"
         )
 
 
@@ -163,19 +164,19 @@ def _tenants(config: FleetConfig) -> str:
     if config.tenants:
         return ", ".join(f"{each.name} ({each.class_})" for each in config.tenants)
     if config.router.allow_anonymous:
-        return "none: whoever reaches the router may use it"
-    return "none: whoever is on this machine may use it"
+        return "none: any client that reaches the router may use it"
+    return "none: any client on this machine may use it"
 
 
 def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
-    length = "is asked" if pool.max_model_len is None else str(pool.max_model_len)
+    length = "from worker" if pool.max_model_len is None else str(pool.max_model_len)
     where = f"dns {pool.dns}" if pool.dns else f"EndpointSlices {pool.selector}"
     return f"{pool.name}: any", pool.role, where, pool.model or config.model, length, "discovered"
 
 
 def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
     length = worker.stated_max_model_len
-    launched = "somebody else" if worker.url else "nobody"
+    launched = "external" if worker.url else "none"
     if worker.launch is not None:
         how = [*worker.launch.policies]
         if worker.launch.cpus:
@@ -184,8 +185,8 @@ def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
     return (
         worker.name,
         worker.role,
-        worker.url or ("a free port" if worker.launch else "none: to simulate"),
+        worker.url or ("a free port" if worker.launch else "none: simulation only"),
         config.model_of(worker),
-        "is asked" if length is None else str(length),
+        "from worker" if length is None else str(length),
         launched,
     )

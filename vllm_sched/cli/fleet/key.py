@@ -1,4 +1,4 @@
-"""`vllm-sched key`: a fresh key for a tenant, and the hash that the fleet file keeps of it."""
+"""`vllm-sched key`: make a tenant's key and its hash for the fleet file."""
 
 from __future__ import annotations
 
@@ -13,43 +13,48 @@ from vllm_sched.errors import UsageError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 PREFIX = "sk-vs-"
-BYTES = 32
-LEAST = 16  # letters, as the router wants them
+KEY_BYTES = 32
+MIN_KEY_CHARACTERS = 16  # characters; the router's minimum
 
 
 def describe(commands: Commands) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "key",
-        help="make a key for a tenant, and the hash that the fleet file keeps of it",
-        description="Make a key for a tenant, and the hash that the fleet file keeps of it.",
+        help="make a key for a tenant, and its hash for the fleet file",
+        description="Make a key for a tenant, and its hash for the fleet file.",
         allow_abbrev=False,
     )
     command.add_argument(
         "--stdin",
         action="store_true",
-        help="print the hash of the key on standard input in place of a fresh one",
+        help="print the hash of the key on standard input; make no new key",
     )
     command.set_defaults(func=lambda given: _key(stdin=given.stdin))
 
 
 def hashed(key: str) -> str:
-    """Write the hash of a key as the fleet file has it."""
+    """Return the hash of a key in the fleet file's format."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
 def fresh() -> str:
-    """Make a key that nobody can guess."""
-    return PREFIX + secrets.token_urlsafe(BYTES)
+    """Return a new random key."""
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def _key(*, stdin: bool) -> int:
     if stdin:
         key = sys.stdin.readline().strip()
-        if len(key) < LEAST or not key.isascii() or not key.isprintable() or " " in key:
+        if (
+            len(key) < MIN_KEY_CHARACTERS
+            or not key.isascii()
+            or not key.isprintable()
+            or " " in key
+        ):
             raise UsageError(
-                f"standard input is no key of {LEAST} or more letters, digits and signs; "
-                "without --stdin a fresh one is made"
+                f"standard input is not a key of at least {MIN_KEY_CHARACTERS} printable ASCII "
+                "characters without spaces; without --stdin a new key is made"
             )
     else:
         key = fresh()

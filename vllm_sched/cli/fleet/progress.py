@@ -1,4 +1,4 @@
-"""How workers fare, for people: a live table while they load, lines of text otherwise."""
+"""The state of starting workers: a live table on a terminal, otherwise lines of text."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-# So many deaths in a row are a crash loop. The end of the log is shown at the first and then.
-LOOP = 3
-# A reader of our lines that is gone (rich makes an exit of a broken pipe) must not end the thread
-# that keeps a worker.
-GONE = (OSError, SystemExit)
+# This number of deaths in a row is a crash loop. The log's end is shown at the first death and at
+# this one.
+CRASH_LOOP_DEATHS = 3
+# rich raises SystemExit on a broken pipe, which must not end the thread that supervises a worker.
+READER_ERRORS = (OSError, SystemExit)
 COLOURS = {KeeperState.READY: "green", KeeperState.DIED: "red", KeeperState.STARTING: "cyan"}
 
 
 @dataclass
 class _Row:
-    """A worker's line in the table."""
-
     state: KeeperState = KeeperState.QUEUED
     since: float = 0.0
-    took: float | None = None  # for the state that lasts, not for the one that goes on
-    ready: bool = False  # at least once
+    took: float | None = None  # seconds that the start took; None while the state goes on
+    ready: bool = False  # was ready at least once
 
 
 class Progress:
-    """Takes `KeeperNews` from any thread; a context manager around the whole run."""
+    """Shows `KeeperNews` from any thread; a context manager around the whole run."""
 
     def __init__(
         self,
@@ -56,8 +54,8 @@ class Progress:
         self._live: Live | None = None
 
     def tell(self, news: KeeperNews) -> None:
-        """Show what happened to a worker."""
-        with self._lock, suppress(*GONE):
+        """Show a worker's new state."""
+        with self._lock, suppress(*READER_ERRORS):
             row = self._rows[news.worker]
             row.state, row.since = news.state, self._clock()
             row.took = news.seconds if news.state is KeeperState.READY else None
@@ -67,17 +65,17 @@ class Progress:
                 if all(each.ready for each in self._rows.values()):
                     self._all_ready()
             if all(each.state is KeeperState.STOPPED for each in self._rows.values()):
-                self._line("the workers are stopped", "dim")
+                self._line("all workers have stopped", "dim")
 
     def say(self, text: str) -> None:
-        """Say something of what runs."""
-        with self._lock, suppress(*GONE):
+        """Print a line."""
+        with self._lock, suppress(*READER_ERRORS):
             self._line(text, "dim")
 
     def _write(self, news: KeeperNews) -> None:
         name = news.worker
         if news.state is KeeperState.DIED:
-            self._line(_obituary(news, self._logs[name]), "red")
+            self._line(_death_text(news, self._logs[name]), "red")
         elif self._live is None:
             if news.state is KeeperState.STARTING:
                 self._line(f"{name}: starting; log: {self._logs[name]}", "dim")
@@ -113,7 +111,7 @@ class Progress:
             live.stop()
 
     def __enter__(self) -> Self:
-        """Show the table, where there is a terminal to show it on."""
+        """Show the table if there is a terminal."""
         if self._console.is_terminal:
             # Few refreshes: the router lives in this process too.
             self._live = Live(
@@ -128,14 +126,16 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the table as it is."""
-        with self._lock, suppress(*GONE):
+        """Stop updating the table."""
+        with self._lock, suppress(*READER_ERRORS):
             self._end_live()
 
 
-def _obituary(news: KeeperNews, log: Path) -> str:
+def _death_text(news: KeeperNews, log: Path) -> str:
     what, *tail = news.error.splitlines()
     what = what.removesuffix("; the end of its log:")
-    loop = f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= LOOP else ""
-    head = f"{loop}{what}, {news.seconds:.0f} s old; again in {news.again_s:g} s; log: {log}"
-    return "\n    ".join([head, *tail]) if news.deaths in (1, LOOP) else head
+    loop = (
+        f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= CRASH_LOOP_DEATHS else ""
+    )
+    head = f"{loop}{what} after {news.seconds:.0f} s; restart in {news.again_s:g} s; log: {log}"
+    return "\n    ".join([head, *tail]) if news.deaths in (1, CRASH_LOOP_DEATHS) else head

@@ -1,4 +1,4 @@
-"""`vllm-sched up FLEET.yaml`: workers and router together, from one file, until Ctrl-C."""
+"""`vllm-sched up FLEET.yaml`: run workers and router from one file until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from proxy.config.checks import GENERATED_FLAGS, POLICY_FLAGS
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.cli.fleet.wiring import absent, wiring_of
+from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import parse
-from vllm_sched.workers.flags_file import CONFIG, expanded
+from vllm_sched.workers.flags_file import CONFIG_FLAG, expanded
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
@@ -32,13 +32,13 @@ from vllm_sched.workers.transfer import Wiring
 if TYPE_CHECKING:
     import argparse
 
-# Weights may have to be fetched first, and graphs to be compiled.
+# Long enough to download weights and compile graphs.
 DEADLINE_S = 1800.0
-# Probes ask every second: each would be a line in the log.
+# The router probes every second, and each probe would add a log line.
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
 # What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
 # is written here what is written here counts, and a file made for `vllm serve` has it by right.
-IN_NO_FILE = {name: GENERATED_FLAGS[name] for name in ("--api-key",)}
+NOT_IN_CONFIG_FILE = {name: GENERATED_FLAGS[name] for name in ("--api-key",)}
 MAKE_TINY = """
 import sys
 from vllm_sched.errors import VllmSchedError
@@ -51,17 +51,17 @@ except VllmSchedError as error:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Describe the options."""
+    """Add the options to the parser."""
     command.add_argument(
         "--log-dir",
         type=Path,
         metavar="FOLDER",
-        help="where a log file per worker is kept (default: a new temporary folder)",
+        help="folder for one log file per worker (default: a new temporary folder)",
     )
 
 
 def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) -> int:
-    """Start everything, serve, and leave nothing running; `read` reads the fleet file."""
+    """Start the workers, run the router, and stop all of them at the end."""
     config = placed(read(path))
     if problems := [*_problems_here(config)]:
         raise ConfigError(str(path), problems)
@@ -72,7 +72,7 @@ def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) ->
         raise UsageError(f"--log-dir {logs}: {error.strerror}; name a folder") from None
     from proxy.app import run
 
-    # Until the router minds its signals itself: a SIGTERM is a Ctrl-C.
+    # Treat SIGTERM like Ctrl-C until the router installs its own handlers.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         jobs = [each for each in config.workers if each.launch]
@@ -99,7 +99,7 @@ def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) ->
 
 
 def placed(config: FleetConfig) -> FleetConfig:
-    """Give a free port to each worker that is started here and has no URL."""
+    """Return the fleet with a free port for each launched worker without a URL."""
     workers = []
     for worker in config.workers:
         url = worker.url
@@ -110,42 +110,42 @@ def placed(config: FleetConfig) -> FleetConfig:
 
 
 def _problems_here(config: FleetConfig) -> Iterator[Problem]:
-    """Name what this machine has not: the file may be right for another one."""
+    """Yield problems of this machine, such as missing CPUs; the file may suit another machine."""
     if not any(worker.launch for worker in config.workers):
         yield Problem(
-            "workers", "none has a launch: block, so there is nothing to start; add one, or "
+            "workers", "no worker has a launch: block, so there is nothing to start; add one, or "
             "use `vllm-sched router`"
         )  # fmt: skip
-    yield from absent(config)
+    yield from missing_connector(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
         if worker.address is None:
             yield Problem(
                 f"workers[{index}].url",
-                "is missing, and there is no launch: block either; a profile alone is for "
+                "is missing, and there is no launch: block; a worker with only a profile is for "
                 "`vllm-sched simulate`",
             )
             continue
         if worker.launch is None:
             continue
-        ours = IN_NO_FILE | (POLICY_FLAGS if worker.launch.policies else {})
+        ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.launch.policies else {})
         # vLLM makes an object of `--name.key value` and has that one replace ours.
         given = {flag.whole for flag in parse(expanded(worker.launch.args))}
         for name in sorted(ours.keys() & given):
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"{CONFIG}: that file has {name!r}: {ours[name]}; take it out there",
+                f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
             )
         if missing := set(worker.launch.cpus) - offered:
             yield Problem(
                 f"workers[{index}].launch.cpus",
-                f"{_listed(missing)}: this machine offers {_listed(offered)}; choose from these",
+                f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from these",
             )
         if why := _unusable(*worker.address):
             yield Problem(
                 f"workers[{index}].url",
-                f"{worker.url!r}: a worker started here can't listen there ({why}); stop whoever "
-                "does, or give another port",
+                f"{worker.url!r}: a worker started here can't listen on this address ({why}); stop "
+                "the process that does, or choose another port",
             )
 
 
@@ -154,7 +154,7 @@ def _listed(cpus: set[int]) -> str:
 
 
 def _unusable(host: str, port: int) -> str:
-    """Say why nobody could listen there now; empty if somebody could."""
+    """Return why a server can't listen on this address now; empty if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -175,7 +175,7 @@ def described(
     *,
     wiring: Wiring | None = None,
 ) -> Worker:
-    """Describe how to start a worker, wired for its fleet's transfer unless told how."""
+    """Return a worker that is not started, with its fleet's transfer wiring by default."""
     wiring = wiring or wiring_of(config, worker)
     told = worker.launch or LaunchConfig()
     host, port = worker.address or (launch.LOOPBACK, None)
@@ -202,11 +202,11 @@ def described(
 
 
 def _model(name: str, folder: Path) -> str:
-    """Return what vLLM is to load: the tiny model, a folder beside the fleet file, or the name."""
+    """Return what vLLM loads: the tiny model, a folder next to the fleet file, or the name."""
     if name != TINY:
         beside = folder.absolute() / name
         return str(beside) if beside.is_dir() else name
-    # In a process of its own: torch, once imported, would stay in the router's.
+    # In another process, because torch would stay in this process's memory.
     made = subprocess.run([sys.executable, "-c", MAKE_TINY], capture_output=True, text=True)
     if made.returncode:
         raise WorkerError(f"the tiny model could not be made: {made.stderr.strip()}")
@@ -214,7 +214,7 @@ def _model(name: str, folder: Path) -> str:
 
 
 def device(env: Mapping[str, str]) -> str | None:
-    """Name what a worker loads on, where two that load at once would disturb each other."""
+    """Return the device of a worker; None if several workers may load at the same time."""
     if launch.on_cpu():
         return None
     everything = os.environ.get("CUDA_VISIBLE_DEVICES", "all")

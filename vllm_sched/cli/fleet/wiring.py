@@ -1,4 +1,4 @@
-"""Prefill and decode workers that `up` starts: what they need beyond the file, and can't have."""
+"""The transfer wiring of prefill and decode workers that `up` starts, and its checks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm_sched.workers.flags_file import expanded
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
-LONGEST, LONGEST_PORT = "--max-model-len", len(str(LAST_PORT))
-VLLM_LEASE_S = 30.0  # where nobody says how long
-# Of LMCache's own settings those that name what its workers share or push through, or a file of all
-# of them; with the older names of some.
-STORES = (
+LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
+VLLM_LEASE_S = 30.0  # vLLM's default
+# LMCache's settings that name a shared store or a push target, or a file with all settings, with
+# some older names.
+STORE_VARIABLES = (
     "LMCACHE_CONFIG_FILE",
     "LMCACHE_REMOTE_URL",
     "LMCACHE_REMOTE_STORAGE_PLUGINS",
@@ -36,11 +36,11 @@ STORES = (
     "LMCACHE_ENABLE_XPYD",
     "LMCACHE_ENABLE_NIXL",
 )
-NONE = ("", "0", "false")  # values that name nothing
+UNSET_VALUES = ("", "0", "false")  # values that mean "not set"
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
-    """Say what a worker's end of the transfer is started with; nothing if it has none."""
+    """Return a worker's transfer wiring; empty if it has no transfer."""
     told = worker.launch or LaunchConfig()
     if config.transfer is None or worker.role not in PARTS:
         return Wiring()
@@ -60,11 +60,13 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     )
     if worker.role != "decode" or worker.seats is None:
         return made
-    return replace(made, said=f"{made.said}, {worker.seats} seats for hand-overs and all others")
+    return replace(
+        made, said=f"{made.said}, {worker.seats} slots for hand-overs and other requests"
+    )
 
 
-def agreement(draft: PartialConfig) -> Iterator[Problem]:
-    """Check that those which are to hand prompts over to each other will be able to."""
+def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that workers that hand over prompts to each other are compatible."""
     if draft.transfer is None:
         return
     if draft.transfer.connector == "shared-storage" and draft.transfer.path is None:
@@ -72,33 +74,35 @@ def agreement(draft: PartialConfig) -> Iterator[Problem]:
         if any(transfer.own_config(w.launch.args) is None for w in ends if w.launch):
             yield Problem(
                 "transfer.path",
-                "is missing: shared-storage keeps its files in a folder that all its workers see; "
-                "give one, as in transfer: {connector: shared-storage, path: /kv}",
+                "is missing: shared-storage keeps its files in a folder that all workers can read; "
+                "name one, as in transfer: {connector: shared-storage, path: /kv}",
             )
     if draft.transfer.connector == "mooncake":
-        yield from _bootstraps(draft.transfer, draft.workers)
+        yield from _bootstrap_problems(draft.transfer, draft.workers)
     elif draft.transfer.connector == "lmcache":
-        yield from _stores(draft.workers)
+        yield from _store_problems(draft.workers)
     first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
     sides: dict[tuple[str, str], int] = {}
     for index, worker in draft.workers.items():
         told = worker.launch
         if told is None or worker.role not in PARTS:
             continue
-        yield from _own_config(draft.transfer, index, worker, told)
+        yield from _own_config_problems(draft.transfer, index, worker, told)
         if draft.transfer.connector == "shared-storage":
-            yield from _cuts(index, told)
+            yield from _chunk_problems(index, told)
         if (port := told.env.get(transfer.SIDE_PORT)) is not None:
-            if not (port.isdecimal() and len(port) <= LONGEST_PORT and 0 < int(port) <= LAST_PORT):
+            if not (
+                port.isdecimal() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= LAST_PORT
+            ):
                 yield Problem(
                     f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
-                    f"{port!r}: is no port; leave it out and it gets a free one",
+                    f"{port!r} is not a port; leave it out to get a free port",
                 )
             place = (told.env.get(transfer.SIDE_HOST, "here"), port)
             if (other := sides.setdefault(place, index)) != index:
                 yield Problem(
                     f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
-                    f"{port}: workers[{other}] has the same; leave it out and it gets a free one",
+                    f"{port}: workers[{other}] has the same port; leave it out to get a free one",
                 )
         model = draft.model_of(worker)
         there, other_worker, others = first.setdefault(model, (index, worker, told))
@@ -109,51 +113,53 @@ def agreement(draft: PartialConfig) -> Iterator[Problem]:
         if loaded != theirs_loaded:
             yield Problem(
                 f"workers[{index}].launch.model",
-                f"{loaded or 'none'}: {named} loads {theirs_loaded or 'none'}, and neither "
-                "could read the other's KV cache; give both the same",
+                f"{loaded or 'none'}: {named} loads {theirs_loaded or 'none'}, and a worker can't "
+                "read another model's KV cache; give both the same model",
             )
         if draft.transfer.connector == "nixl":
             layout, theirs = (transfer.layout_of(each.args, each.env) for each in (told, others))
             if layout and theirs and layout != theirs:
                 yield Problem(
                     f"workers[{index}].launch.env.{transfer.LAYOUT}",
-                    f"{layout}: {named} has {theirs}, and NIXL moves a KV cache between equals "
-                    "only; give both the same, or neither any",
+                    f"{layout}: {named} has {theirs}, and NIXL needs equal KV cache layouts; give "
+                    "both the same layout, or neither",
                 )
         for flag, ours, theirs in differences(told.args, others.args, model=loaded):
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"{flag} {ours or '(none)'}: {named} has {theirs or 'none'}, and a KV cache moves "
-                f"between equals only; give both the same {flag}",
+                f"{flag} {ours or '(none)'}: {named} has {theirs or 'none'}, and a KV cache can "
+                f"move only between workers with the same {flag}; make them equal",
             )
 
 
-def _cuts(index: int, told: LaunchConfig) -> Iterator[Problem]:
-    """Refuse what would cut a prompt into chunks: of those shared storage keeps only the last."""
+def _chunk_problems(index: int, told: LaunchConfig) -> Iterator[Problem]:
+    """Refuse chunked prompts, because shared storage keeps only the last chunk."""
     if told.policies:
         yield Problem(
             f"workers[{index}].launch.policies",
-            f"{', '.join(told.policies)}: may cut a prompt into chunks, of which "
-            "shared-storage keeps only the last; leave them out",
+            f"{', '.join(told.policies)}: policies may split a prompt into chunks, and "
+            "shared-storage keeps only the last chunk; leave them out",
         )
     args = expanded(told.args)
     if "--enable-chunked-prefill" in names(args):
         yield Problem(
             f"workers[{index}].launch.args",
-            "--enable-chunked-prefill: of a prompt's chunks shared-storage keeps only the last; "
+            "--enable-chunked-prefill: shared-storage keeps only the last chunk of a prompt; "
             "leave it out",
         )
-    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LONGEST))
+    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
     if budget is not None and longest is not None and budget < longest:
         yield Problem(
             f"workers[{index}].launch.args",
-            f"--max-num-batched-tokens {budget}: {LONGEST} is {longest}, and a prompt is computed "
-            "in one step, since shared-storage keeps only the last of several; give as many",
+            f"--max-num-batched-tokens {budget}: {LENGTH_FLAG} is {longest}, and a prompt must fit "
+            f"one step, because shared-storage keeps only the last chunk; give at least {longest}",
         )
 
 
-def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
-    """Refuse prefill workers of Mooncake's that decode workers would not find."""
+def _bootstrap_problems(
+    moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]
+) -> Iterator[Problem]:
+    """Refuse prefill workers of Mooncake that decode workers would not find."""
     taken: dict[str, str] = {}
     for index, worker in workers.items():
         told = worker.launch
@@ -163,9 +169,9 @@ def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -
         if engines > 1:
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"--data-parallel-size {engines}: vLLM adds to each engine's id, and decode "
-                f"workers are told to look for {worker.name!r}; start as many workers of one "
-                "engine, or use nixl",
+                f"--data-parallel-size {engines}: vLLM appends a number to each engine's id, and "
+                f"decode workers look for {worker.name!r}; start {engines} workers with one "
+                "engine each, or use nixl",
             )
         given = moved_by.addresses.get(worker.name, "").rpartition(":")[2].strip("/")
         sought = given or transfer.USUAL_BOOTSTRAP_PORT
@@ -173,37 +179,37 @@ def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -
         if own is not None and own != sought:
             yield Problem(
                 f"workers[{index}].launch.env.{transfer.BOOTSTRAP_PORT}",
-                f"{own!r}: decode workers are told port {sought}; leave it out, and say it in "
+                f"{own!r}: decode workers use port {sought}; leave it out, and set the port in "
                 f"transfer.addresses, as in {worker.name}: http://127.0.0.1:{own or '8999'}",
             )
         port = own or sought
         if (other := taken.setdefault(port, worker.name)) != worker.name:
             yield Problem(
                 "transfer.addresses",
-                f"{worker.name!r} would listen on port {port}, as {other!r} does; give each one of "
-                f"its own, as in {worker.name}: http://127.0.0.1:8999",
+                f"{worker.name!r} would listen on port {port}, like {other!r}; give each worker "
+                f"its own port, as in {worker.name}: http://127.0.0.1:8999",
             )
 
 
-def _stores(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
-    """Refuse workers of LMCache's that would share nothing: each prompt would be computed twice."""
+def _store_problems(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
+    """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
     for index, worker in workers.items():
         told = worker.launch
         if told is None or worker.role not in PARTS or transfer.own_config(told.args) is not None:
             continue
-        env = {**os.environ, **told.env}  # as the worker has it
-        if all(env.get(name, "").lower() in NONE for name in STORES):
+        env = {**os.environ, **told.env}  # the worker's environment
+        if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
             yield Problem(
                 f"workers[{index}].launch.env",
-                "says nothing of the store that LMCache's workers share, or push through; give "
-                "LMCACHE_CONFIG_FILE, or LMCACHE_REMOTE_URL, or LMCACHE_ENABLE_PD, or use nixl",
+                "names no store that the LMCache workers share or push through; set "
+                "LMCACHE_CONFIG_FILE, LMCACHE_REMOTE_URL or LMCACHE_ENABLE_PD, or use nixl",
             )
 
 
-def _own_config(
+def _own_config_problems(
     moved_by: TransferConfig, index: int, worker: WorkerConfig, told: LaunchConfig
 ) -> Iterator[Problem]:
-    """Check what the file says of the transfer a second time, among the flags."""
+    """Check the user's own --kv-transfer-config against the fleet file's transfer: block."""
     own = transfer.own_config(told.args)
     if own is None:
         return
@@ -211,7 +217,7 @@ def _own_config(
     if not own:
         yield Problem(
             path,
-            "--kv-transfer-config: is no JSON object in which something is said; leave the flag "
+            "--kv-transfer-config is not a JSON object with at least one key; leave the flag "
             "out, or correct it",
         )
         return
@@ -220,8 +226,8 @@ def _own_config(
     if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
         yield Problem(
             path,
-            f"--kv-transfer-config with engine_id {engine!r}: decode workers are told to look for "
-            f"{worker.name!r}, its name; give that",
+            f"--kv-transfer-config with engine_id {engine!r}: decode workers look for "
+            f"{worker.name!r}, this worker's name; use that",
         )
     if named not in transfer.classes(moved_by.connector, moved_by.mode):
         wanted = transfer.class_of(moved_by.connector, moved_by.mode)
@@ -229,15 +235,15 @@ def _own_config(
         yield Problem(
             path,
             f"--kv-transfer-config with the connector {named!r}: transfer is "
-            f"{moved_by.connector}{pushed}, which is {wanted}; leave the flag out, or correct one "
-            "of them",
+            f"{moved_by.connector}{pushed}, which needs {wanted}; leave the flag out, or correct "
+            "one of the two",
         )
     role = transfer.ROLES[cast("Part", worker.role)]
     if own.get("kv_role") not in (role, "kv_both"):
         yield Problem(
             path,
             f"--kv-transfer-config with kv_role {own.get('kv_role')!r}: a {worker.role} worker "
-            f"is a {role}; leave the flag out, or correct it",
+            f"needs {role}; leave the flag out, or correct it",
         )
     extra = own.get("kv_connector_extra_config")
     kept_s = (
@@ -248,13 +254,13 @@ def _own_config(
         yield Problem(
             path,
             f"--kv-transfer-config with kv_lease_duration {kept_s:g}: transfer.lease_s is "
-            f"{told_s:g}, and what is read after a lease has ended may be another prompt's; give "
-            "this worker at least as much",
+            f"{told_s:g}, and blocks read after the lease may hold another prompt; give this "
+            f"worker at least {told_s:g}",
         )
 
 
-def absent(config: FleetConfig) -> Iterator[Problem]:
-    """Name the connector, if some worker that starts here needs it and vLLM hasn't got it."""
+def missing_connector(config: FleetConfig) -> Iterator[Problem]:
+    """Yield a problem if launched workers need a connector that is not installed here."""
     moved_by = config.transfer
     if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
         return

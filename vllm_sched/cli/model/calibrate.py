@@ -1,4 +1,4 @@
-"""`vllm-sched calibrate`: measure what a worker's steps take, and fit it."""
+"""`vllm-sched calibrate`: measure a worker's step times and fit a cost model."""
 
 from __future__ import annotations
 
@@ -34,66 +34,66 @@ from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
 
-# Weights may have to be fetched first, and graphs to be compiled.
+# Long enough to download weights and compile graphs.
 DEADLINE_S: Final = 1800.0
-# Above this the straight lines are not what the worker does, or the machine was not quiet.
-PROMISED_ERROR: Final = 0.15
+# With a larger error the linear model does not fit the worker, or the machine was busy.
+MAX_MEDIAN_ERROR: Final = 0.15
 KINDS: Final[dict[Kind, str]] = {
     "decode": "decode alone", "prefill": "prefill alone", "mixed": "both",
 }  # fmt: skip
 ROWS: Final = (
     ("decode_fixed_s", "c_d: a decode step", 1e3, "ms"),
-    ("decode_s", "t_d: a sequence that decodes", 1e6, "us"),
+    ("decode_s", "t_d: a decoding sequence", 1e6, "us"),
     ("context_s", "a token of its context", 1e9, "ns"),
     ("prefill_fixed_s", "c_p: a step of prefill alone", 1e3, "ms"),
     ("prefill_s", "t_p: a token of prefill", 1e6, "us"),
-    ("pair_s", "a pair of tokens that attend", 1e9, "ns"),
-    ("read_s", "a token of a prompt, read in a later step", 1e9, "ns"),
-    ("mixed_s", "delta: doing both in a step", 1e3, "ms"),
+    ("pair_s", "a pair of attending tokens", 1e9, "ns"),
+    ("read_s", "a prompt token, read in a later step", 1e9, "ns"),
+    ("mixed_s", "delta: both in one step", 1e3, "ms"),
     ("prompt_fixed_s", "a prompt, or a part of one", 1e3, "ms"),
     ("floor_s", "the shortest step with prefill", 1e3, "ms"),
 )
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "calibrate",
-        help="measure what a worker's steps take, for `threshold` and for predictions",
+        help="measure a worker's step times, for `threshold` and for predictions",
         description=(
-            "Measure steps that decode, prefill, or do both, on a worker that has nothing else to "
-            "do, and fit what they cost: coefficients with 95 % intervals, and errors on steps "
-            "that had no part in the fit."
+            "Measure decode steps, prefill steps and mixed steps on an idle worker, and fit a cost "
+            "model: coefficients with 95 % intervals, and errors on steps that were not used for "
+            "the fit."
         ),
         allow_abbrev=False,
     )
     add = command.add_argument
     where = command.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--model", metavar="M", help=f"start a worker of this model here; {TINY!r} is a random one"
+        "--model", metavar="M", help=f"start a worker of this model; {TINY!r} is a random model"
     )
-    where.add_argument("--url", metavar="URL", help="a worker that runs already, and is idle")
+    where.add_argument("--url", metavar="URL", help="URL of a running, idle worker")
     add(
         "--arg",
         dest="args",
         action="append",
         default=[],
         metavar="FLAG",
-        help="with --model: an extra vLLM flag, as --arg=--flag=value; may be repeated",
+        help="with --model: an extra vLLM flag, as --arg=--flag=value; repeatable",
     )
     add(
         "--budget",
         type=int,
         default=2048,
         metavar="TOKENS",
-        help="the worker's max_num_batched_tokens; no step is made larger (default: %(default)s)",
+        help="the worker's max_num_batched_tokens, the largest step (default: %(default)s)",
     )
     add(
         "--max-batch",
         type=int,
         default=16,
         metavar="B",
-        help="most sequences decoding at once, not above the worker's max_num_seqs "
+        help="most decoding sequences at once, at most the worker's max_num_seqs "
         "(default: %(default)s)",
     )
     add(
@@ -101,17 +101,17 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=int,
         default=1,
         metavar="N",
-        help="that the worker runs on, for `plan` (default: %(default)s)",
+        help="GPUs of the worker, for `plan` (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of prompts, held-out steps and intervals")
-    add("--save", type=Path, metavar="cost.json", help="write coefficients and all steps")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted")
+    add("--seed", type=int, default=0, help="seed of prompts, held-out steps and intervals")
+    add("--save", type=Path, metavar="cost.json", help="write the coefficients and all steps")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted times")
     command.set_defaults(func=run_calibrate)
 
 
 @dataclass(frozen=True)
 class StepSource:
-    """What was measured."""
+    """The worker that was measured."""
 
     model: str
     where: str
@@ -125,22 +125,20 @@ class StepSource:
 
 @dataclass(frozen=True)
 class WholePrompts:
-    """Prompts that had the worker to themselves, against what their steps add up to."""
+    """Prompts that ran alone, compared with the sum of their steps."""
 
-    front_s: float  # HTTP and all else around the steps, of a prompt of one step
-    prompts: tuple[
-        tuple[LonePrompt, float], ...
-    ]  # and the seconds that their steps are said to take
+    front_s: float  # HTTP and all other time outside the steps, of a prompt of one step
+    prompts: tuple[tuple[LonePrompt, float], ...]  # with the predicted seconds of their steps
 
     @classmethod
     def of(cls, lone: Sequence[LonePrompt], time: StepTime, budget: int) -> Self:
-        """Compare."""
+        """Return the measured prompts with their predictions."""
         both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
         fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
         return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)
 
     def errors(self) -> list[tuple[LonePrompt, float, float]]:
-        """Give what each should have taken, and how far off that is."""
+        """Return each prompt with its expected seconds and the relative error."""
         return [
             (each, expected := steps + self.front_s, expected / each.seconds - 1)
             for each, steps in self.prompts
@@ -148,7 +146,7 @@ class WholePrompts:
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """Run the command; 1 when the worker failed."""
+    """Run the command; return 1 if the worker failed."""
     check(args)
     console = Console(markup=False)
     try:
@@ -158,12 +156,12 @@ def run_calibrate(args: argparse.Namespace) -> int:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("vllm-sched calibrate: interrupted; nothing is left running", file=sys.stderr)
+        print("vllm-sched calibrate: interrupted; the worker was stopped", file=sys.stderr)
         return INTERRUPTED
     found = calibrate(seen.steps, seed=args.seed)
     whole = WholePrompts.of(seen.lone, found.time, args.budget)
-    _tell(console, found)
-    _tell_whole(console, whole)
+    _print_calibration(console, found)
+    _print_whole_prompts(console, whole)
     if args.save:
         with writing(args.save):
             write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
@@ -176,14 +174,14 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what would only fail after minutes of measuring."""
+    """Check the arguments before a measurement of minutes starts."""
     for name in ("budget", "max_batch", "gpus"):
         if (value := getattr(args, name)) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.args and args.url:
         raise UsageError("--arg is for a worker started here; leave it out, or give --model")
     if args.url and not args.url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {args.url}: give it as http://HOST:PORT")
+        raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
         chart.check_suffix(args.plot)
     require_folders(args.save, args.plot)
@@ -221,7 +219,7 @@ async def _measure(
 
 
 def _kv_token_bytes(root: str) -> int | None:
-    """Read it from the model's own configuration, where that lies on this machine."""
+    """Return the KV bytes per token from a local model's config.json; None if unknown."""
     try:
         return kv_bytes_per_token(json.loads((Path(root) / "config.json").read_text()))
     except (OSError, ValueError, UsageError):
@@ -235,7 +233,7 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
 
 
 def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict[str, Any]:
-    """Give what `threshold --cost` and a fleet's `profile` read, and everything it came from."""
+    """Return the file for `threshold --cost` and a fleet's `profile`, with all measured steps."""
     return {
         **{name: value for name, value in asdict(source).items() if value is not None},
         "step_time": found.time.to_json(),
@@ -256,7 +254,7 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
 
 
 def picture(source: StepSource, found: Calibration) -> chart.Chart:
-    """Draw measured steps against fitted ones, held-out ones included."""
+    """Return a chart of measured against fitted steps, with the held-out ones."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]
@@ -286,7 +284,7 @@ def picture(source: StepSource, found: Calibration) -> chart.Chart:
     )
 
 
-def _tell(console: Console, found: Calibration) -> None:
+def _print_calibration(console: Console, found: Calibration) -> None:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("")
     for heading in ("", "95 % interval", "unit"):
@@ -309,22 +307,22 @@ def _tell(console: Console, found: Calibration) -> None:
     console.print(errors)
     error = found.error() or 0.0
     text = f"median error of held-out steps: {error:.1%}"
-    if error > PROMISED_ERROR:
-        text += "; more than 15 %: measure again when the machine is quiet"
-    style = "yellow" if error > PROMISED_ERROR else ""
+    if error > MAX_MEDIAN_ERROR:
+        text += "; more than 15 %: measure again when the machine is idle"
+    style = "yellow" if error > MAX_MEDIAN_ERROR else ""
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def _tell_whole(console: Console, whole: WholePrompts) -> None:
+def _print_whole_prompts(console: Console, whole: WholePrompts) -> None:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("a whole prompt, alone", "measured", "steps and front", "off by"):
+    for heading in ("a whole prompt, alone", "measured", "steps and front", "error"):
         layout.add_column(heading, justify="right")
     for each, expected, error in whole.errors():
-        style = "yellow" if abs(error) > PROMISED_ERROR else ""
+        style = "yellow" if abs(error) > MAX_MEDIAN_ERROR else ""
         times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print(layout)
-    text = f"in front of the steps: {whole.front_s * 1e3:.3g} ms a request"
+    text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
     console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`vllm-sched plan`: which fleet, of so many GPUs, serves a traffic best."""
+"""`vllm-sched plan`: find the best fleet for a workload and a number of GPUs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_sched.bench.compare.report import some
+from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.bench.traffic.schedule import MOST
+from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
@@ -42,35 +42,35 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.search import Tell
 
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
-MOST_GPUS: Final = 1_000_000
-UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
-# What the search has seen of the draws that judge.
-NEW: Final = "none of them searched with"
-OF_TRACE: Final = (
-    "which differ in where in the trace they begin and in the gaps alone: their lines are each "
-    "other's, and those searched with"
+MAX_GPUS: Final = 1_000_000
+UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning
+# How the judging draws relate to the draws of the search.
+NEW_DRAWS_NOTE: Final = "none of them used in the search"
+TRACE_DRAWS_NOTE: Final = (
+    "which differ only in their gaps and in where they begin in the trace; they share lines with "
+    "each other and with the search"
 )
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "plan",
-        help="which fleet, of so many GPUs, serves a traffic best",
+        help="find the best fleet for a workload and a number of GPUs",
         description=(
-            "Search, by simulation, for the pools, sizes, thresholds and policies with which so "
-            "many GPUs serve the most requests in time."
+            "Search by simulation for the pools, sizes, thresholds and policies with which this "
+            "number of GPUs serves the most requests in time."
         ),
         allow_abbrev=False,
     )
     add = command.add_argument
     add("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
-    add("--gpus", type=int, required=True, metavar="N", help="that there are")
+    add("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     add(
         "--profile",
         required=True,
         metavar="NAME|FILE",
-        help=f"what a worker is: {', '.join(profiles.PROFILES)}, or what `calibrate` saved",
+        help=f"a worker's cost model: {', '.join(profiles.PROFILES)}, or a file of `calibrate`",
     )
     add(
         "--goodput",
@@ -79,17 +79,17 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="NAME:MS",
         help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
     )
-    add("--request-rate", type=float, metavar="R", help="requests a second that it has to serve")
+    add("--request-rate", type=float, metavar="R", help="required requests per second")
     add("--burstiness", type=float, metavar="B", help="of the gaps between requests (default: 1)")
-    add("--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1")
-    add("--prefix-hit", type=float, metavar="SHARE", help="of prompt tokens sent before")
+    add("--scale", type=float, default=1.0, metavar="F", help="factor for all lengths, such as 0.1")
+    add("--prefix-hit", type=float, metavar="SHARE", help="share of prompt tokens sent before")
     add_block_tokens(command)
     add(
         "--bandwidth",
         type=float,
         metavar="GB/S",
-        help="of the link to each worker, for hand-overs "
-        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
+        help="bandwidth of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} per GPU)",
     )
     add("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
     add(
@@ -98,22 +98,22 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default=list(POLICIES),
         choices=POLICIES,
         metavar="NAME",
-        help=f"to try: {', '.join(POLICIES)} (default: all)",
+        help=f"policies to try: {', '.join(POLICIES)} (default: all)",
     )
-    add("--exact", action="store_true", help="play the best again with vLLM's own schedulers")
+    add("--exact", action="store_true", help="check the best fleets with vLLM's own schedulers")
     add(
         "--quick",
         action="store_true",
-        help="a third of the requests in half the draws: faster, and rougher",
+        help="use a third of the requests and half the draws: faster, less precise",
     )
-    add("--seed", type=int, default=0, help="fixes lengths and times")
+    add("--seed", type=int, default=0, help="seed of lengths and times")
     add("--save", type=Path, metavar="FLEET.yaml", help="write the best fleet")
-    add("--model", default="", metavar="NAME", help="what clients call it, for the fleet file")
+    add("--model", default="", metavar="NAME", help="the model name in the fleet file")
     command.set_defaults(func=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Run the command; Ctrl-C shows and keeps the best by then."""
+    """Run the command; Ctrl-C shows and saves the best fleet so far."""
     _check(args)
     machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
     question = PlanQuestion(
@@ -140,8 +140,8 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     _show(console, found, args)
     if args.save:
-        command = shlex.join(["vllm-sched", "plan", *_said(args)])
-        traffic = shlex.join(_traffic(args, found, exact=found.exactly))
+        command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
+        traffic = shlex.join(_simulate_options(args, found, exact=found.exactly))
         with writing(args.save):
             planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
@@ -149,24 +149,23 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what would only fail after minutes."""
     require_folders(args.save)
-    if abs(args.gpus) > MOST_GPUS:
-        raise UsageError(f"--gpus: a plan has at most {MOST_GPUS:,}; give a smaller number")
+    if abs(args.gpus) > MAX_GPUS:
+        raise UsageError(f"--gpus: must be at most {MAX_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
         least = 0.0 if name == "mixed_ms" else 1e-12
-        if value is not None and not least <= value <= MOST:
+        if value is not None and not least <= value <= MAX_NUMBER:
             raise UsageError(
-                f"--{name.replace('_', '-')} {value:g}: must be more than 0, at most {MOST:g}"
+                f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )
     if args.exact:
         planning.require_vllm()
-        # What vLLM has to say of this machine is of no concern to one that is not there.
+        # vLLM's warnings on this machine do not apply to the simulated one.
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
-def _said(args: argparse.Namespace) -> list[str]:
+def _plan_options(args: argparse.Namespace) -> list[str]:
     said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
     said += [
         f"--{name.replace('_', '-')}={value:g}"
@@ -184,8 +183,7 @@ def _said(args: argparse.Namespace) -> list[str]:
     return [*said, "--goodput", *args.goodput]
 
 
-def _traffic(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
-    """Say to `simulate` what was planned for; to plain workers as many requests as to draws."""
+def _simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
     count = EXACT_REQUESTS if exact else found.requests
     said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
     said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
@@ -206,7 +204,6 @@ def _lengths(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
-    """Show how far it is: on a terminal at once, else in a line now and then."""
     if (place := terminal(console)) is None:
         lines = ProgressLines("plan")
         lines.say(f"planning for {question.source.name}")
@@ -231,16 +228,16 @@ def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
 def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
     if found.stopped_at is not None:
         console.print(
-            f"interrupted at {found.stopped_at:.0%}: the best of what was judged by then; fleets "
-            "that were not looked at may serve more",
+            f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
+            "serve more",
             style="yellow",
             highlight=False,
             soft_wrap=True,
         )
     console.print(
-        f"{found.question.source.name}, prompts of {found.prompt:,.0f} and answers of "
-        f"{found.output:,.0f} tokens on average, on {some(args.gpus, 'GPU')} as "
-        f"{some(found.best.shape.workers, 'worker')}, all of one profile: "
+        f"{found.question.source.name}, prompts of {found.prompt:,.0f} and outputs of "
+        f"{found.output:,.0f} tokens on average, on {format_count(args.gpus, 'GPU')} as "
+        f"{format_count(found.best.shape.workers, 'worker')}, all of one profile: "
         f"{found.question.machine.profile}",
         style="dim",
         highlight=False,
@@ -255,13 +252,13 @@ def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
         console.print(
-            f"rates within {SAME:.0%} are equal: the simpler fleet first",
+            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
             style="dim",
             highlight=False,
         )
     if left := args.gpus - found.best.shape.workers * found.gpus_each:
         console.print(
-            f"{left} of {args.gpus} GPUs are over: a worker takes {found.gpus_each}",
+            f"{left} of {args.gpus} GPUs are unused: a worker takes {found.gpus_each}",
             style="yellow",
             highlight=False,
         )
@@ -272,7 +269,7 @@ def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
     if machine.assumed:
         taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
         console.print(
-            f"{machine.profile} does not say these sizes, and they are assumed: {taken}; add them "
+            f"{machine.profile} does not contain these sizes; assumed: {taken}; add them "
             "to the file",
             style="yellow",
             highlight=False,
@@ -283,19 +280,19 @@ def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
 
 
 def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
-    """Say how far to trust it, and the command that checks it."""
+    """Yield lines on how the fleets were judged, and the command that checks the best."""
     question = found.question
     if not found.exactly:
         of_trace = isinstance(question.source, Sampled)
-        seen = OF_TRACE if of_trace else NEW
+        seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
         yield (
-            f"each rate is one of which {question.share:.0%} are in time in each of "
+            f"each rate is the highest with {question.share:.0%} in time in each of "
             f"{question.draws} draws of {found.requests:,} requests, {seen}"
         )
         yield (
-            f"in a further draw{' of this trace' * of_trace} as many are with a chance of about "
-            f"{question.draws} in {question.draws + 1}"
-            + (", of another day's traffic nothing is said" if of_trace else "")
+            f"a further draw{' of this trace' * of_trace} has the same share in time with a "
+            f"probability of about {question.draws} in {question.draws + 1}"
+            + ("; this does not cover another day's traffic" if of_trace else "")
         )
     yield (
         f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
@@ -304,35 +301,35 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     )
     if found.exactly:
         yield (
-            "the order and rates are those of vLLM's own schedulers (the exact engine), by one "
-            "more draw; a worker more and one fewer are of plain ones, taken to be as far off"
+            "order and rates are from vLLM's own schedulers (the exact engine), with one more "
+            "draw; those for a worker more or fewer are plain, with the same correction"
         )
         return
     fleet = args.save or "FLEET.yaml"
-    command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
+    command = ["vllm-sched", "simulate", str(fleet), *_simulate_options(args, found, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
     what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
-    asked = "no vLLM scheduler was asked"
+    asked = "vLLM's own schedulers were not used"
     if found.exact:
-        asked = "vLLM's own schedulers were not asked of all"
-    yield f"{asked}; to play the best with them{what}{saved}:"
+        asked = "vLLM's own schedulers were not used for all fleets"
+    yield f"{asked}; to play the best fleet with them{what}{saved}:"
     yield f"    {shlex.join(command)}"
 
 
 def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
-    """Say what of a trace was played, if it was one."""
+    """Yield lines on the part of a trace that was played; none for other workloads."""
     if not isinstance(source, Sampled):
         return
     yield (
-        f"of its {source.lines:,} lines {source.held:,}, in stretches from all over the file; the "
-        "gaps between requests are drawn (--burstiness), not the trace's",
+        f"{source.held:,} of its {source.lines:,} lines, in stretches from all parts of the file; "
+        "the gaps between requests are drawn (--burstiness), not those of the trace",
         "dim",
     )
-    if source.heaviest >= UNEVEN:
+    if source.heaviest >= UNEVEN_TRACE_RATIO:
         yield (
-            f"requests are not alike throughout {source.name}: those of the heaviest fifth of the "
-            f"file are {source.heaviest:.2g} times the mean, and at the same rate want so much "
-            "more; to be safe plan for that part alone",
+            f"the load of {source.name} varies: requests in the heaviest fifth of the file are "
+            f"{source.heaviest:.2g} times the mean, and need that much more at the same rate; to "
+            "be safe, plan for that part alone",
             "yellow",
         )
 
@@ -364,18 +361,18 @@ def _place(at: int) -> str:
 
 
 def _spread(worst: float, best: float) -> str:
-    """Show a range of shares, or the one that all are."""
-    low, high = _down(worst), _down(best)
+    """Return a range of shares, or a single share if both ends are equal."""
+    low, high = _percent_rounded_down(worst), _percent_rounded_down(best)
     return high if low == high else f"{low.removesuffix(' %')}-{high}"
 
 
-def _down(share: float) -> str:
-    """Show a share, rounded down: 100 % says that none was late."""
+def _percent_rounded_down(share: float) -> str:
+    """Return a share rounded down, so that 100 % means that no request was late."""
     return f"{math.floor(100 * share + 1e-9)} %"
 
 
 def _pair(one: float, other: float) -> str:
-    """Show two latencies, the unit once: lines are 80 wide."""
+    """Return two latencies with one unit, to keep lines within 80 columns."""
     unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
     return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
@@ -385,7 +382,7 @@ def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
     unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
     best = found.best
     without = {
-        "more": "none of these fleets with it serves more; left idle it takes nothing away",
+        "more": "no fleet here serves more with it; it can stay idle",
         "fewer": "there is no such fleet",
     }
     for what, other in (("more", found.more), ("fewer", found.fewer)):
@@ -393,27 +390,28 @@ def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
             yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
             continue
         change = other.rate / best.rate - 1
-        size = f"{change:+.0%}" if abs(change) > SAME else "less than such a search can tell"
+        size = f"{change:+.0%}" if abs(change) > SAME else "below the search's resolution"
         yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
     if each > 1:
         yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
     if rate is not None:
-        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of what it serves"
+        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of the best fleet's rate"
     for shape, proof in found.exact.items():
         least = found.question.share
         short = " (too few)" if proof.share < least else ""
         if proof.longest < least:
-            short += f" ({_down(proof.longest)} of the longest: they starve)"
+            longest = _percent_rounded_down(proof.longest)
+            short += f" ({longest} of the longest prompts, which starve)"
         yield (
-            f"with vLLM's own schedulers {_down(proof.share)} of {proof.requests:,} in time at "
-            f"{proof.rate:.3g} req./s{short}: {shape}"
+            f"with vLLM's own schedulers {_percent_rounded_down(proof.share)} of "
+            f"{proof.requests:,} in time at {proof.rate:.3g} req./s{short}: {shape}"
         )
 
 
 def _capacity(found: FleetPlan) -> Table:
     capacity, size = found.capacity, found.question.machine.kv_token_bytes
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
-    layout.title = "one worker, by hand"
+    layout.title = "one worker, calculated"
     layout.title_style = "bold"
     layout.add_column("")
     layout.add_column("", justify="right")
@@ -421,15 +419,15 @@ def _capacity(found: FleetPlan) -> Table:
     where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
     for name, text in (
         ("KV cache", f"{capacity.kv_tokens:,} tokens of {size / 1024:.0f} KiB"),
-        ("requests it holds, of the mean length", f"{capacity.held:,}"),
+        ("requests of mean length that fit", f"{capacity.held:,}"),
         ("prefill of a mean prompt", milliseconds(capacity.prefill_s * 1000)),
-        ("decode step with all it holds", milliseconds(capacity.step_s * 1000)),
-        ("requests/s that its computing allows", f"{capacity.requests_per_s:.3g}"),
-        ("KV that its prefill makes", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
-        ("KV that its link moves", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
+        ("decode step of a full worker", milliseconds(capacity.step_s * 1000)),
+        ("requests/s by its compute", f"{capacity.requests_per_s:.3g}"),
+        ("KV written by its prefill", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
+        ("KV moved by its link", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
         ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
-        ("the transfer takes longer than the prefill", where),
-        ("all prompts of the best rate, moved", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
+        ("transfer is slower than prefill", where),
+        ("KV of all prompts at the best rate", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
     ):
         layout.add_row(name, text)
     return layout

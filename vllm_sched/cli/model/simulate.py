@@ -1,4 +1,4 @@
-"""`vllm-sched simulate`: play a workload to a fleet in virtual time, and say how it would fare."""
+"""`vllm-sched simulate`: play a workload against a fleet in virtual time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.summary import table
-from vllm_sched.bench.traffic.schedule import MOST
-from vllm_sched.cli.bench.bench import complain
+from vllm_sched.bench.traffic.schedule import MAX_NUMBER
+from vllm_sched.cli.bench.bench import print_errors
 from vllm_sched.cli.bench.load import (
     add_traffic,
     add_workload,
     check_outputs,
-    keep,
     require_ended,
-    require_some,
+    require_requests,
+    save_and_draw,
     schedule_of,
 )
 from vllm_sched.cli.exits import INTERRUPTED, interruptible
@@ -50,27 +50,27 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import MakeEngine, WorkerModel
 
 MIXED_HELP: Final = (
-    "what a step that decodes and prefills costs beyond both (default: as the profile has it; 0 in "
-    "all that are built in, for nobody has published it)"
+    "extra time of a step with decode and prefill (default: from the profile; 0 in all built-in "
+    "profiles, because no value is published)"
 )
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
-# Policies that mean nothing to a plain worker.
-PLAINLY: Final = frozenset(("lanes", "rotation"))
-DRAWN_WORKERS: Final = 8
-# Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
-EACH_TOKEN_UP_TO: Final = 50_000
+# Policies that the fluid engine can't simulate.
+EXACT_ONLY_POLICIES: Final = frozenset(("lanes", "rotation"))
+MAX_DRAWN_WORKERS: Final = 8
+# Above this the fluid engine reports only first tokens and ends: a list of all gaps is too long.
+MAX_FINE_REQUESTS: Final = 50_000
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "simulate",
-        help="play a workload to a fleet in virtual time",
+        help="play a workload against a fleet in virtual time",
         description=(
-            "Play a workload to a fleet that need not be there: the real router core and the real "
-            "policies in virtual time, steps and transfers by cost models. The same figures, JSON "
-            "and pictures as `bench`."
+            "Simulate a workload on a fleet that need not exist: the real router core and the real "
+            "policies run in virtual time; steps and transfers follow cost models. Figures, JSON "
+            "and pictures are those of `bench`."
         ),
         allow_abbrev=False,
     )
@@ -79,27 +79,27 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--engine",
         default=EXACT,
         choices=ENGINES,
-        help="exact: real vLLM schedulers; fluid: a plain model, for scale (default: %(default)s)",
+        help="exact: real vLLM schedulers; fluid: a plain model, faster (default: %(default)s)",
     )
     parser.add_argument(
         "--profile",
         metavar="NAME|FILE",
-        help=f"of workers that have none: {', '.join(profiles.PROFILES)}, or what `calibrate` "
-        "saved",
+        help=f"for workers without a profile: {', '.join(profiles.PROFILES)}, or a file of "
+        "`calibrate`",
     )
     parser.add_argument(
         "--front-ms",
         type=float,
         metavar="MS",
-        help="what HTTP, router and tokenizer add to each request (default: what `calibrate` "
-        "measured of the worker alone, else 0)",
+        help="time that HTTP, router and tokenizer add to each request (default: the value that "
+        "`calibrate` measured for the worker alone, otherwise 0)",
     )
     parser.add_argument(
         "--bandwidth",
         type=float,
         metavar="GB/S",
-        help="of the link to each worker, for hand-overs "
-        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
+        help="bandwidth of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} per GPU)",
     )
     parser.add_argument("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
     parser.add_argument(
@@ -107,7 +107,7 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=float,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help="a client that waits longer leaves (default: %(default)g)",
+        help="a client disconnects after this time (default: %(default)g)",
     )
     add_workload(parser)
     add_traffic(parser)
@@ -116,21 +116,21 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--plot",
         type=Path,
         metavar="DIR",
-        help="draw TTFT, ITL, tenants, the router's choices and, with exact engines, what was in "
+        help="draw TTFT, ITL, tenants, routing decisions and, with exact engines, the content of "
         "each step",
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE.json",
-        help="write what happened, for Perfetto (of long runs each worker's last part)",
+        help="write a trace for Perfetto (for long runs the last part of each worker)",
     )
     parser.set_defaults(func=run_simulate)
 
 
 @dataclass(frozen=True)
 class SimulationRun:
-    """A simulation, and what it took."""
+    """A finished simulation and its cost."""
 
     played: PlayedFleet
     fleet: SimulatedFleet
@@ -139,25 +139,25 @@ class SimulationRun:
 
     @property
     def speed(self) -> float:
-        """Virtual seconds in a real one."""
+        """Virtual seconds per real second."""
         return self.played.duration / self.wall_s if self.wall_s else 0.0
 
     @property
     def scheduler_share(self) -> float | None:
-        """The part of the time that schedulers took; None where there are none."""
+        """The share of time spent in vLLM's schedulers; None without exact engines."""
         workers: Mapping[str, Mapping[str, Any]] = self.played.facts["workers"]
         spent = [each["scheduler_s"] for each in workers.values() if "scheduler_s" in each]
         return sum(spent) / self.wall_s if spent and self.wall_s else None
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Run the command; 1 when a request failed."""
+    """Run the command; return 1 if a request failed."""
     config, models, schedule = _checked(args)
     targets = goodput.parse(args.goodput)
     if targets.itl is not None and is_coarse(args.engine, schedule):
         raise UsageError(
-            f"--goodput itl: of more than {EACH_TOKEN_UP_TO:,} requests the fluid engine tells no "
-            "gaps between tokens; play fewer, or leave it out"
+            f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
+            "between tokens; play fewer requests, or leave itl out"
         )
     console = Console(markup=False)
     run = _run(args, config, models, schedule, console)
@@ -165,12 +165,12 @@ def run_simulate(args: argparse.Namespace) -> int:
         require_ended(run.played.outcomes)
     result = as_result(run, args, config, schedule, targets)
     if run.played.interrupted:
-        console.print("interrupted: this is what there is", style="yellow")
+        console.print("interrupted: partial results", style="yellow")
     else:
-        require_some(result)
+        require_requests(result)
     console.print(table(result.classes(), targets))
-    _tell(console, result, run)
-    keep(result, args, console)
+    _print_result(console, result, run)
+    save_and_draw(result, args, console)
     if args.plot:
         with writing(args.plot):
             drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
@@ -190,15 +190,15 @@ def run_simulate(args: argparse.Namespace) -> int:
 def _checked(
     args: argparse.Namespace,
 ) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
-    """Refuse what would only fail after minutes."""
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
-        if value is None or 0 < value <= MOST or (may_be_none and not value):
+        if value is None or 0 < value <= MAX_NUMBER or (may_be_none and not value):
             continue
         least = "0 or more" if may_be_none else "more than 0"
         raise UsageError(
-            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most {MOST:g}"
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
+            f"{MAX_NUMBER:g}"
         )
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
@@ -207,7 +207,7 @@ def _checked(
     )
     models = worker_models(config, args.fleet, assumed)
     if not any(config.model_of(worker) == config.model for worker in config.workers):
-        why = f"{config.model!r}: no worker serves it, and requests ask for it; name theirs"
+        why = f"{config.model!r}: requests ask for this model, and no worker serves it; change it"
         raise ConfigError(str(args.fleet), [Problem("model", why)])
     schedule = schedule_of(args)
     check_outputs(args.save, args.plot)
@@ -216,11 +216,11 @@ def _checked(
 
 
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
-    """Return what makes engines of a kind; `each_token`: a fluid one too tells every gap."""
+    """Return a function that makes engines; with `each_token`, fluid engines report every gap."""
     if name == EXACT:
         if find_spec("vllm") is None:
             raise UsageError(
-                "--engine exact steps vLLM's own schedulers, and vLLM is not installed; install "
+                "--engine exact needs vLLM's own schedulers, and vLLM is not installed; install "
                 "it (pip install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or use "
                 "--engine fluid"
             )
@@ -237,7 +237,7 @@ def _run(
     schedule: Schedule,
     console: Console,
 ) -> SimulationRun:
-    # What vLLM has to say of this machine is of no concern to one that is not there.
+    # vLLM's warnings on this machine do not apply to the simulated one.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     place, lines = terminal(console), ProgressLines("simulate")
     if place is not None and args.engine == EXACT:
@@ -249,7 +249,7 @@ def _run(
     )
     if place is None:
         lines.say(f"{schedule.source.name}, workers: {len(models):,}, {args.engine} engine")
-    # What was made by now stays: the collector need not look at it again and again.
+    # Keep the garbage collector from scanning these long-lived objects again and again.
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
@@ -262,16 +262,16 @@ def _run(
         gc.unfreeze()
     if place is None:
         ended = sum(not each.interrupted for each in played.outcomes)
-        lines.say(_how_far(played.duration, len(played.outcomes), ended))
+        lines.say(_progress_text(played.duration, len(played.outcomes), ended))
     return SimulationRun(played, fleet, wall_s, cpu_s)
 
 
 def is_coarse(engine: str, schedule: Schedule) -> bool:
-    """Whether there are too many requests to tell each token; of a closed loop nobody knows."""
+    """Return whether there are too many requests to report each token; never in a closed loop."""
     counts = [float(each) for each in (schedule.count, schedule.source.count) if each is not None]
     if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
         counts.append(schedule.offered_rate * end)
-    return engine == FLUID and min(counts, default=0) > EACH_TOKEN_UP_TO
+    return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
 
 
 @contextmanager
@@ -288,28 +288,28 @@ def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float,
             progress.update(
                 task,
                 completed=now if end else done,
-                state=_how_far(now, sent, done),
+                state=_progress_text(now, sent, done),
             )
 
         yield told
 
 
 def _in_lines(lines: ProgressLines) -> Callable[[float, int, int], None]:
-    return lambda now, sent, done: lines.tell(_how_far(now, sent, done))
+    return lambda now, sent, done: lines.tell(_progress_text(now, sent, done))
 
 
-def _how_far(now: float, sent: int, done: int) -> str:
-    return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} under way"
+def _progress_text(now: float, sent: int, done: int) -> str:
+    return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} in flight"
 
 
 def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
-    """Draw the steps of the first few workers that kept a trace."""
+    """Draw the steps of the first workers with a trace; return the files."""
     from vllm_sched.bench.plots.steps import draw_steps, steps_of
     from vllm_sched.bench.plots.style import files
     from vllm_sched.sim.fleet.perfetto import TracedEngine
 
     drawn: list[Path] = []
-    for name, engine in list(fleet.engines.items())[:DRAWN_WORKERS]:
+    for name, engine in list(fleet.engines.items())[:MAX_DRAWN_WORKERS]:
         if isinstance(engine, TracedEngine) and (
             steps := steps_of(engine.trace_events(played_until))
         ):
@@ -326,7 +326,7 @@ def as_result(
     schedule: Schedule,
     targets: goodput.Targets,
 ) -> BenchResult:
-    """Put a simulation together with what was played."""
+    """Return the result of a simulation, with notes and warnings."""
     played, models = run.played, run.fleet.models
     cut = played.cut
     return BenchResult(
@@ -360,44 +360,44 @@ def _warnings(
     schedule: Schedule,
     cut: int,
 ) -> list[str]:
-    """Say what of all that was asked for was not played."""
+    """Return warnings on options that the simulation could not follow."""
     found = schedule.falls_short
     if cut:
-        found.append(f"{cut} requests were cut to what the fleet holds; --scale makes all shorter")
-    ignored = sorted({name for model in models.values() for name in model.policies} & PLAINLY)
+        found.append(f"{cut} requests were shortened to fit the fleet; --scale shortens all")
+    ignored = sorted(
+        {name for model in models.values() for name in model.policies} & EXACT_ONLY_POLICIES
+    )
     if engine == FLUID and ignored:
-        found.append(
-            f"--engine fluid knows nothing of {' and '.join(ignored)}: played without; use exact"
-        )
+        found.append(f"--engine fluid ignores {' and '.join(ignored)}; use --engine exact")
     if engine == FLUID:
         found += [
-            f"--engine fluid plays {model.name} without its --long-prefill-token-threshold "
-            f"{model.longest_chunk}; use exact"
+            f"--engine fluid ignores {model.name}'s --long-prefill-token-threshold "
+            f"{model.longest_chunk}; use --engine exact"
             for model in models.values()
             if model.longest_chunk
         ]
     found += [
-        f"{model.name} is simulated as if without {', '.join(model.unread)}"
+        f"{model.name} is simulated without {', '.join(model.unread)}"
         for model in models.values()
         if model.unread
     ]
     names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
     if strangers := names - {each.name for each in config.tenants}:
         found.append(
-            f"{len(strangers)} of --tenants {schedule.tenants} are not in the fleet file (they are "
-            "called tenant-1 and so on): to the router they are all alike"
+            f"{len(strangers)} of --tenants {schedule.tenants} (named tenant-1 and so on) are not "
+            "in the fleet file: the router treats them as one"
         )
     return found
 
 
-def _tell(console: Console, result: BenchResult, run: SimulationRun) -> None:
+def _print_result(console: Console, result: BenchResult, run: SimulationRun) -> None:
     text = (
         f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
-        f"{run.wall_s:.1f} s: {run.speed:.3g} times as fast as time"
+        f"{run.wall_s:.1f} s, {run.speed:.3g} times faster than real time"
     )
     if (share := run.scheduler_share) is not None:
-        text += f"; {share:.0%} of that are vLLM's schedulers"
+        text += f"; vLLM's schedulers took {share:.0%} of it"
     console.print(text, style="dim", highlight=False, soft_wrap=True)
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    complain([each.error for each in result.outcomes if each.error], console)
+    print_errors([each.error for each in result.outcomes if each.error], console)

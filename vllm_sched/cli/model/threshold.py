@@ -1,4 +1,4 @@
-"""`vllm-sched threshold`: how many departures are worth waiting for before a prefill."""
+"""`vllm-sched threshold`: find how many departures deferred prefill should wait for."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from vllm_sched.files import write_whole
 from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
 
 POINTS_DRAWN = 96
-MOST_SLOTS = 4096
-MOST_TOKENS = 10_000_000  # longer than any context
+MAX_SLOTS = 4096
+MAX_MEAN_TOKENS = 10_000_000  # longer than any context
 APART, ALONG = "apart", "riding along"
 MEANING = {
-    APART: "decodes pause for prefills (exclusive, and the paper)",
-    ALONG: "steps that prefill decode too (vLLM V1)",
+    APART: "decodes pause during prefills (exclusive, as in the paper)",
+    ALONG: "prefill steps also decode (vLLM V1)",
 }
 HEADINGS = (
     "exact\nreq/s", "vs 1", "played\nreq/s", "served\nin", "vs 1", "ITL\np50", "p99", "max",
@@ -41,57 +41,63 @@ HEADINGS = (
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the parser."""
     command = commands.add_parser(
         "threshold",
-        help="how many departures deferred prefill should wait for, and what that gains",
+        help="find how many departures deferred prefill should wait for, and the gain",
         description=(
-            "The best threshold K of deferred prefill by closed form, exact recursion and "
-            "simulation, what it gains over K = 1, and what it costs in the tail of gaps."
+            "Find the best threshold K of deferred prefill by closed form, exact recursion and "
+            "simulation; show its gain over K = 1 and its cost in the longest token gaps."
         ),
         allow_abbrev=False,
     )
     add = command.add_argument
-    add("--slots", type=int, required=True, metavar="B", help="requests at once: max_num_seqs")
-    add("--mean-output", type=float, required=True, metavar="M", help="tokens of an answer")
-    add("--mean-prompt", type=float, required=True, metavar="L", help="tokens to prefill a prompt")
+    add("--slots", type=int, required=True, metavar="B", help="concurrent requests: max_num_seqs")
+    add("--mean-output", type=float, required=True, metavar="M", help="mean tokens of an output")
+    add(
+        "--mean-prompt",
+        type=float,
+        required=True,
+        metavar="L",
+        help="mean tokens to prefill a prompt",
+    )
     costs = command.add_mutually_exclusive_group(required=True)
     costs.add_argument(
-        "--cost", type=Path, metavar="FILE.json", help="what `vllm-sched calibrate` saved"
+        "--cost", type=Path, metavar="FILE.json", help="a file of `vllm-sched calibrate --save`"
     )
     costs.add_argument(
-        "--profile", metavar="NAME", help=f"a known machine: {', '.join(profiles.PROFILES)}"
+        "--profile", metavar="NAME", help=f"a built-in profile: {', '.join(profiles.PROFILES)}"
     )
     add(
         "--mixed-ms",
         type=float,
         metavar="MS",
-        help="extra fixed time of a mixed step, instead of what the file or the profile says",
+        help="extra fixed time of a mixed step (default: from the file or the profile)",
     )
     add(
         "--budget",
         type=int,
         default=0,
         metavar="TOKENS",
-        help="max_num_batched_tokens, which bounds what one step can prefill (default: no bound)",
+        help="max_num_batched_tokens, the limit of prefill per step (default: no limit)",
     )
-    add("--itl-ms", type=float, metavar="MS", help="cap K: no longer gap by K mean prompts")
+    add("--itl-ms", type=float, metavar="MS", help="limit K by the gap that K mean prompts cause")
     add(
         "--max-delay-ms",
         type=float,
         default=DeferredPrefillSettings().max_delay_ms,
         metavar="MS",
-        help="cap K so that nobody is held for longer, as the policy does (default: %(default)g)",
+        help="limit K so that no request is held longer, as the policy does (default: %(default)g)",
     )
-    add("--seed", type=int, default=0, help="of the simulation")
-    add("--save", type=Path, metavar="FILE.json", help="write all figures, and the curve")
+    add("--seed", type=int, default=0, help="seed of the simulation")
+    add("--save", type=Path, metavar="FILE.json", help="write all figures and the curve")
     add("--plot", type=Path, metavar="FILE.svg", help="draw throughput against K")
     command.set_defaults(func=run_threshold)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One threshold, by recursion and by simulation."""
+    """One threshold's results, by recursion and by simulation."""
 
     role: str
     k: int
@@ -101,7 +107,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found for one way of prefilling."""
+    """The results for one way of prefilling."""
 
     name: str
     regime: Regime
@@ -113,13 +119,13 @@ class Finding:
 
     @property
     def gain(self) -> float:
-        """Exact throughput of the K to run over that of 1."""
+        """Exact throughput of the recommended K relative to K = 1."""
         at = {row.k: row.throughput for row in self.rows}
         return at[self.run] / at[1]
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The recommendation in one line."""
         best = f"K* = {self.closed_form} by formula, {self.recursion} by recursion"
         if self.run > 1:
             return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
@@ -127,7 +133,7 @@ class Finding:
         if most < MIN_GAIN:
             gain = f"gains more than {_percent(most)}" if most > 1 else "gains anything"
             return f"{best}; run departures=1: no larger K {gain}"
-        return f"{best}; run departures=1: no larger K is within the bounds given"
+        return f"{best}; run departures=1: no larger K is within the given limits"
 
 
 def run_threshold(args: argparse.Namespace) -> int:
@@ -137,11 +143,11 @@ def run_threshold(args: argparse.Namespace) -> int:
     if args.mixed_ms is not None:
         time = replace(time, mixed_s=args.mixed_ms / 1000)
     apart = _find(APART, time, args)
-    # What would be right apart shows what it costs, or gains, where it is not.
+    # Also show the best K of APART in the other regime, for comparison.
     findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
     console = Console(markup=False)
     console.print(
-        f"{args.slots} slots, answers of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
+        f"{args.slots} slots, outputs of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
         f"tokens on average; costs: {source}",
         style="dim",
         highlight=False,
@@ -162,14 +168,14 @@ def run_threshold(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what would fail, or take minutes."""
-    if not 1 <= args.slots <= MOST_SLOTS:
-        raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MOST_SLOTS}")
+    """Check the arguments, also for values that would take minutes."""
+    if not 1 <= args.slots <= MAX_SLOTS:
+        raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MAX_SLOTS}")
     for name in ("mean_output", "mean_prompt"):
         value = getattr(args, name)
-        if not 1 <= value <= MOST_TOKENS:
+        if not 1 <= value <= MAX_MEAN_TOKENS:
             flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MOST_TOKENS}")
+            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MAX_MEAN_TOKENS}")
     for name in ("mixed_ms", "itl_ms", "max_delay_ms", "budget"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
@@ -180,7 +186,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_costs(path: Path) -> StepTime:
-    """Read what `calibrate` saved."""
+    """Return the step times in a file of `calibrate`."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -207,7 +213,7 @@ def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
         time = read_costs(args.cost)
         if not time.seconds(StepShape(decodes=1, context_tokens=1)):
             raise UsageError(
-                f"--cost {args.cost}: decoding takes no time by it, and no machine is like that; "
+                f"--cost {args.cost}: its decode steps take no time, which is impossible; "
                 "save one with `vllm-sched calibrate --save`"
             )
         return str(args.cost), time
@@ -252,7 +258,7 @@ def _find(
 
 
 def _drawn(largest: int, wanted: Sequence[int]) -> list[int]:
-    """Choose the thresholds of the curve: closer together where they are small."""
+    """Return the thresholds of the curve, closer together for small values."""
     spread = {round(largest ** (n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
     even = {max(1, round(largest * n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
     return sorted({1, *spread, *even, *wanted})
@@ -312,10 +318,10 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
             if k > 1:
                 marks.append((k, f"{word}, {finding.name}: {k}"))
     return chart.Chart(
-        title=f"Throughput against K: {args.slots} slots, answers of {args.mean_output:g}, prompts "
+        title=f"Throughput against K: {args.slots} slots, outputs of {args.mean_output:g}, prompts "
         f"of {args.mean_prompt:g} tokens",
         subtitle=source if len(source) < 130 else f"{source[:127]}...",
-        x="departures waited for (K)",
+        x="departures to wait for (K)",
         y="throughput, % of that at K = 1",
         series=series,
         log_x=True,

@@ -5,7 +5,7 @@
 
 Real: placement, queueing, refusals, hand-overs, learned estimates and charges. Assumed: every
 worker is up; metrics are read every `probe.interval_s`; the network is perfect; prompt sizes are
-known. In a closed loop a refused client returns after `Retry-After`, or after `AGAIN_S`.
+known. In a closed loop a refused client returns after `Retry-After`, or after `MIN_RETRY_PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxy.core.model.specs import Gauges
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.arrivals import Arrivals
@@ -171,7 +171,7 @@ class SimulatedFleet:
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
-            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, AGAIN_S))
+            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight

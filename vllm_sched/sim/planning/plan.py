@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import yaml
 
-from vllm_sched.bench.compare.report import some
+from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.trend import Trend
-from vllm_sched.bench.traffic.schedule import MOST_DRAWN
+from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
@@ -198,9 +198,9 @@ def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) ->
     """Refuse a fleet that is too large to simulate, before the search starts."""
     largest = workers + 1  # the plan includes one more worker
     most = largest * search.trials.traffic.most_each
-    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MOST_DRAWN:
+    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MAX_REQUESTS:
         return
-    fits = (largest * MOST_DRAWN // count - 1) * gpus_each
+    fits = (largest * MAX_REQUESTS // count - 1) * gpus_each
     remedy = (
         f"plan for {fits:,} at most, and deploy that fleet several times"
         if fits >= gpus_each
@@ -208,7 +208,7 @@ def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) ->
     )
     raise UsageError(
         f"--gpus {gpus}: one simulation of these GPUs and one more worker would have "
-        f"{count:,} requests, at most {MOST_DRAWN:,} are possible; {remedy}"
+        f"{count:,} requests, at most {MAX_REQUESTS:,} are possible; {remedy}"
     )
 
 
@@ -218,9 +218,9 @@ def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profil
     # Linear: larger fleets are at least as efficient.
     wanted = -(-best.shape.workers * rate // best.rate)
     raise UsageError(
-        f"--request-rate {rate:g}: {some(gpus, 'GPU')} of {profile} can serve {best.rate:.3g} "
-        f"requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, looser targets, "
-        "or no rate to see that plan"
+        f"--request-rate {rate:g}: {format_count(gpus, 'GPU')} of {profile} can serve "
+        f"{best.rate:.3g} requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, "
+        "looser targets, or no rate to see that plan"
     )
 
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.results.knee import SHARE
+from vllm_sched.bench.results.knee import SERVED_SHARE
 from vllm_sched.bench.traffic.sampled import without_end
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.sim.planning.fleet_shapes import FAMILIES, POLICIES
@@ -34,7 +34,7 @@ class PlanQuestion:
     seed: int = 0
     policies: tuple[str, ...] = POLICIES
     families: tuple[str, ...] = FAMILIES
-    share: float = SHARE
+    share: float = SERVED_SHARE
     effort: float = 1.0  # factor on the requests of each run
     draws: int = DRAWS
 
