@@ -1,9 +1,9 @@
 """What the router counts while it works.
 
-Fed from the data path, so plain integers in plain tables: `request_done` takes 1 us, 2 where a
-stream has phases, and a gap between tokens 0.2 us, where a label lookup of a metrics library alone
-takes more. What others count already (decisions, charges, breakers) is read from them when somebody
-scrapes.
+The data path feeds plain integers in plain tables: `request_done` takes 1 us, or 2 us for a stream
+with phases, and a gap between tokens 0.2 us. A label lookup in a metrics library alone takes
+longer. Values that other objects already keep (decisions, charges, breakers) are read at each
+scrape.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ if TYPE_CHECKING:
     from proxy.metrics.observed import ObservedRequest, Recorder
 
 MAX_MODELS = 100
-# More series of this kind than so many, and those of workers that left are dropped. Where nobody
-# has, workers that are new have one name.
+# Above this many series, those of removed workers are dropped. If none can be dropped, new workers
+# share the label `other`.
 MAX_SERIES = 20_000
-LOOK_EVERY_S = 60.0  # whether somebody has left; to look takes milliseconds
+CLEANUP_INTERVAL_S = 60.0  # the search for removed workers takes milliseconds
 
-OWN = ("files", "batches")  # routes that the router answers itself
+LOCAL_ROUTES = ("files", "batches")  # routes that the router serves itself
 ROUTES = frozenset(
     route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
-) | {*OWN}
+) | {*LOCAL_ROUTES}
 
 # route, model, worker, pool, reason, status, class
 RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
-PoolCount = tuple[str, bool, int]  # a pool that is discovered, whether that works, how many
-# The class of a request: of those that are meant to wait, neither that of shorts nor that of longs.
+PoolCount = tuple[str, bool, int]  # a discovered pool, whether discovery works, number of workers
+# Class label of a request; batch requests have their own, whatever their length.
 SHORT, LONG, BATCH = "short", "long", "batch"
 BATCHES = Rank.BATCH
-CLIENT_GONE = 499  # as nginx calls it; in metrics alone
+CLIENT_GONE = 499  # nginx's code for a client disconnect; used in metrics only
 FAULTY = 400
 
 
 class Series:
-    """Requests that share all their labels, and the histograms that they feed."""
+    """Requests that share all labels, and the histograms that they feed."""
 
     __slots__ = ("count", "duration", "model", "phases", "predicted", "tpot", "ttft", "wait")
 
@@ -76,7 +76,7 @@ class Series:
         phases: Phases,
     ) -> None:
         self.count = 0
-        self.model = model  # as all families show it
+        self.model = model  # the label of all families
         self.ttft = ttft
         self.predicted = predicted
         self.tpot = tpot
@@ -86,7 +86,7 @@ class Series:
 
 
 def class_of(ask: RequestInfo | None) -> str:
-    """Return the class of a request; of one that was never read there is none."""
+    """Return the class label of a request; `none` if the request was never parsed."""
     if ask is None:
         return NONE
     if ask.rank is BATCHES:
@@ -97,32 +97,32 @@ def class_of(ask: RequestInfo | None) -> str:
 def histogram(
     table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Find or make the histogram of these labels."""
+    """Return the histogram of these labels; create it if it is missing."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found
 
 
 class Metrics:
-    """All counts of one router."""
+    """The counters of one router process."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = RecentRequests()
-        self.live: Recorder | None = None  # while somebody looks at the status page
-        self.keeps_prompts = False  # whether whoever is told of ends wants them
-        self.begin_trace: Callable[[bytes | None], Trace] | None = None  # where there is tracing
-        # Who is told of each request that is over: the log, traces.
+        self.live: Recorder | None = None  # set while the status page is open
+        self.keeps_prompts = False  # True if an observer of finished requests needs the prompts
+        self.begin_trace: Callable[[bytes | None], Trace] | None = None  # set if tracing is on
+        # Called for each finished request: the log, traces.
         self.at_end: tuple[Callable[[ObservedRequest, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
-        self.connects_failed = 0  # because this machine had no room
-        # Replaced by whoever owns the connections.
+        self.connects_failed = 0  # because this machine had no free files, ports or memory
+        # Replaced by the owner of the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
         self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
-        self.log_lines_dropped: Callable[[], int] = int  # replaced by whoever writes the log
-        # Replaced by whoever looks for workers.
+        self.log_lines_dropped: Callable[[], int] = int  # replaced by the log writer
+        # Replaced by the discovery.
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
-        self.batches: BatchCounts | None = None  # set where batches are on
+        self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}
@@ -137,7 +137,7 @@ class Metrics:
         self.tenants = TenantCounts(router.tenants)
         self.unseen = NoFirstToken(router.fleet)
         self._models: set[str] = set()
-        self._next_look = 0.0
+        self._next_cleanup = 0.0
 
     def request_done(
         self,
@@ -160,14 +160,15 @@ class Metrics:
         *,
         fetched: bool = False,
     ) -> None:
-        """Count a request that was answered.
+        """Count a finished request.
 
-        `worker` and `pool` (its role) are `none` if it was refused, `size` (its class) if it was
-        never read. `ttft_s`, from its arrival, is None where no first token was seen; the
-        prediction, counted from there too, counts only beside a real one. `tpot_s` is the mean
-        time between its tokens, None where there were not two. `stream` is None where nothing was
-        to be computed; `leg` is another worker and pool than these that a client waited for.
-        The rest is for `Phases`.
+        `worker` and `pool` (the worker's role) are `none` for a refused request; `size` (the class)
+        is `none` for a request that was never parsed.
+        `ttft_s` counts from the arrival and is None if no first token was seen. `predicted_ttft_s`
+        also counts from the arrival and is only observed together with `ttft_s`.
+        `tpot_s` is the mean time between tokens; None with fewer than two tokens. `stream` is None
+        if the request needed no generation. `leg` names the worker and pool of the current leg if
+        it is not `worker`. The other arguments are for `Phases`.
         """
         key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
@@ -190,23 +191,23 @@ class Metrics:
                 self.unseen.answered(pool, series.model, size, duration_s)
 
     def traced(self, pool: str, model: str, size: str, ttft_s: float, trace: str) -> None:
-        """Name the trace of a request that was counted, beside its time to first token."""
+        """Attach a trace id to the time to first token of a counted request."""
         if (found := self.ttft.get((pool, self.model_label(model), size))) is not None:
             found.exemplify(ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
-        """Find what is to be fed with the times between two events of a stream."""
+        """Return the histogram for the times between two events of a stream."""
         return histogram(self.gaps, (pool, size), GAP_BOUNDS)
 
     def retried(self, worker: str, why: str) -> None:
-        """Count a leg that failed on `worker` and is tried elsewhere; `why` is of a fixed few."""
+        """Count a leg that failed on `worker` and is retried; `why` has few possible values."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
     def handover_failed(self, lease: Lease, *, was_asked: bool) -> None:
-        """Count a hand-over that failed before the client got anything.
+        """Count a hand-over that failed before the client got a byte.
 
-        `was_asked`: a decode worker. Between the legs it is given up without that.
+        `was_asked` is True if the request was sent to the decode worker.
         """
         after = "decode_failed" if was_asked else "given_up"
         self.handovers.ended(after if lease.sent else "prefill_failed")
@@ -216,18 +217,18 @@ class Metrics:
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, how: str) -> None:
-        """Count what became of a hand-over, or of what one left behind; `how` is of a few."""
+        """Count the outcome of a hand-over or of abandoned blocks; `how` has few values."""
         self.handovers.ended(how)
 
     def model_label(self, model: str) -> str:
-        """Return a model's name as all families show it; those that clients make up are `other`."""
+        """Return the label of a model; `other` for models that no worker serves."""
         known = self._models
         if model in known:
             return model
         serves = self.router.fleet.serves
         if not serves(model):
             return OTHER
-        if len(known) >= MAX_MODELS and self._may_look():
+        if len(known) >= MAX_MODELS and self._cleanup_due():
             self._forget_models({each for each in known if not serves(each)})
         if len(known) >= MAX_MODELS:
             return OTHER
@@ -235,15 +236,15 @@ class Metrics:
         return model
 
     def _series(self, key: RequestKey) -> Series:
-        """Find or make a series, with names that a client made up folded into `other`."""
+        """Return or create a series; names that clients invent become `other`."""
         route, model, worker, pool, reason, status, size = key
         model = self.model_label(model)
         route = route if route in ROUTES else OTHER
         key = route, model, worker, pool, str(reason), status, size
         if (series := self.requests.get(key)) is not None:
             return series
-        if len(self.requests) >= MAX_SERIES and self._may_look():
-            self._drop_workers_that_left()
+        if len(self.requests) >= MAX_SERIES and self._cleanup_due():
+            self._drop_removed_workers()
         if len(self.requests) >= MAX_SERIES:
             worker = OTHER if worker != NONE else NONE
             key = route, model, worker, pool, str(reason), status, size
@@ -261,23 +262,24 @@ class Metrics:
         self.requests[key] = series
         return series
 
-    def _may_look(self) -> bool:
-        """Whether it is time to look who has left."""
-        if (now := time.monotonic()) < self._next_look:
+    def _cleanup_due(self) -> bool:
+        """Return True if the next cleanup is due."""
+        if (now := time.monotonic()) < self._next_cleanup:
             return False
-        self._next_look = now + LOOK_EVERY_S
+        self._next_cleanup = now + CLEANUP_INTERVAL_S
         return True
 
-    def _drop_workers_that_left(self) -> None:
+    def _drop_removed_workers(self) -> None:
         stay = {worker.name for worker in self.router.fleet} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
 
     def _forget_models(self, gone: set[str]) -> None:
-        """Drop what was counted of models that nobody serves any more."""
+        """Drop the counters of models that no worker serves any more."""
         self._models -= gone
         router = self.router
-        # Replaced, for somebody may be reading them; left there, they were `other` from now on.
+        # The tables are replaced because a scrape may be iterating over them. If the models stayed
+        # there, their counts would become `other`.
         router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
         router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
         self.handovers.forget_models(gone)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from proxy.core.routing.handover_cost import HandoverVerdict
-from proxy.metrics.handovers import ANY, SAY_EVERY_S, FallbackLog, HandoverCounters
+from proxy.metrics.handovers import ANY, LOG_INTERVAL_S, FallbackLog, HandoverCounters
 from tests.proxy.core.making import MODEL, router_of, spec
 
 
@@ -22,8 +22,8 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
         here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
         said.look(2.0)
         assert caplog.messages == ["no prefill worker is up: 3 requests were served whole"]
-        said.look(1.0 + SAY_EVERY_S)
-        said.look(9 * SAY_EVERY_S)
+        said.look(1.0 + LOG_INTERVAL_S)
+        said.look(9 * LOG_INTERVAL_S)
     assert caplog.messages[1:] == ["no prefill worker is up: 2 requests were served whole"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.batches.spare_capacity import gap
+from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal, Ticket
 from proxy.core.tenants.tenants import Rank, TenantSpec
@@ -203,16 +203,16 @@ def test_a_batch_line_waits_for_requests_of_other_processes(crews: Crews) -> Non
     crew = crews(2, spec("a", most=1))
     lease = crew.submit(1)
     crew.look()
-    assert not gap(crew.routers[0], MODEL, crew.now), "it is busy"
+    assert not has_spare_capacity(crew.routers[0], MODEL, crew.now), "it is busy"
     ticket = waits(crew.routers[1].submit(ask(), crew.now))
     crew.tell()
     crew.finish(1, lease)
     crew.look()
-    assert not gap(crew.routers[0], MODEL, crew.now), "what is free is another's"
+    assert not has_spare_capacity(crew.routers[0], MODEL, crew.now), "what is free is another's"
     crew.routers[1].withdraw(ticket, crew.now)
     crew.tell()
     crew.look()
-    assert gap(crew.routers[0], MODEL, crew.now)
+    assert has_spare_capacity(crew.routers[0], MODEL, crew.now)
 
 
 def test_sizes_have_turns_of_their_own(crews: Crews) -> None:
