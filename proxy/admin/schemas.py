@@ -167,8 +167,6 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
 def request_info_of(
     question: Question, model: str, *, usual_output: int, short_limit: int
 ) -> RequestInfo:
-    question: Question, model: str, *, usual_output: int, short_limit: int
-) -> RequestInfo:
     """Return the request info of a chat request with these sizes."""
     limit = question.max_tokens
     tokens = question.prompt_tokens
