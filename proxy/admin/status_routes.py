@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from proxy.admin.errors import AdminError
-from proxy.status_page.live import MOST_VIEWERS, PATIENCE_S, LiveView, Viewer
+from proxy.status_page.live import MAX_VIEWERS, READ_TIMEOUT_S, LiveView, Viewer
 
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PAGE_PATHS = ("/", "/status")
@@ -47,7 +47,7 @@ def page_routes(live: LiveView) -> APIRouter:
             message = "only the status page may read the events"
             raise AdminError(HTTPStatus.FORBIDDEN, "forbidden", message)
         if (viewer := live.join()) is None:
-            message = f"{MOST_VIEWERS} status pages are already open; close one"
+            message = f"{MAX_VIEWERS} status pages are already open; close one"
             raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)
         return StatusEventStream(live, viewer)
 
@@ -105,9 +105,9 @@ class StatusEventStream(Response):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             while (message := await self._viewer.take()) is not None:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(READ_TIMEOUT_S):
                     await send({"type": "http.response.body", "body": message, "more_body": True})
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             pass  # the client does not read; the server closes the connection
