@@ -40,7 +40,7 @@ class HostCheck:
         if scope["type"] == "http" and not self._admits(Headers(scope=scope)):
             message = "the admin API needs its key, as `Authorization: Bearer KEY`"
             refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
-            # makes a browser ask for the key
+            # Makes a browser ask for the key.
             refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'
             await refusal(scope, receive, send)
             return

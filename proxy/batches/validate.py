@@ -41,7 +41,7 @@ class InputFileCheck:
         self._max_lines = max_lines
         self._at = self._number = 0
         self._slice = SLICE_BYTES
-        # hashes of custom_ids; the ids themselves could need much memory
+        # Hashes of custom_ids; the ids themselves could need much memory.
         self._ids: set[bytes] = set()
 
     @property

@@ -56,7 +56,7 @@ class NoFirstToken:
         found = self.left.get(key) or self._new(key)
         found.observe(seconds)
         if not stream:
-            # creates the series, so that a share of such responses has a divisor
+            # Creates the series, so that a share of such responses has a divisor.
             self._whole(pool, model, size)
 
     def answered(self, pool: str, model: str, size: str, seconds: float) -> None:

@@ -49,7 +49,7 @@ ROUTES = frozenset(
     route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
 ) | {*LOCAL_ROUTES}
 
-# route, model, worker, pool, reason, status, class
+# Route, model, worker, pool, reason, status, class.
 RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
 PoolCount = tuple[str, bool, int]  # a discovered pool, whether discovery works, number of workers

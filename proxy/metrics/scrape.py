@@ -365,7 +365,7 @@ def _state(breaker: Breaker, now: float) -> str:
 def _router(page: MetricsPage, metrics: Metrics) -> None:
     queue = metrics.router.queue
     page.values(PROCESSES, [((), 1)])
-    # a single process is restarted from outside, for example by systemd
+    # A single process is restarted from outside, for example by systemd.
     page.values(RESTARTS, [((), 0)])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])

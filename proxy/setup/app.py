@@ -103,7 +103,7 @@ class App:
         self.balance = Balance(self.router)
         self.warmup: Warmup | None = None
         if kv_connector is not None and config.transfer is not None and config.transfer.warmup:
-            # imports an HTTP client library that takes 10 MB
+            # Imports an HTTP client library that takes 10 MB.
             from proxy.health.warmup import Warmup
 
             self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)

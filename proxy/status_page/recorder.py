@@ -83,9 +83,7 @@ class LiveRecorder:
         self._numbers = 0
         self._ended: list[tuple[Row, list[int]]] = []  # ended since the last update
         self._rows: deque[Row] = deque(maxlen=MAX_ENDED)  # requests that ended while recording
-        self._reported: dict[
-            int, tuple[object, ...]
-        ] = {}  # last reported state of requests in flight
+        self._reported: dict[int, tuple[object, ...]] = {}  # of requests in flight, by number
         self._dropped = 0
         self._source = os.urandom(4).hex()
         self._parts = 0

@@ -28,10 +28,7 @@ QUANTILES = (0.5, 0.99)
 ANY = "all"
 HEALTHY_STATES = ("up", "draining", "drained")  # or stopped by an operator
 KINDS = ("TTFT", "TPOT", "ITL")
-TENANT_COUNTERS = (
-    "tokens",
-    "limited",
-)  # counters of a tenant, since the start and of the last minute
+TENANT_COUNTERS = ("tokens", "limited")  # shown since the start and for the last minute
 Key = tuple[str, ...]
 
 

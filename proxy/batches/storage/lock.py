@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-# another process holds the lock; NFS reports EACCES
+# Another process holds the lock; NFS reports EACCES.
 LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 

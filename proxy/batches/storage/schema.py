@@ -67,7 +67,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
-        # acknowledged writes survive a power failure
+        # Acknowledged writes survive a power failure.
         connection.execute("PRAGMA synchronous = FULL")
         with transaction(connection):
             (version,) = connection.execute("PRAGMA user_version").fetchone()

@@ -280,7 +280,7 @@ async def test_requests_for_files_are_so_many_at_once(
     monkeypatch.setattr(api, "MAX_REQUESTS_PER_TENANT", 1)
     busy = threading.Event()  # the store is, until the others were refused
     desk_of = present(office.site.wire.desk)
-    desk_of.keep._thread.submit(busy.wait, 60)
+    desk_of.store._thread.submit(busy.wait, 60)
     asks = {asyncio.ensure_future(office.client.files.list()) for _ in range(4)}
     try:
         for _ in range(3):

@@ -10,7 +10,7 @@ from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal, Ticket
 from proxy.core.tenants.tenants import Rank, TenantSpec
-from proxy.processes.shared.queue import BEAT_S
+from proxy.processes.shared.queue import HOLD_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
 
@@ -129,7 +129,7 @@ def test_who_came_first_goes_first_wherever_it_waits(crews: Crews) -> None:
     crew.finish(0, running)
     assert due(crew, 0) == []  # the place is free, but not for its own
     assert due(crew, 1) == [first]
-    crew.now += 5 * BEAT_S
+    crew.now += 5 * HOLD_S
     assert due(crew, 0) == []
     crew.finish(1, crew.leases[first])
     assert due(crew, 0) == [second]
@@ -152,7 +152,7 @@ def test_a_place_that_the_first_does_not_take_is_the_nexts_after_a_beat(crews: C
     crew.finish(0, running)
     assert due(crew, 0) == []
     assert crew.queues[0].held
-    crew.now += BEAT_S
+    crew.now += HOLD_S
     assert due(crew, 0) == others[:1]
 
 
@@ -171,7 +171,7 @@ def test_nobody_is_held_back_for_ever(crews: Crews, polls: float) -> None:
             gone.append(ticket)
             running = placed(lease)
         crew.tell()
-        crew.now += polls * BEAT_S
+        crew.now += polls * HOLD_S
     assert gone == waiting
 
 
@@ -193,7 +193,7 @@ def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
     crew.finish(0, running[0])
     for _ in range(20):
         assert due(crew, 0) == []
-        crew.now += BEAT_S
+        crew.now += HOLD_S
     assert len(due(crew, 1)) == 1
     crew.finish(0, running[1])
     assert due(crew, 0) == [batch]
