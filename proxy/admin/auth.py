@@ -1,11 +1,11 @@
 """Access control of the admin API.
 
-Listening on loopback keeps other machines out, but not web pages: a browser connects to 127.0.0.1
-for any page whose name resolves to it (DNS rebinding). Such a page's name is in the Host header,
-and a page's origin is in the Origin header. Both must be the admin API's own.
+Listening on loopback does not keep web pages out: a browser connects to 127.0.0.1 for any page with
+a name that resolves to it (DNS rebinding). So the Host and Origin headers must be the admin API's
+own.
 
-With a key, requests must carry it, and any Host is accepted, for example the name in a certificate.
-A browser does not send the key to a page of another name.
+With a key any Host is accepted, for example the name in a certificate, because a browser does not
+send the key to a page of another name.
 """
 
 from __future__ import annotations

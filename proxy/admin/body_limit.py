@@ -48,7 +48,6 @@ class BodyLimit:
 
 
 async def _read(stated: str, receive: Receive) -> bytes | None:
-    """Return the body; None once it exceeds the limit."""
     if len(stated) > MAX_DIGITS or (stated.isdigit() and int(stated) > MAX_BODY_BYTES):
         return None
     body, more = bytearray(), True

@@ -252,7 +252,7 @@ class BatchApiRequest:
         self._client.write(data)
 
     async def _execute(self) -> bytes | None:
-        """Run the operation; return the response body, or None if it was already written."""
+        """Return the response body, or None if the response is already written."""
         head = self._request.head
         match = PATH.fullmatch(head.path)
         noun, name, action = match.groups() if match else ("", "", "")
@@ -330,7 +330,6 @@ class BatchApiRequest:
         return orjson.dumps(batch_shown(batch))
 
     async def _send(self, file: File) -> None:
-        """Stream a file's content at the client's pace."""
         wire = self._api.wire
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
@@ -356,7 +355,6 @@ class BatchApiRequest:
 
 
 def _disk_refusal(error: DiskError) -> Refusal:
-    """Return the refusal for a disk error; only the log has the details."""
     if isinstance(error, StoreFullError):
         message = "The router's disk is full. The operator must free space."
         return Refusal(507, Reason.OWN, message, "insufficient_storage")

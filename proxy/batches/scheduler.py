@@ -83,7 +83,7 @@ class BatchScheduler:
         self._has_more_work = False  # True if the next turn has work and need not wait
         self._unsaved: list[LineResult] = []
         self._full: set[str] = set()  # tenants without storage left for results
-        self._turns: dict[str, int] = {}  # sequence number of each tenant's last turn
+        self._turns: dict[str, int] = {}
         self._numbers = count(1)
         self._wakeup = asyncio.Event()
         self._turning = asyncio.Lock()
@@ -136,7 +136,6 @@ class BatchScheduler:
         self._lock.release()
 
     def _take_lock(self) -> bool:
-        """Return True if this process schedules the folder's lines."""
         if self._lock.is_lost:
             self.stop()
         return self._lock.take()
@@ -209,7 +208,6 @@ class BatchScheduler:
     # Batches
 
     async def _read_batches(self) -> None:
-        """Read the active batches and move each to its next phase if possible."""
         batches = await self._store(Store.active)
         self.counts.active = Counter(batch.status.value for batch in batches)
         known = {batch.id for batch in batches}
@@ -343,7 +341,6 @@ class BatchScheduler:
         request.start(now)
 
     def _over(self, running: BatchProgress, request: LineRequest) -> None:
-        """Record the outcome of a line, or queue the line again."""
         running.requests.discard(request)
         self.counts.in_flight = self.in_flight
         self._wakeup.set()

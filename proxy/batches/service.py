@@ -72,7 +72,6 @@ class Batches:
 
 
 def _kept(settings: BatchesConfig) -> tuple[float, StoreLimits]:
-    """Return how long data is kept, in seconds, and the limits."""
     bounds = StoreLimits(
         settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
     )

@@ -25,8 +25,7 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     """Return True if a worker for the model has spare capacity and no request for it is queued.
 
     Also True for a model that no worker serves, once all workers have listed their models, so that
-    the router refuses the line. `size`, in bytes, only decides whether a line is so long that it
-    needs a prefill worker.
+    the router refuses the line. `size`, in bytes, only decides if a line needs a prefill worker.
     """
     fleet = router.fleet
     known = fleet.models()

@@ -119,7 +119,7 @@ class File:
     created: float
     expires: float
     bytes: int
-    batch: str | None = None  # the batch whose results the file contains
+    batch: str | None = None  # the batch of the results in the file
     ok: bool = True  # True: the batch's responses; False: its errors
 
 

@@ -126,7 +126,6 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine |
 
 
 def _problem(fields: dict[str, Any], endpoint: str) -> tuple[str, str, str] | None:
-    """Return the first error's code, parameter and message."""
     for name in ("custom_id", "method", "url", "body"):
         if fields.get(name) is None:
             return "missing_required_parameter", name, f"Missing required parameter: '{name}'."

@@ -1,8 +1,7 @@
 """Histograms of requests without an observed first token.
 
-These are requests whose client left before the first token, and responses that are not streamed.
-Without these histograms, a fleet with a hung worker would look fast, because its requests have no
-time to first token.
+Their client left before the first token, or their response is not streamed. Without these
+histograms, a fleet with a hung worker would look fast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where the time of streamed requests goes, as the router sees it.
 
 The phases of a pool, model and class sum up to its time to first token and, with `decode`, to the
-whole duration. An engine's own queue is not separate: from outside, waiting there looks like
-prefill. Without a stream no first token is seen, so prefill and decode cannot be told apart.
+whole duration. An engine's queue looks like prefill from outside. Without a stream, prefill and
+decode cannot be told apart.
 """
 
 from __future__ import annotations

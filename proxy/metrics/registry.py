@@ -1,9 +1,8 @@
-"""What the router counts while it works.
+"""The router's counters.
 
 The data path feeds plain integers in plain tables: `request_done` takes 1 us, or 2 us for a stream
-with phases, and a gap between tokens 0.2 us. A label lookup in a metrics library alone takes
-longer. Values that other objects already keep (decisions, charges, breakers) are read at each
-scrape.
+with phases, and a gap between tokens 0.2 us. A metrics library's label lookup alone takes longer.
+Values that other objects keep (decisions, charges, breakers) are read at each scrape.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ROUTES = frozenset(
 RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
 PoolCount = tuple[str, bool, int]  # a discovered pool, whether discovery works, number of workers
-# Class label of a request; batch requests have their own, whatever their length.
+# Class labels of requests.
 SHORT, LONG, BATCH = "short", "long", "batch"
 BATCHES = Rank.BATCH
 CLIENT_GONE = 499  # nginx's code for a client disconnect; used in metrics only
@@ -163,9 +162,9 @@ class Metrics:
         """Count a finished request.
 
         `worker` and `pool` (the worker's role) are `none` for a refused request; `size` (the class)
-        is `none` for a request that was never parsed.
-        `ttft_s` counts from the arrival and is None if no first token was seen. `predicted_ttft_s`
-        also counts from the arrival and is only observed together with `ttft_s`.
+        is `none` for an unparsed request.
+        `ttft_s` and `predicted_ttft_s` count from the arrival. `ttft_s` is None if no first token
+        was seen; then the prediction is not observed.
         `tpot_s` is the mean time between tokens; None with fewer than two tokens. `stream` is None
         if the request needed no generation. `leg` names the worker and pool of the current leg if
         it is not `worker`. The other arguments are for `Phases`.
@@ -213,7 +212,7 @@ class Metrics:
         self.handovers.ended(after if lease.sent else "prefill_failed")
 
     def handover_left(self, lease: Lease) -> None:
-        """Count a hand-over whose client left."""
+        """Count a hand-over that ended because the client left."""
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, how: str) -> None:
@@ -263,7 +262,6 @@ class Metrics:
         return series
 
     def _cleanup_due(self) -> bool:
-        """Return True if the next cleanup is due."""
         if (now := time.monotonic()) < self._next_cleanup:
             return False
         self._next_cleanup = now + CLEANUP_INTERVAL_S
@@ -275,7 +273,6 @@ class Metrics:
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
 
     def _forget_models(self, gone: set[str]) -> None:
-        """Drop the counters of models that no worker serves any more."""
         self._models -= gone
         router = self.router
         # The tables are replaced because a scrape may be iterating over them. If the models stayed

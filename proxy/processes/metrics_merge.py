@@ -137,7 +137,6 @@ def dropped(before: Page, now: Page) -> Page:
 
 
 def _labels(series: str) -> str:
-    """Return the labels that all series of a histogram share."""
     return BOUND.sub("", series.partition("{")[2])
 
 

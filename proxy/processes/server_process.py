@@ -248,7 +248,6 @@ class ServerProcess:
         self._channel.say(Serving())
 
     async def _watch(self) -> None:
-        """Exchange state with the other processes in a loop."""
         wire, sharing = self.app.wire, self._sharing
         seen = 0
         while True:

@@ -184,7 +184,6 @@ class Supervisor:
     # Processes
 
     async def _keep(self, index: int) -> None:
-        """Keep a process of that index running until the end."""
         pause_s = FIRST_PAUSE_S
         while not self._ending:
             try:
@@ -358,5 +357,4 @@ def _log_failure(watching: asyncio.Task[None]) -> None:
 
 
 def _describe_exit(status: int) -> str:
-    """Describe an exit status."""
     return f"signal {-status}" if status < 0 else f"exit status {status}"

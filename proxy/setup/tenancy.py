@@ -90,7 +90,6 @@ def refuse_anonymous_access(config: FleetConfig, host: str, source: str) -> None
 def _key_texts(
     tenant: TenantConfig, path: str, environ: Mapping[str, str], problems: list[Problem]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the field name and the text of each key or hash."""
     for each in tenant.key_hashes:
         yield "key_hashes", each
     if (file := tenant.keys_file) is not None:

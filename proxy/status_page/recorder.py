@@ -148,7 +148,6 @@ class LiveRecorder:
             asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)
 
     def _changes(self) -> tuple[list[Row], list[list[int]]]:
-        """Return new and changed rows, and token times."""
         rows: list[Row] = []
         ticks: list[list[int]] = []
         ended, self._ended = self._ended, []
@@ -168,7 +167,6 @@ class LiveRecorder:
         return rows, ticks
 
     def _whole(self, now: float) -> list[Row]:
-        """Return all rows of the last minute."""
         since = now - WINDOW_S
         while self._rows and self._rows[0][-1] < self.ms(since):
             self._rows.popleft()

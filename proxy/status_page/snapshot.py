@@ -127,7 +127,6 @@ class LiveState:
         }
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
-        """Yield counters by kind and name."""
         metrics = self._metrics
         decisions: Counter[str] = Counter()
         for (_, reason), count in metrics.router.decisions.items():
@@ -149,7 +148,6 @@ class LiveState:
             yield (TENANT_COUNTERS[1], tenant.name), sum(totals.limited.values())
 
     def _histograms(self) -> Iterator[tuple[Key, Histogram]]:
-        """Yield histograms by kind, pool, model and class."""
         metrics = self._metrics
         for kind, table in ((KINDS[0], metrics.ttft), (KINDS[1], metrics.tpot)):
             for key, histogram in table.items():
@@ -216,7 +214,6 @@ def is_healthy(worker: Worker) -> bool:
 
 
 def _pools(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """Return totals by role, including workers that are not shown."""
     found: dict[str, Counter[str]] = {}
     for worker in workers:
         totals = found.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))

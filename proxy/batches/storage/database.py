@@ -80,7 +80,6 @@ class Database:
         self.connection.close()
 
     def _used(self) -> dict[str, int]:
-        """Return the bytes of each tenant's rows: files, batches, lines and results."""
         return dict(self.connection.execute("SELECT tenant, bytes FROM used").fetchall())
 
     def full(self) -> set[str]:
@@ -91,7 +90,6 @@ class Database:
         return {tenant for tenant, size in used.items() if over or size >= max_each}
 
     def _check_bytes(self, tenant: str, more: int) -> None:
-        """Raise if `more` bytes exceed the limit of the tenant or of all tenants."""
         max_all, max_each, _ = self.bounds
         used = self._used()
         if (own := used.get(tenant, 0)) + more > max_each:
@@ -147,7 +145,7 @@ class Database:
 
 
 def first_few(rows: Iterable[Sequence[Any]]) -> list[Any]:
-    """Return the first names whose sizes sum up to at most LARGE_BYTES; at least one."""
+    """Return the first names with a total size up to LARGE_BYTES; at least one."""
     found: list[Any] = []
     left = LARGE_BYTES
     for name, size in rows:

@@ -170,7 +170,6 @@ class DiskRoom:
             os.truncate(self._reserve, 0)
 
     def _renew(self) -> None:
-        """Refill the reserve as far as free space allows."""
         with suppress(OSError), self._reserve.open("ab", buffering=0) as file:
             file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
 

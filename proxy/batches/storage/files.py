@@ -132,7 +132,6 @@ class FileStore(Database):
         return found
 
     def _outdated(self, now: float, since: float) -> list[str]:
-        """Return the ids of some expired files."""
         rows = self.connection.execute(
             "SELECT id, coalesce(length(content), 0) FROM files WHERE "  # noqa: S608
             "(expires < ? OR created < ?) AND id NOT IN "

@@ -56,7 +56,6 @@ def output_line(result: LineResult) -> bytes:
 
 
 def _one_line(body: bytes) -> Any:
-    """Return JSON on one line, otherwise unchanged; return other bodies as text."""
     try:
         orjson.loads(body)
     except orjson.JSONDecodeError:

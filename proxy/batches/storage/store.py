@@ -93,7 +93,6 @@ class Store(FileStore):
         return self._batches(f"status IN ({placeholders(ACTIVE)}) ORDER BY rowid", ACTIVE)
 
     def _move(self, batch: Batch, status: Status, now: float) -> None:
-        """Write a batch's new status and its other changed fields."""
         batch.status = status
         batch.at[status] = now
         row = row_of(batch)
@@ -276,7 +275,6 @@ class Store(FileStore):
         return self.give_back()
 
     def _forget(self, batch: Batch) -> None:
-        """Delete a batch, or some of its lines and results."""
         if self._forget_lines(batch):
             return
         numbers, more = self._first_results("batch = ?", (batch.id,))

@@ -1,15 +1,14 @@
 """Tenants' limits and fair shares, for all processes together.
 
-The use of a tenant's limits per minute is in memory that all processes write. Requests in flight
-are counted by each process, which adds the others' counts. Where requests in flight are limited,
-they are written and read at once, not at the end of a turn.
+The use of limits per minute is in memory that all processes write. Each process counts its own
+requests in flight and adds the others' counts. Where requests in flight are limited, counts are
+written and read at once, not at the end of a turn.
 
-A tenant's position among the others is the same in all processes: the sum of its charges in each
-process, and the largest lift in any process. Both stay in the table when a process dies, so that
-the next process continues from there.
+A tenant's position is the same in all processes: the sum of its charges in each process, and the
+largest lift in any process. Both stay in the table when a process dies.
 A tenant that comes back is lifted to the smallest settled position of the tenants that wait in any
-process. So settled charges and estimates of requests in flight are separate. The successor of a
-process that died gives the estimates back.
+process. So settled charges and estimates of requests in flight are separate; the successor of a
+dead process gives the estimates back.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ class SharedLimits:
                 tenant.charged_elsewhere(settled + unsettled, unsettled, rank)
 
     def _arrange(self) -> None:
-        """Assign rows to the current tenants."""
         self._edition = self._tenants.edition
         rows: dict[Tenant, int] = {}
         for tenant in self._tenants:

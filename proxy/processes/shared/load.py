@@ -3,10 +3,10 @@
 Changes are written once at the end of the loop's turn. Other processes' changes are read before a
 decision, at most every two milliseconds.
 
-That is too late for a worker with a request limit: each process reads part of a burst in one turn
-and would place it as if it were alone. For such workers each process writes its count as it places
-a request, and reads the others' counts once it has chosen. If the worker is full, it chooses again.
-So a limit can be exceeded by at most one request per other process, decided at the same moment.
+That is too late for a worker with a request limit: each process would place its part of a burst as
+if it were alone. For such workers each process writes its count as it places a request, reads the
+others' counts once it has chosen, and chooses again if the worker is full. So a limit can be
+exceeded by at most one request per other process.
 Ends of requests are written with the other changes: learning late about free capacity does no harm.
 """
 

@@ -1,13 +1,13 @@
 """Memory that all router processes share.
 
-Each process writes to a sheet of its own and reads the others' sheets. Only tenants' limit counters
-are written by all; a lost update does little harm there. A number is eight aligned bytes, so a
-store is atomic and no locks are needed. Several numbers may be read from different moments, so they
-are trusted only until the next read.
+Each process writes its own sheet and reads the others' sheets. Only tenants' limit counters are
+written by all; a lost update does little harm there. A number is eight aligned bytes, so a store is
+atomic and needs no lock. Several numbers may be from different moments, so they are trusted only
+until the next read.
 
-The numbers of changed workers' and tenants' rows are in rings, so that reading costs as much as has
-changed. A process that misses a whole round of a ring reads all rows. Every process also reads all
-rows now and then, because a reordered store can hide a change.
+Rings contain the numbers of changed workers' and tenants' rows, so that reading costs as much as
+has changed. A process that misses a whole round reads all rows. Every process also does so now and
+then, because a reordered store can hide a change.
 
 The memory is an unlinked file and disappears with the last process.
 """
@@ -111,8 +111,8 @@ class SharedTable:
     def clear(self, process: int) -> None:
         """Clear the charges of a process that died.
 
-        Tenants' charges stay: tenants are compared by them, so all processes must continue from the
-        same numbers. They are not written at all, because others may read them at any moment.
+        Tenants' charges stay, because tenants are compared by them. They are not written at all,
+        because others may read them at any moment.
         """
         sheet = self.sheet(process)
         changes = {ring: sheet.count(ring) for ring in RINGS}
@@ -176,12 +176,12 @@ class ProcessSheet:
         _store(self._memory, self._rows + row * ROW_BYTES, LOAD.pack(*load, due_at))
 
     def read_load(self, row: int) -> tuple[tuple[int, ...], float]:
-        """Read the charges and the due time."""
+        """Read a worker's charges and due time."""
         values = LOAD.unpack_from(self._memory, self._rows + row * ROW_BYTES)
         return values[:-1], values[-1]
 
     def write_requests(self, row: int, requests: int) -> None:
-        """Write the number of requests charged to a worker, which is its first number."""
+        """Write the number of requests, the first number of a worker's charges."""
         _store(self._memory, self._rows + row * ROW_BYTES, ONE_COUNT.pack(requests))
 
     def read_requests(self, row: int) -> int:
@@ -334,9 +334,9 @@ class ProcessSheet:
         self.write_count(LOGGED, logged + 1 + length)
 
     def read_log(self, since: int) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
-        """Return the new position, and rows with block hashes since the last one.
+        """Return the new position and the entries since the last one.
 
-        Entries that are already overwritten are lost.
+        Overwritten entries are lost.
         """
         now = self.count(LOGGED)
         found: list[tuple[int, tuple[int, ...]]] = []
@@ -363,7 +363,6 @@ def _number_of(why: str) -> int:
 
 
 def _why(number: int) -> str:
-    """Decode `_number_of`."""
     return (
         WORKER_ERRORS[number] if number < len(WORKER_ERRORS) else str(number - len(WORKER_ERRORS))
     )
