@@ -88,7 +88,6 @@ def _row(name: str, note: str, schema: Json) -> str:
 
 
 def _kind(schema: Json) -> str:
-    """Return the HTML of a value's type, with links to schemas."""
     if (ref := schema.get("$ref")) is not None:
         name = escape(ref.removeprefix(SCHEMAS))
         return f'<a href="#{name}">{name}</a>'

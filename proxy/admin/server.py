@@ -1,8 +1,8 @@
 """The admin API's server on its own port, in the router's event loop.
 
-The server shares the process's open files with the data path. So the number of connections is
-bounded, and a TLS handshake, a request and reading a response have timeouts. A new connection
-replaces the oldest connection without a complete request.
+It shares the process's open files with the data path. So connections are bounded, and a TLS
+handshake, a request and reading a response have timeouts. A new connection replaces the oldest
+connection without a complete request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Routes of the status page and its server-sent events.
+"""Routes of the status page and its server-sent events, behind the admin API's access check.
 
-Both need the admin API's access check. With a key, a browser asks for the key once and sends it
-with the events as well.
+With a key, a browser asks for the key once and also sends it with the events.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS_PER_TENANT = 64  # per tenant; all tenants share the store's thread
+MAX_REQUESTS_PER_TENANT = 64  # at once; all tenants share the store's thread
 RETRY_AFTER_S = 1.0
 DISK_RETRY_AFTER_S = 5.0
 FILES, BATCHES = Route("files", PromptFields.OPAQUE), Route("batches", PromptFields.OPAQUE)
@@ -76,7 +76,7 @@ class BatchApi:
         self.scheduler = scheduler
         self.settings = settings
         self.wall = wall
-        self.in_progress: Counter[str] = Counter()  # in progress, by tenant
+        self.in_progress: Counter[str] = Counter()  # requests by tenant
 
     def find(self, head: RequestHead) -> Route | Refusal | None:
         """Return the route of a request, a refusal, or None for other paths."""
@@ -103,7 +103,7 @@ class BatchApiRequest:
         self._client = client
         self._request = request
         tenant = self._charged = request.head.tenant
-        self._entered = False  # counted in `visits`
+        self._entered = False  # counted in `in_progress`
         self._tenant = "" if tenant is None else tenant.name
         self._keep_alive = request.head.keep_alive
         self._begun = False  # part of the response is sent

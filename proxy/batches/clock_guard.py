@@ -1,8 +1,8 @@
 """Detects jumps of the wall clock, so that a wrong clock does not expire results.
 
 A clock set a month ahead makes every result older than `keep_days`. After a forward jump nothing is
-deleted for a day, so that an operator can correct the clock. Sleep does not count as a jump where
-the system reports its duration (Linux). Elsewhere deletion also pauses for a day after a sleep.
+deleted for a day, so that an operator can correct the clock. Sleep is no jump on Linux, which
+reports its duration; elsewhere deletion also pauses after a sleep.
 
 A process detects only jumps during its own lifetime.
 """
@@ -17,7 +17,7 @@ from math import inf
 
 logger = logging.getLogger(__name__)
 
-JUMP_S = 60.0  # larger than the corrections that NTP makes between two checks
+JUMP_S = 60.0  # larger than NTP's corrections between two checks
 DISTRUST_S = 86_400.0  # pause of deletion after a jump
 
 

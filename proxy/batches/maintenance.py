@@ -1,9 +1,8 @@
-"""Long store operations, done in slices: validating a new batch's input, and ending a batch.
+"""Long store operations in slices: validating a new batch's input, and ending a batch.
 
-Each scheduler turn runs one slice of one batch, tenants in turn. So a large batch does not block
-other tenants' lines or new batches. Each tenant has at most one input in validation, because the
-validation state is in memory. If a slice fails, the batch's operation restarts, as after a restart
-of the router.
+Each scheduler turn runs one slice of one batch, tenants in turn, so that a large batch does not
+block others. Each tenant has at most one input in validation, because its state is in memory. After
+a failed slice the operation restarts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Batch scheduler: sends lines when workers have spare capacity, and completes each batch.
 
-One process at a time schedules a folder, however many routers share it. It reads the store every
-second and on notification. Each turn saves results, starts new batches, runs one slice of long
-operations (see `maintenance`) and of hourly deletion, and sends lines.
+One process schedules a folder, however many routers share it. It reads the store every second and
+on notification. Each turn saves results, starts new batches, runs one slice of long operations and
+of hourly deletion, and sends lines.
 
 A line refused with 429 or 503 is sent again until its batch expires. A line whose worker failed is
-sent at most `MAX_TRIES` times. Lines in flight at shutdown have no result and run again after
-the next start.
+sent at most `MAX_TRIES` times. Lines in flight at shutdown run again after the next start.
 """
 
 from __future__ import annotations
@@ -249,7 +248,6 @@ class BatchScheduler:
     # Lines
 
     async def _fetch(self) -> None:
-        """Read lines ahead, and end batches without lines left."""
         read_ahead = Counter(x.batch.tenant for x in self._running.values() if x.ready)
         for running in list(self._running.values()):
             tenant = running.batch.tenant

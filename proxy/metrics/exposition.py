@@ -78,7 +78,6 @@ class MetricsPage:
         lines.append(f"{name}_count{braces(own)} {counts[-1]}")
 
     def _head(self, family: Family, lines: list[str]) -> str:
-        """Write a family's header; return the name of its samples."""
         total = f"{family.name}_total" if family.kind == "counter" else family.name
         # OpenMetrics headers omit a counter's `_total`; samples have it in both formats.
         announced = family.name if self._openmetrics else total

@@ -20,7 +20,7 @@ DURATION_BOUNDS = (
 PHASE_BOUNDS = (
     0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
-# For clients that left without a token: the targets that dashboards offer, and common timeouts.
+# For clients that left without a token: dashboard targets and common timeouts.
 LEFT_BOUNDS = (0.5, 1.0, 2.5, 3.0, 5.0, 10.0, 30.0, 60.0)
 LAG_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 WAIT_BOUNDS = (

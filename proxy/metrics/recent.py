@@ -35,7 +35,7 @@ class RecentRequest:
     ttft_s: float | None  # from the arrival
     queue_s: float
     duration_s: float
-    prefill_worker: str | None = None  # of a hand-over; `worker` is the decode worker
+    prefill_worker: str | None = None  # set for a hand-over
     prefill_s: float | None = None  # predicted, like the next
     transfer_s: float | None = None
     transferred_s: float | None = None  # as observed, if the response is a stream

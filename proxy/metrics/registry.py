@@ -115,11 +115,10 @@ class Metrics:
         self.at_end: tuple[Callable[[ObservedRequest, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
         self.connects_failed = 0  # because this machine had no free files, ports or memory
-        # Replaced by the owner of the connections.
+        # Replaced by their owners.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
         self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
-        self.log_lines_dropped: Callable[[], int] = int  # replaced by the log writer
-        # Replaced by the discovery.
+        self.log_lines_dropped: Callable[[], int] = int
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
         self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
@@ -275,8 +274,8 @@ class Metrics:
     def _forget_models(self, gone: set[str]) -> None:
         self._models -= gone
         router = self.router
-        # The tables are replaced because a scrape may be iterating over them. If the models stayed
-        # there, their counts would become `other`.
+        # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
+        # would become `other`.
         router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
         router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
         self.handovers.forget_models(gone)

@@ -1,8 +1,7 @@
 """Replicates the leader's fleet in every process.
 
 Only the leader probes, discovers workers and handles admin requests. A few times a second it sends
-the changes of its workers, and the other processes apply them. Messages contain states, not events.
-So a process that joins late or misses a message catches up with the next one.
+its workers' new states, not events, so a process that joins late or misses a message catches up.
 """
 
 from __future__ import annotations
@@ -186,7 +185,6 @@ class FleetReplica:
             self._leave(worker)
 
     def _is_another(self, worker: Worker, known: KnownWorker) -> bool:
-        """Return True if the leader's worker of this name is a different worker."""
         place = _place(known)
         return not worker.is_meant_by(known.spec) or self._places.get(worker, place) != place
 

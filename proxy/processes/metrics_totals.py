@@ -1,9 +1,8 @@
 """The metrics of all processes together, including late and exited processes.
 
-Counters of exited processes about removed workers are dropped once no running process shows the
-worker. Otherwise they would pile up, because each pod has a new name. Running processes drop such
-series at different times. Until the last process has dropped a series, its full value stays in the
-sum, which must not decrease.
+Exited processes' counters about removed workers are dropped once no running process shows the
+worker. Otherwise they would pile up, because each pod has a new name. Until the last process drops
+a series, its full value stays in the sum, which must not decrease.
 """
 
 from __future__ import annotations

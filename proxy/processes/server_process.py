@@ -192,7 +192,6 @@ class ServerProcess:
             self._pending.pop(number, None)
 
     async def _send_answer(self, question: IpcQuestion) -> None:
-        """Answer a question; an error must not end this process."""
         try:
             found = await self._answer(question.what, question.given)
             self._channel.say(IpcAnswer(question.number, found))

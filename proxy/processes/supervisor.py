@@ -4,11 +4,10 @@
                 +- process 1                 and shares the table with the others
 
 The supervisor serves no requests. A process that exits is restarted; pauses grow if it exits soon
-after its start. What it had charged is released at once, and another process becomes leader if
-necessary. A process is killed if its event loop hangs, because its connections would wait for ever,
-or if it does not start to serve.
+after its start. Its charges are released at once, and another process becomes leader if necessary.
+A process that hangs or does not start to serve is killed.
 When the supervisor exits, its processes see the closed channel, release the ports and drain. The
-next supervisor waits for the ports for a while.
+next supervisor waits for the ports.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Supervisor:
 
     @property
     def drain_s(self) -> float:
-        """How long requests may take to finish during a drain, in seconds."""
+        """The time for requests to finish, in seconds."""
         return self._config.router.drain_s
 
     async def start(self) -> None:

@@ -286,8 +286,8 @@ class App:
         try:
             check_tls(config, str(self.source))
         except ConfigError as error:
-            # The leader has read these files. If another process finds a file half-written, it
-            # still applies the rest. Otherwise its keys and limits would differ from its siblings'.
+            # The leader has read these files. A process that finds a file half-written still
+            # applies the rest, so that its keys and limits do not differ from its siblings'.
             if not follows:
                 raise
             logger.error("TLS files keep their previous content:\n%s", error)

@@ -42,7 +42,6 @@ def as_started(config: FleetConfig, started: FleetConfig) -> FleetConfig:
 def _changed_launch(
     config: FleetConfig, worker: WorkerConfig, started: FleetConfig, before: WorkerConfig | None
 ) -> list[str]:
-    """Return the settings that differ from those that `up` started the worker with."""
     if before is None:
         return ["launch"] if worker.launch else []
     same = {"url"} if worker.url is None else set()  # `up` chose any port

@@ -1,7 +1,6 @@
-"""The keys that a fleet file refers to: read once, from files and variables, for all processes.
+"""The keys that a fleet file refers to, read once for all processes.
 
-A restarted process gets the keys that the others have. Changed files apply at the next reload, and
-a missing file does not keep a process from starting.
+A restarted process gets the keys that the others have. Changed files apply at the next reload.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Viewers of the status page, which get an update four times a second.
 
-Each update is encoded once for all viewers. A slow viewer misses updates and then gets the full
-state; a viewer that reads nothing for long is disconnected. So no data piles up.
+Each update is encoded once. A slow viewer misses updates and then gets the full state; a viewer
+that reads nothing for long is disconnected. So no data piles up.
 
 With several processes the leader has the viewers and asks every process for its part. If a part is
-missing, or a process restarted, the end of some requests may be lost. Then all viewers get the full
-state.
+missing or a process restarted, ends of requests may be lost, so all viewers get the full state.
 """
 
 from __future__ import annotations

@@ -175,7 +175,6 @@ class LiveRecorder:
         return [*self._before(now), *self._rows, *under_way]
 
     def _before(self, now: float) -> Iterator[Row]:
-        """Yield rows of requests that ended before the recording started."""
         wall = self._wall()
         roles = {worker.name: worker.role.value for worker in self._metrics.router.fleet}
         number = 0

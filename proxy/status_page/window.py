@@ -1,7 +1,7 @@
 """Growth of counters and histograms during the last minute.
 
-A copy is taken every five seconds even if no page is open, so that the page shows a whole minute at
-once. A copy takes about 20 us for a fleet with one model.
+A copy is taken every five seconds even without a viewer, so that the page shows a whole minute at
+once. A copy takes about 20 us.
 """
 
 from __future__ import annotations

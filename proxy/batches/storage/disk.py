@@ -126,8 +126,8 @@ class DiskRoom:
     def spared(self, give_back: Callable[[], bool]) -> Iterator[None]:
         """Keep the block's writes small, then call `give_back` until no pages are left.
 
-        SQLite may be built to overwrite deleted data, which writes as much as it deletes. An
-        automatic checkpoint could use up the reserve before `give_back` shortens the database.
+        SQLite may be built to overwrite deleted data. An automatic checkpoint could use up the
+        reserve before `give_back` shortens the database.
         """
         (erases,) = self._run("PRAGMA secure_delete").fetchone()
         (pages,) = self._run("PRAGMA wal_autocheckpoint").fetchone()
@@ -156,7 +156,6 @@ class DiskRoom:
         return do()
 
     def _empty_log(self) -> None:
-        """Move SQLite's log into the database if the disk has space for it."""
         (pages,) = self._run("PRAGMA page_count").fetchone()
         (size,) = self._run("PRAGMA page_size").fetchone()
         with disk_errors(self._folder):

@@ -237,7 +237,6 @@ class Store(FileStore):
         ]
 
     def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
-        """Create an output file from a batch's results; return None without results."""
         (size,) = self.connection.execute(
             "SELECT sum(length(content) + 1) FROM results WHERE batch = ? AND ok = ?",
             (batch.id, ok),

@@ -52,7 +52,6 @@ class StoreThread:
         return True
 
     def _in_place(self) -> Store:
-        """Return the store; raise `DiskError` if its database left its folder."""
         store = self._store
         if store is None:
             raise ProxyError("the batch store is closed")

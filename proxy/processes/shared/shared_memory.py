@@ -29,7 +29,7 @@ MAX_WORKERS = 1024  # rows, one per worker
 MAX_TENANTS = 1024
 PLACES = 64  # models and sizes are hashed into this many places
 RING = 1024  # numbers of changed rows
-LOG = 8192  # words of the log of prompt prefixes
+LOG = 8192  # words of the prefix log
 
 HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
 CLASSES = len(Rank)

@@ -292,4 +292,4 @@ async def test_requests_for_files_are_so_many_at_once(
     finally:
         busy.set()
     await asks.pop()
-    assert desk_of.visits.total() == 0
+    assert desk_of.in_progress.total() == 0

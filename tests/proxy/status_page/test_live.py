@@ -414,7 +414,7 @@ async def test_the_end_of_what_was_told_of_is_told_however_many_there_are(
     _, data = await told(viewer)
     assert [named(row)["status"] for row in data["rows"]] == [200] * 5
     assert data["dropped"] == 1
-    assert not site.live.notes._known
+    assert not site.live.notes._reported
 
 
 async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None:
