@@ -219,7 +219,7 @@ class ServerProcess:
     def _lead(self) -> None:
         self._replica.lead()
         self.app.lead()
-        logger.info("process %d is the leader", self._index)
+        logger.info("process %d leads", self._index)
         self._send_changes()
         self._start_listening()
 

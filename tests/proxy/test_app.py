@@ -268,7 +268,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
     app.router.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
     await app.listen()
     try:
-        await eventually(lambda: "3 requests were served whole" in caplog.text)
+        await eventually(lambda: "3 requests were served without a hand-over" in caplog.text)
     finally:
         await app.stop()
 
@@ -455,7 +455,7 @@ async def test_sighup_reloads(
     started.send_signal(signal.SIGHUP)
     assert started.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
-        while b"was not taken" not in await started.stderr.readline():
+        while b"was not reloaded" not in await started.stderr.readline():
             pass
     written(tmp_path / "fleet.yaml", fakes[0])
     started.send_signal(signal.SIGHUP)

@@ -107,7 +107,7 @@ def test_tenants_are_told_of_all_processes_together() -> None:
 
 
 def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 3)
+    monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet
     for _ in range(FAILURES):

@@ -466,4 +466,4 @@ def test_more_tenants_than_rows_are_said(
                 monkeypatch.setattr(crew.table, "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):
         placed(submit(crew, 0))
-    assert "each process by itself" in caplog.text
+    assert "each process separately" in caplog.text

@@ -295,7 +295,7 @@ def test_a_worker_that_left_is_told_of_until_its_last_request(crews: Callable[..
 def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"), spec("b"), spec("c"))
     a, b, c = members(crew.routers[0].fleet)
-    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=2)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, max_rows=2)
     first = rows.of(a)
     assert first == (0, crew.now)
     assert rows.of(b) == (1, crew.now)
@@ -313,7 +313,7 @@ def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew
 def test_another_leader_gives_rows_where_the_last_one_ended(crews: Callable[..., Crew]) -> None:
     crew = crews(2, *(spec(name) for name in "abcd"))
     a, b, c, d = members(crew.routers[0].fleet)
-    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=4)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, max_rows=4)
     rows.adopt({a: (2, 0.5), b: (0, 0.7)})
     assert rows.of(a) == (2, 0.5)
     assert rows.of(c) == (3, crew.now)
