@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -50,8 +51,8 @@ POLL_INTERVAL_S = 1.0
 CAPACITY_CHECK_S = 0.05  # between two capacity checks while lines are ready
 ERROR_PAUSE_S = 5.0
 PURGE_INTERVAL_S = 3600.0
-MAX_LINES_READ_AHEAD = 64  # lines of one batch that are read ahead
-MAX_BATCHES_READ_AHEAD = 8  # batches of one tenant with lines read ahead
+MAX_LINES_AHEAD = 64  # lines of one batch that are read ahead
+MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
 MAX_TRIES = 3  # attempts of a line whose workers fail
 TEMPORARY_REFUSALS = (429, 503)  # temporary refusals, which say nothing about the line
 SERVER_ERROR = 500
@@ -111,11 +112,8 @@ class BatchScheduler:
                 if self._has_more_work:
                     await asyncio.sleep(0)
                     continue
-                pause = (
-                    CAPACITY_CHECK_S
-                    if any(x.ready for x in self._running.values())
-                    else POLL_INTERVAL_S
-                )
+                waiting = any(x.ready for x in self._running.values())
+                pause = CAPACITY_CHECK_S if waiting else POLL_INTERVAL_S
                 try:
                     async with asyncio.timeout(pause):
                         await self._wakeup.wait()
@@ -251,15 +249,10 @@ class BatchScheduler:
         read_ahead = Counter(x.batch.tenant for x in self._running.values() if x.ready)
         for running in list(self._running.values()):
             tenant = running.batch.tenant
-            if (
-                not running.ready
-                and not running.read_all
-                and read_ahead[tenant] < MAX_BATCHES_READ_AHEAD
-            ):
+            wants_lines = not running.ready and not running.read_all
+            if wants_lines and read_ahead[tenant] < MAX_BATCHES_AHEAD:
                 read_ahead[tenant] += 1
-                jobs = await self._store(
-                    Store.jobs, running.batch, running.last, MAX_LINES_READ_AHEAD
-                )
+                jobs = await self._store(Store.jobs, running.batch, running.last, MAX_LINES_AHEAD)
                 running.ready += jobs
                 running.read_all = not jobs
                 if jobs:
@@ -295,10 +288,7 @@ class BatchScheduler:
     def _next_of(
         self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
     ) -> LineJob | None:
-        """Return the batch's first line whose model has spare capacity, or None.
-
-        `shut` maps a model to the body size from which this turn found no capacity.
-        """
+        """Return the first line whose model has capacity; `shut` has body sizes found too large."""
         held = self._held(running.batch.tenant, tenant)
         if held != running.held:
             running.held = held
@@ -330,11 +320,8 @@ class BatchScheduler:
     def _send_one(
         self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
     ) -> None:
-        def over(request: LineRequest) -> None:
-            self._over(running, request)
-
-        batch = running.batch
-        request = LineRequest(self._wire, job, batch.endpoint, tenant, over)
+        over = partial(self._over, running)
+        request = LineRequest(self._wire, job, running.batch.endpoint, tenant, over)
         running.requests.add(request)
         request.start(now)
 
