@@ -1,10 +1,10 @@
-"""Expressions that boards have in common."""
+"""PromQL expressions that several dashboards use."""
 
 from __future__ import annotations
 
 from grafana.panels import Query
 
-# Of the router's own series, and of workers'.
+# Selectors of the router's and the workers' series.
 ROUTER = 'job=~"$job",instance=~"$instance"'
 OF_MODEL = f'{ROUTER},model=~"$model"'
 ENGINE = f'{ROUTER},model_name=~"$model"'
@@ -12,28 +12,28 @@ WINDOW = "[$__rate_interval]"
 
 
 def rate(metric: str, where: str, by: str = "") -> str:
-    """Sum up how fast a counter grows."""
+    """Return the summed rate of a counter."""
     grouped = f" by ({by})" if by else ""
     return f"sum{grouped} (rate({metric}{{{where}}}{WINDOW}))"
 
 
 def ratio(above: str, below: str) -> str:
-    """Divide; nothing, rather than NaN, where there is nothing to divide by."""
+    """Return a quotient; no value, instead of NaN, if the divisor is 0."""
     return f"{above} / ({below} > 0)"
 
 
 def part(some: str, whole: str) -> str:
-    """Divide a part by the whole: nought, rather than nothing, where there never was any of it."""
+    """Return a part's share of the whole; 0 if the part has no series."""
     return ratio(f"({some} or 0 * {whole})", whole)
 
 
 def mean(histogram: str, where: str, by: str = "") -> str:
-    """Average what a histogram has seen."""
+    """Return a histogram's mean."""
     return ratio(rate(f"{histogram}_sum", where, by), rate(f"{histogram}_count", where, by))
 
 
 def quantile(share: float, histogram: str, where: str, by: str = "") -> str:
-    """Estimate a quantile; nothing where nothing was seen."""
+    """Return a quantile; no value without observations."""
     grouped = f"{by}, le" if by else "le"
     seen = rate(f"{histogram}_count", where, by)
     matching = f"on ({by}) " if by else "on () "
@@ -42,7 +42,7 @@ def quantile(share: float, histogram: str, where: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str, where: str, by: str = "", *shares: float) -> tuple[Query, ...]:
-    """Ask for some of them."""
+    """Return queries for several quantiles."""
     labels = " ".join(f"{{{{{label}}}}}" for label in by.split(", ") if label)
     return tuple(
         Query(quantile(share, histogram, where, by), f"{labels} p{share * 100:g}".strip())
@@ -51,6 +51,6 @@ def quantiles(histogram: str, where: str, by: str = "", *shares: float) -> tuple
 
 
 def within(histogram: str, where: str, bound: str, by: str = "") -> str:
-    """Ask which share was at or below a bucket's bound."""
+    """Return the share of observations at or below a bucket's bound."""
     good = rate(f"{histogram}_bucket", f'{where},le="{bound}"', by)
     return ratio(good, rate(f"{histogram}_count", where, by))

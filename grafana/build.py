@@ -1,10 +1,10 @@
-"""Write the boards into `grafana/dashboards/`, or check that they are what this would write.
+"""Write the dashboards into `grafana/dashboards/`, or check that they are up to date.
 
-The rules for the Prometheus operator (`grafana.rules`), and the page that lists all metrics
-(`grafana.reference`), too.
+Also writes the Prometheus operator's rules (`grafana.rules`) and the list of all metrics
+(`grafana.reference`).
 
 python -m grafana.build            # write
-python -m grafana.build --check    # fail if a file differs, or asks for a metric nobody has
+python -m grafana.build --check    # fail if a file differs or a metric is unknown
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BOARDS: tuple[Board, ...] = (fleet.BOARD, engine.BOARD, handover.BOARD)
 
 
 def written(board: Board) -> str:
-    """Return a board's file."""
+    """Return the JSON file of a dashboard."""
     return json.dumps(to_json(board), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -35,9 +35,9 @@ def files() -> dict[str, str]:
 
 
 def undefined(boards: Iterable[Board], known: set[str]) -> list[str]:
-    """Say which expressions ask for what nobody declares."""
+    """Return a message for each expression with an unknown metric."""
     return [
-        f"{board.title}: {title}: {name} is declared by nobody; correct the name, or add it to "
+        f"{board.title}: {title}: {name} is not declared; correct the name, or add it to "
         "grafana/vllm-metrics.txt if it is vLLM's"
         for board in boards
         for title, expr in board.expressions()
@@ -46,7 +46,7 @@ def undefined(boards: Iterable[Board], known: set[str]) -> list[str]:
 
 
 def differing(folder: Path = FOLDER) -> list[str]:
-    """Say which files are not what they should be."""
+    """Return a message for each file that is out of date."""
     wanted, there = files(), {path.name for path in folder.glob("*.json")}
     wrong = [
         f"grafana/dashboards/{name} is out of date; run python -m grafana.build"
@@ -54,16 +54,18 @@ def differing(folder: Path = FOLDER) -> list[str]:
         if name not in there or (folder / name).read_text(encoding="utf-8") != text
     ]
     return wrong + [
-        f"grafana/dashboards/{name} is made by nobody; remove it"
+        f"grafana/dashboards/{name} has no source; remove it"
         for name in sorted(there - wanted.keys())
     ]
 
 
-def main(told: list[str] | None = None) -> int:
-    """Do what the command line says."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m grafana.build", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if anything differs")
-    if not parser.parse_args(told).check:
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a file differs"
+    )
+    if not parser.parse_args(arguments).check:
         FOLDER.mkdir(exist_ok=True)
         for name, text in files().items():
             (FOLDER / name).write_text(text, encoding="utf-8")

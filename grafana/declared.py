@@ -1,6 +1,6 @@
-"""Which metrics there are: what the router and the engine half declare, and vLLM's, from a list.
+"""All known metrics: declared by the router and the engine half, or listed for vLLM.
 
-Told by the code that makes them, so that a board can't ask for one that was renamed.
+The names come from the code, so that a dashboard cannot use a renamed metric.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ VLLMS = Path(__file__).parent / "vllm-metrics.txt"
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 Kind = Literal["counter", "gauge", "histogram"]
-# Prometheus's own, of every target.
+# Prometheus adds these to every target.
 PROMETHEUS = frozenset({"up"})
 
 
 def names(name: str, kind: str) -> set[str]:
-    """Return what the series of a metric are called."""
+    """Return the names of a metric's series."""
     return {name + ending for ending in ENDINGS[kind]}
 
 
 def router_families() -> list[Family]:
-    """List the router's own."""
+    """Return the router's metrics."""
     modules = scrape, phases, no_first_token, tenant_counts, batch_counts
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 
 
 def routers() -> set[str]:
-    """Return the router's, its process's included."""
+    """Return the names of the router's series, including its process's."""
     found = {name for each in router_families() for name in names(each.name, each.kind)}
     for each in scrape.process.collect():
         found |= names(each.name, each.type)
@@ -46,19 +46,19 @@ def routers() -> set[str]:
 
 
 def engine_metrics() -> ModuleType:
-    """Load the engine half's metrics alone: as a part of its package they would import vLLM."""
+    """Load the engine half's metrics module alone; its package would import vLLM."""
     name = "grafana_engine_metrics"
     if (loaded := sys.modules.get(name)) is None:
         spec = spec_from_file_location(name, ROOT / "vllm_sched" / "engine" / "metrics.py")
         if spec is None or spec.loader is None:
-            raise ImportError("vllm_sched/engine/metrics.py can't be loaded; is the tree whole?")
+            raise ImportError("vllm_sched/engine/metrics.py cannot be loaded; check the tree")
         loaded = sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(loaded)
     return loaded
 
 
 def engine_families() -> list[Family]:
-    """List those of the engine half: its own, and the numbers that policies tell."""
+    """Return the engine half's metrics, including the policies' numbers."""
     metrics = engine_metrics()
     made = [
         policy(EngineFacts(2000, 64, 16), policy.settings_type()) for policy in POLICIES.values()
@@ -69,7 +69,7 @@ def engine_families() -> list[Family]:
         *((name, "gauge", *each) for name, each in (metrics.FACTS | metrics.GAUGES).items()),
         *((name, "counter", *each) for name, each in metrics.COUNTERS.items()),
         *((name, "histogram", text, (by,)) for name, (text, by, _) in metrics.HISTOGRAMS.items()),
-        # Some they tell once they have learnt them.
+        # Policies report some metrics only after they have learned them.
         *(
             (name, "counter" if name in counted else "gauge", text, ("policy",))
             for name, text in (dict.fromkeys(told, "") | metrics.POLICY_METRICS).items()
@@ -82,22 +82,22 @@ def engine_families() -> list[Family]:
 
 
 def engines() -> set[str]:
-    """Return the names of the engine half's."""
+    """Return the names of the engine half's series."""
     return {name for each in engine_families() for name in names(each.name, each.kind)}
 
 
 def vllms() -> set[str]:
-    """Return vLLM's, as far as we use them."""
+    """Return the names of the vLLM series that are used here."""
     rows = [line.split() for line in VLLMS.read_text(encoding="utf-8").splitlines()]
     return {found for row in rows if row and row[0] != "#" for found in names(*row)}
 
 
 def recorded() -> set[str]:
-    """Return what Prometheus itself records."""
+    """Return the names of the recording rules."""
     text = RULES.read_text(encoding="utf-8")
     return set(re.findall(r"^\s*- record: (\S+)$", text, re.MULTILINE))
 
 
 def all_of_them() -> set[str]:
-    """Return every name that an expression may ask for."""
+    """Return every name that an expression may use."""
     return routers() | engines() | vllms() | recorded() | PROMETHEUS

@@ -1,4 +1,4 @@
-"""What boards are made of: queries, panels in rows, variables; and their JSON for Grafana."""
+"""Dashboard elements (queries, panels, rows, variables) and their JSON for Grafana."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal
 Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "table"]
 
-WIDTH = 24  # of a board, in Grafana's units
+WIDTH = 24  # of a dashboard, in Grafana's units
 SCHEMA = 39
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "vllm-sched"
-VLLMS_TAG = "vllm"  # of the boards that come with vLLM
+VLLMS_TAG = "vllm"  # tag of vLLM's dashboards
 
-# What stands in an expression where a metric's name could, and is none.
+# PromQL keywords, which look like metric names.
 WORDS = frozenset(("and", "or", "unless", "bool", "offset", "inf", "nan"))
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
 LABELS = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
@@ -27,7 +27,7 @@ HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 
 @dataclass(frozen=True)
 class Query:
-    """One expression, and what its series are called."""
+    """One expression and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -35,7 +35,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture; `text` says how to read it, the metrics are added by themselves."""
+    """One panel; `text` explains it, and the list of metrics is added automatically."""
 
     title: str
     text: str
@@ -45,7 +45,7 @@ class Panel:
     width: int = 8
     height: int = 8
     stacked: bool = False
-    low: float = 0  # the axis' ends
+    low: float = 0  # lower end of the axis
     most: float | None = None
     bad_above: float | None = None
     bad_below: float | None = None
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """What the reader chooses: values of a label of a metric, or of a fixed few."""
+    """A selection: the values of a metric's label, or fixed values."""
 
     name: str
     label: str
@@ -73,7 +73,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Board:
-    """A page."""
+    """A dashboard."""
 
     uid: str
     title: str
@@ -82,32 +82,32 @@ class Board:
     rows: tuple[Row, ...]
 
     def panels(self) -> Iterator[Panel]:
-        """Go through all panels."""
+        """Yield all panels."""
         for row in self.rows:
             yield from row.panels
 
     def expressions(self) -> Iterator[tuple[str, str]]:
-        """Go through all expressions, each with its panel's title."""
+        """Yield all expressions with their panel's title."""
         for panel in self.panels():
             for query in panel.queries:
                 yield panel.title, query.expr
 
 
 def series(expr: str) -> set[str]:
-    """Name the series that an expression reads."""
+    """Return the names of the series that an expression reads."""
     bare = LABELS.sub(" ", MATCHERS.sub(" ", STRINGS.sub('""', expr)))
     found = (match.group() for match in NAME.finditer(bare))
     return {name for name in found if name not in WORDS}
 
 
 def metrics(panel: Panel) -> list[str]:
-    """Name the metrics that a panel shows, histograms by their family."""
+    """Return the metrics that a panel shows; histograms by their family."""
     names = {name for query in panel.queries for name in series(query.expr)}
     return sorted({HISTOGRAM.sub("", name) for name in names})
 
 
 def to_json(board: Board) -> Json:
-    """Write a board as Grafana reads it."""
+    """Return a dashboard's JSON."""
     return {
         "uid": board.uid,
         "title": board.title,
@@ -121,7 +121,7 @@ def to_json(board: Board) -> Json:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "annotations": {"list": []},
-        "links": [_link("This project's boards", TAG), _link("vLLM's boards", VLLMS_TAG)],
+        "links": [_link("This project's dashboards", TAG), _link("vLLM's dashboards", VLLMS_TAG)],
         "templating": {"list": [_source(), *map(_variable, board.variables)]},
         "panels": list(_placed(board.rows)),
     }
@@ -133,7 +133,7 @@ def _link(title: str, tag: str) -> Json:
         "title": title,
         "tags": [tag],
         "asDropdown": True,
-        "includeVars": False,  # theirs have other names and other values
+        "includeVars": False,  # vLLM's variables have other names and values
         "keepTime": True,
         "targetBlank": False,
         "icon": "external link",
@@ -197,7 +197,7 @@ def _variable(variable: Variable) -> Json:
 
 
 def _placed(rows: tuple[Row, ...]) -> Iterator[Json]:
-    """Lay panels out from left to right, line by line; number them in that order."""
+    """Lay out panels from left to right, row by row, and number them in that order."""
     number, y = 0, 0
     for row in rows:
         number += 1

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`: every metric of the router and of the engine half, from what declares them."""
+"""`docs/metrics.md`: every metric of the router and the engine half, from its declaration."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ FILE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-Written by `python -m grafana.build` from what the router and the engine half declare; a test keeps
-it so. Boards (`grafana`) and alerts ([runbook](runbook.md)) say what they make of them; where a
-stream's time goes is in [observing](observing.md#phases).
+`python -m grafana.build` writes this page from the declarations in the router and the engine half;
+a test checks that it is current. For their use see the dashboards (`grafana`) and the alerts
+([runbook](runbook.md)); [observing](observing.md#phases) explains the phases of a stream.
 
-A histogram has `_bucket` (with `le`), `_sum` and `_count`. Labels are bounded: models that nobody
-serves, and tenants and workers where they are too many, are `other`; who got no worker has `none`.
+A histogram has `_bucket` (with `le`), `_sum` and `_count`. Labels are bounded: models that no
+worker serves, and tenants and workers above a limit, are `other`. Requests without a worker have
+`none`.
 
 ## The router
 
-On the clients' port, `/metrics`; of several processes any of them tells for all. Beside these there
-are `process_*`, of memory, processor and open files.
+`/metrics` on the client port. With several router processes, any of them returns the sum of all.
+`process_*` metrics of memory, CPU time and open files are exported as well.
 
 """
 ENGINE = """
 ## The engine half
 
-On a worker's own `/metrics`, beside vLLM's, where one of our schedulers runs and its numbers reach
-the server: `vllm-sched serve` sees to that. A policy tells those that it has, some once it has
-learnt them.
+A worker's own `/metrics` has these next to vLLM's metrics if it was started with
+`vllm-sched serve`. Each policy exports its own metrics, some only after it has learned them.
 
 """
 
 
 def written() -> str:
-    """Return what the page should be."""
+    """Return the content of the page."""
     engine = declared.engine_families()
     return HEAD + table(declared.router_families()) + ENGINE + table(engine)
 
 
 def table(families: Iterable[Family]) -> str:
-    """Write a table."""
+    """Return a Markdown table."""
     rows = "".join(
         f"| `{name(each)}` | {each.kind} | {labels(each)} | {each.help} |\n" for each in families
     )
@@ -50,17 +50,17 @@ def table(families: Iterable[Family]) -> str:
 
 
 def name(family: Family) -> str:
-    """Name a metric as one asks for it."""
+    """Return a metric's name as used in queries."""
     return family.name + ("_total" if family.kind == "counter" else "")
 
 
 def labels(family: Family) -> str:
-    """Name a metric's labels."""
+    """Return a metric's labels."""
     return ", ".join(f"`{each}`" for each in family.labels)
 
 
 def differing(path: Path = FILE) -> list[str]:
-    """Say whether the page is not what it should be."""
+    """Return a message if the page is out of date."""
     if path.exists() and path.read_text(encoding="utf-8") == written():
         return []
     return [f"docs/{path.name} is out of date; run python -m grafana.build"]

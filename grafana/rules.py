@@ -1,4 +1,4 @@
-"""The recording rules and alerts as the Prometheus operator takes them: both files, one object."""
+"""The recording rules and alerts in one object for the Prometheus operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = """\
 
 
 def written() -> str:
-    """Return what the file should be."""
+    """Return the content of the file."""
     groups = [
         group
         for name in ("rules.yml", "alerts.yml")
@@ -31,7 +31,7 @@ def written() -> str:
 
 
 def differing(path: Path = FILE) -> list[str]:
-    """Say whether the file is not what it should be."""
+    """Return a message if the file is out of date."""
     if path.exists() and path.read_text(encoding="utf-8") == written():
         return []
     return [f"{path.relative_to(ROOT)} is out of date; run python -m grafana.build"]

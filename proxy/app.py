@@ -14,7 +14,7 @@ import uvloop
 
 from proxy.compiled import locate
 from proxy.config import FleetConfig, load
-from proxy.processes.collector import settle
+from proxy.processes.child import freeze_objects
 from proxy.processes.signals import serve_until_told
 from proxy.processes.size import how_many
 from proxy.processes.supervisor import Supervisor
@@ -51,7 +51,7 @@ async def serve(
     app.logs.take_over()
 
     def ready() -> None:
-        settle()
+        freeze_objects()
         if on_ready is not None:
             on_ready(app)
 

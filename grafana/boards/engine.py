@@ -1,4 +1,4 @@
-"""What the policies inside the engines do: lanes, holds, chunks, and how steps were predicted."""
+"""The engine policies' dashboard: lanes, holds, chunks and step predictions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ EACH = "{{instance}} engine {{engine}}"
 
 
 def total(name: str, by: str) -> str:
-    """Sum up a gauge of all engines."""
+    """Return the sum of a gauge over all engines."""
     return f"sum by ({by}) ({P}{name}{{{ENGINE}}})"
 
 
 def most(name: str, by: str) -> str:
-    """Take the highest of all engines."""
+    """Return the maximum of a gauge over all engines."""
     return f"max by ({by}) ({P}{name}{{{ENGINE}}})"
 
 
 def grown(name: str, by: str) -> str:
-    """Sum up how fast a counter grows."""
+    """Return the summed rate of a counter."""
     return rate(f"{P}{name}_total", ENGINE, by)
 
 
@@ -36,26 +36,27 @@ WAITING = (
     ),
     Panel(
         "Requests held, by reason",
-        "Those that wait because a policy holds their lane, not for want of room.", "short",
+        "Requests that wait because a policy holds their lane, not for lack of capacity.", "short",
         (Query(total("requests_held", "policy, reason"), "{{policy}} {{reason}}"),), stacked=True,
     ),
     Panel(
-        "Longest wait, by lane", "Of the request in front, in the engine where that is worst.", "s",
+        "Longest wait, by lane",
+        "Wait of the first request in the queue; the maximum over all engines.", "s",
         (Query(most("oldest_wait_seconds", "policy, lane"), LANE),),
     ),
     Panel(
         "Time held",
-        "For how long a policy held a request's lane before it ran, with slots free. The whole "
-        "wait is vLLM's queue time.", "s", quantiles(f"{P}hold_seconds", ENGINE, "policy"),
+        "How long a policy held a request's lane, with free slots, before the request ran. vLLM's "
+        "queue time is the whole wait.", "s", quantiles(f"{P}hold_seconds", ENGINE, "policy"),
     ),
     Panel(
-        "Admitted, by lane", "Requests that began to run.", "reqps",
+        "Admitted, by lane", "Requests that started to run.", "reqps",
         (Query(grown("requests_admitted", "policy, lane"), LANE),), stacked=True,
     ),
     Panel(
         "Starvation releases",
-        "Requests let through because they had waited too long. Now and then is what the guard is "
-        "for; all the time means too much load.", "reqps",
+        "Requests admitted because they had waited too long. Occasional releases are normal; a "
+        "constant rate means overload.", "reqps",
         (Query(grown("starvation_releases", "policy"), "{{policy}}"),), bad_above=1 / 60,
     ),
     Panel(
@@ -63,7 +64,8 @@ WAITING = (
         (Query(total("prefill_backlog_tokens", "class"), "{{class}}"),), stacked=True,
     ),
     Panel(
-        "Requests in prefill", "By class; `long_prompt` lets few longs in at a time.", "short",
+        "Requests in prefill",
+        "By class. `long_prompt` limits the long prompts in prefill.", "short",
         (Query(total("prefills_running", "class"), "{{class}}"),), stacked=True,
     ),
 )  # fmt: skip
@@ -71,20 +73,21 @@ WAITING = (
 KNOBS = (
     Panel(
         "Chunk budget",
-        "Tokens of prompts that a step may compute beside its decodes, as `chunk_budget` set it.",
+        "Prompt tokens that a step may compute in addition to its decodes, as set by "
+        "`chunk_budget`.",
         "short",
         (Query(f"{P}chunk_budget_tokens{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
     ),
     Panel(
         "Step budget",
-        "Tokens that the last step was allowed, policies and engine together.",
+        "Token limit of the last step, from policies and engine together.",
         "short",
         (Query(f"{P}step_budget_tokens{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
     ),
     Panel(
         "K",
-        "Departures that `deferred_prefill` waits for before it admits anybody, and what would be "
-        "best by what it has learnt.",
+        "Departures that `deferred_prefill` waits for before it admits requests, and the best "
+        "value according to its estimates.",
         "short",
         (
             Query(f"{P}k{{{ENGINE}}}", "{{instance}} engine {{engine}}"),
@@ -93,16 +96,16 @@ KNOBS = (
     ),
 )
 
-# What single policies tell; empty where another one runs.
+# Metrics of single policies; empty if another policy runs.
 OWN = (
     Panel(
-        "chunk_budget: a step's time", "As predicted for the last step with prefill.", "s",
+        "chunk_budget: predicted step time", "Predicted time of the last step with prefill.", "s",
         (Query(f"{P}predicted_step_seconds{{{ENGINE}}}", EACH),),
     ),
     Panel(
         "chunk_budget: margin",
-        "What predictions are multiplied by, so that steps keep to the target; and by how much "
-        "steps have been slower of late than was predicted.", "short",
+        "Factor on predictions that keeps steps within the target, and how much slower than "
+        "predicted recent steps were.", "short",
         (
             Query(f"{P}margin{{{ENGINE}}}", EACH),
             Query(f"{P}drift{{{ENGINE}}}", f"{EACH} drift"),
@@ -110,14 +113,15 @@ OWN = (
     ),
     Panel(
         "chunk_budget: steps beyond the target",
-        "Steps with prefill that took longer, and those that spent what others had saved.", "ops",
+        "Steps with prefill that exceeded the target, and steps that used time saved by earlier "
+        "steps.", "ops",
         (
             Query(grown("long_steps", "instance"), "{{instance}} longer"),
             Query(grown("slack_steps", "instance"), "{{instance}} spent"),
         ),
     ),
     Panel(
-        "deferred_prefill: time it holds", "Share of the time in which nobody is admitted.",
+        "deferred_prefill: time held", "Share of the time in which no request is admitted.",
         "percentunit",
         (
             Query(grown("held_seconds", "instance"), "{{instance}}"),
@@ -126,16 +130,16 @@ OWN = (
         most=1,
     ),
     Panel(
-        "deferred_prefill: holds, by how they ended",
-        "By K departures, as is meant; for want of requests that run or wait; because somebody had "
-        "waited too long; because there was room again.", "ops",
+        "deferred_prefill: holds, by end",
+        "`departures`: K requests finished, as intended. `few`, `idle`: too few requests run or "
+        "wait. `overdue`: a request waited too long. `room`: there was capacity again.", "ops",
         tuple(
             Query(grown(f"holds_ended_{end}", "instance"), f"{{{{instance}}}} {end}")
             for end in ("departures", "few", "idle", "overdue", "room")
         ),
     ),
     Panel(
-        "lanes: who runs and who waits", "By class.", "short",
+        "lanes: requests running and waiting", "By class.", "short",
         tuple(
             Query(f"sum ({P}{state}_{lane}{{{ENGINE}}})", f"{state} {lane}")
             for state in ("running", "waiting")
@@ -143,29 +147,33 @@ OWN = (
         ),
     ),
     Panel(
-        "lanes: classes that there are not", "Requests that asked for one that is none.", "reqps",
+        "lanes: unknown classes", "Requests with an unknown class.", "reqps",
         (Query(grown("unknown_lanes", "instance"), "{{instance}}"),), bad_above=0.1,
     ),
     Panel(
-        "long_prompt: longs in prefill", "As the policy counts them against its places.", "short",
+        "long_prompt: long prompts in prefill",
+        "As the policy counts them against its limit.", "short",
         (Query(f"{P}long_prefills{{{ENGINE}}}", EACH),),
     ),
     Panel(
-        "prefill_first: decodes that pause", "Whether they do now, and in how many steps.", "short",
+        "prefill_first: paused decodes",
+        "Whether decodes pause now, and the rate of steps in which they pause.", "short",
         (
             Query(f"{P}decodes_paused{{{ENGINE}}}", "{{instance}} now"),
             Query(grown("paused_steps", "instance"), "{{instance}} steps a second"),
         ),
     ),
     Panel(
-        "rotation: prompts that take turns", "And the tokens of a turn.", "short",
+        "rotation: prompts in rotation",
+        "Prompts in rotation, and the tokens of one turn.", "short",
         (
             Query(f"{P}prompts_in_rotation{{{ENGINE}}}", "{{instance}} prompts"),
             Query(f"{P}turn_tokens{{{ENGINE}}}", "{{instance}} tokens"),
         ),
     ),
     Panel(
-        "static_batching: the batch", "Its members, and whether it is still being formed.", "short",
+        "static_batching: the batch",
+        "Members of the batch, and whether it is still forming.", "short",
         (
             Query(f"{P}batch_members{{{ENGINE}}}", "{{instance}} members"),
             Query(f"{P}batch_forming{{{ENGINE}}}", "{{instance}} forming"),
@@ -175,12 +183,12 @@ OWN = (
 
 STEPS = (
     Panel(
-        "Time of steps, by what they compute",
-        "A decode waits for its step: `mixed` far above `decode` is what long prompts do to those "
-        "who read along.", "s", quantiles(f"{P}step_seconds", ENGINE, "kind", 0.5, 0.99),
+        "Step time, by kind",
+        "A decode waits for its step: if `mixed` is far above `decode`, long prompts delay "
+        "running streams.", "s", quantiles(f"{P}step_seconds", ENGINE, "kind", 0.5, 0.99),
     ),
     Panel(
-        "Steps, by what they compute", "Per second.", "ops",
+        "Steps, by kind", "Per second.", "ops",
         (Query(grown("steps", "kind"), "{{kind}}"),), stacked=True,
     ),
     Panel(
@@ -188,7 +196,7 @@ STEPS = (
         (Query(grown("step_tokens", "kind"), "{{kind}}"),), stacked=True,
     ),
     Panel(
-        "Tokens of a step", "Mean, against the budget that it was allowed.", "short",
+        "Tokens per step", "Mean, and the budget.", "short",
         (
             Query(
                 ratio(rate(f"{P}step_tokens_total", ENGINE), rate(f"{P}steps_total", ENGINE)),
@@ -198,7 +206,7 @@ STEPS = (
         ),
     ),
     Panel(
-        "Steps, predicted against real", "Mean time of those that were predicted.", "s",
+        "Step time, predicted and observed", "Mean time of steps that had a prediction.", "s",
         (
             Query(
                 ratio(grown("step_predicted_seconds", "kind"), grown("steps_predicted", "kind")),
@@ -211,7 +219,7 @@ STEPS = (
         ),
     ),
     Panel(
-        "How far predictions were off", "Mean error either way, as a share of the time.",
+        "Prediction error", "Mean absolute error as a share of the step time.",
         "percentunit",
         (
             Query(
@@ -223,7 +231,8 @@ STEPS = (
         ),
     ),
     Panel(
-        "What steps were found to take", "Coefficients, fitted while the engine runs.", "s",
+        "Step time coefficients",
+        "Coefficients of the step time model, fitted while the engine runs.", "s",
         (
             Query(
                 f"avg by (coefficient) ({P}step_time_coefficient_seconds{{{ENGINE}}})",
@@ -240,7 +249,7 @@ STEPS = (
 
 ENGINES = (
     Panel(
-        "What runs", "Version, scheduler and policies of each engine.", "short",
+        "Running engines", "Version, scheduler and policies of each engine.", "short",
         (
             Query(
                 "max by (instance, model_name, engine, version, scheduler, policies) "
@@ -250,7 +259,7 @@ ENGINES = (
         "table", 16,
     ),
     Panel(
-        "Up for", "Since the engine started.", "s",
+        "Uptime", "Time since the engine started.", "s",
         (Query(f"time() - {P}start_time_seconds{{{ENGINE}}}", "{{instance}} {{engine}}"),),
     ),
 )  # fmt: skip
@@ -258,17 +267,17 @@ ENGINES = (
 BOARD = Board(
     "vllm-sched-engine",
     "vllm-sched: Engine policies",
-    "What the schedulers inside the engines decide. Needs workers started with `vllm-sched serve`.",
+    "Decisions of the engines' schedulers. Requires workers started with `vllm-sched serve`.",
     (
         Variable("job", "Job", "vllm_sched_info", "job"),
         Variable("instance", "Worker", 'vllm_sched_info{job=~"$job"}', "instance"),
         Variable("model", "Model", 'vllm_sched_info{job=~"$job"}', "model_name"),
     ),
     (
-        Row("Who waits, and who runs", WAITING),
-        Row("What the policies set", KNOBS),
+        Row("Requests waiting and running", WAITING),
+        Row("Settings of the policies", KNOBS),
         Row("Steps", STEPS),
-        Row("What single policies tell", OWN),
+        Row("Single policies", OWN),
         Row("Engines", ENGINES),
     ),
 )

@@ -1,47 +1,50 @@
-"""Where requests go and why, how long they wait where, and how the workers share them."""
+"""The fleet dashboard: where requests go and why, where they wait, and how workers share them."""
 
 from __future__ import annotations
 
 from grafana.asking import OF_MODEL, ROUTER, mean, part, quantile, quantiles, rate, ratio, within
 from grafana.panels import Board, Panel, Query, Row, Variable
 
-# Engines are other targets than routers: chosen by model alone.
+# Engines are separate targets, so they are selected by model only.
 ENGINES = 'model_name=~"$model"'
 REQUESTS = "proxy_requests_total"
 WORKER = "{{worker}}"
 ENGINE = "{{instance}}"
 POOL = "{{role}} {{model}}"
-# Requests that a worker got: those that are refused wait for nothing, however long others do.
+# Requests that a worker got; refused requests do not wait.
 PLACED_ALONE = f'{OF_MODEL},pool!="none"'
 CLASSES = (
-    "Short and long as the fleet file has it: above `short_limit` is long. `batch` is what tenants "
-    "of that class ask, and lines of batches, of any size; `none` was refused before it was read."
+    "Requests above `short_limit` in the fleet file are long. `batch` are requests of batch "
+    "tenants and batch lines of any size; `none` are requests that were refused before parsing."
 )
 
 
-# As the alert has it: 501 and 505 are of clients that ask what is not there.
+# As in the alert: 501 and 505 are for clients that use unsupported features.
 FAILED = 'status=~"5..",status!~"501|505"'
 
 
 def failed() -> str:
-    """Ask for the share that failed: nought where none did, nothing where nothing was asked."""
+    """Return the share of failed requests: 0 without failures, no value without requests."""
     return part(rate(REQUESTS, f"{OF_MODEL},{FAILED}"), rate(REQUESTS, OF_MODEL))
 
 
 def spilled() -> str:
-    """Ask for the share of decisions that was a spill, by which."""
+    """Return the share of decisions that spilled, by reason."""
     spills = rate("proxy_decisions_total", f'{OF_MODEL},reason=~"spill_.*"', "reason")
     return f"{spills} / on () group_left () ({rate('proxy_decisions_total', OF_MODEL)} > 0)"
 
 
 def left(where: str, by: str = "") -> str:
-    """Ask how many leave with nothing after more than the target, a second."""
+    """Return the rate of clients that left without a token after more than the target."""
     soon = rate("proxy_left_seconds_bucket", f'{where},le="$ttft_slo"', by)
     return f"{rate('proxy_left_seconds_count', where, by)} - {soon}"
 
 
 def first_in_time(by: str = "") -> str:
-    """Ask which share of streamed requests had a first token in time; who left has waited too."""
+    """Return the share of streamed requests with a first token in time.
+
+    Clients that left after more than the target count as late.
+    """
     good = rate("proxy_ttft_seconds_bucket", f'{OF_MODEL},le="$ttft_slo"', by)
     had = rate("proxy_ttft_seconds_count", OF_MODEL, by)
     gone = left(f'{OF_MODEL},stream="true"', by)
@@ -49,7 +52,7 @@ def first_in_time(by: str = "") -> str:
 
 
 def phases(which: str = "") -> str:
-    """Ask what phases take of the mean request: all of them together take all of its time."""
+    """Return the mean time of each phase; the phases sum up to the whole request."""
     where = f"{OF_MODEL},{which}" if which else OF_MODEL
     spent = rate("proxy_phase_seconds_sum", where, "phase")
     requests = rate("proxy_phase_seconds_count", f'{OF_MODEL},phase="queue"')
@@ -57,38 +60,38 @@ def phases(which: str = "") -> str:
 
 
 def charged(metric: str, by: str = "worker") -> str:
-    """Sum up what all routers charged."""
+    """Return the sum of all routers' charges."""
     return f"sum by ({by}) (proxy_worker_{metric}{{{ROUTER}}})"
 
 
 def uneven(metric: str) -> str:
-    """Compare a pool's fullest worker with its average one."""
+    """Return the ratio of a pool's fullest worker to its average worker."""
     each = f"sum by (model, role, worker) (proxy_worker_{metric}{{{OF_MODEL}}})"
     return ratio(f"max by (model, role) ({each})", f"avg by (model, role) ({each})")
 
 
 GLANCE = (
     Panel(
-        "Requests", "Answered per second, refusals included.", "reqps",
+        "Requests", "Finished requests per second, including refusals.", "reqps",
         (Query(rate(REQUESTS, OF_MODEL)),), "stat", 4, 4,
     ),
     Panel(
         "First token in time",
-        "Share of streamed requests whose first token came within the target. Who waited longer "
-        "and left counts, who left sooner does not.",
+        "Share of streamed requests whose first token came within the target. Clients that left "
+        "after the target count as late; clients that left sooner do not count.",
         "percentunit", (Query(first_in_time()),), "stat", 4, 4, most=1, bad_below=0.99,
     ),
     Panel(
-        "Tokens in time", "Share of gaps between events of streams within the target.",
+        "Tokens in time", "Share of gaps between stream events within the target.",
         "percentunit", (Query(within("proxy_inter_token_latency_seconds", ROUTER, "$itl_slo")),),
         "stat", 4, 4, most=1, bad_below=0.99,
     ),
     Panel(
-        "Waiting in the router", "Requests for which no worker has room now.", "short",
+        "Queued in the router", "Requests for which no worker has capacity now.", "short",
         (Query(f"sum(proxy_queue_requests{{{ROUTER}}})"),), "stat", 4, 4, bad_above=1,
     ),
     Panel(
-        "Workers up", "Workers whose probes succeed, as the router that sees most of them has it.",
+        "Workers up", "Workers whose probes succeed; the maximum over all routers.",
         "short", (Query(f"max(sum by (instance) (proxy_worker_up{{{ROUTER}}}))"),), "stat", 4, 4,
     ),
     Panel(
@@ -100,22 +103,22 @@ GLANCE = (
 PLACED = (
     Panel(
         "Decisions, by reason",
-        "Why requests went where they went: their own pool, a spill into another one, a cached "
-        "prefix, a hand-over. Many spills mean that a pool is too small.",
+        "Why requests went where they did: own pool, spill into another pool, cached prefix, "
+        "hand-over. Many spills mean that a pool is too small.",
         "reqps", (Query(rate("proxy_decisions_total", OF_MODEL, "reason"), "{{reason}}"),),
         stacked=True,
     ),
     Panel(
-        "Requests, by worker", "Answered by each worker.", "reqps",
+        "Requests, by worker", "Requests answered by each worker.", "reqps",
         (Query(rate(REQUESTS, f'{OF_MODEL},worker!="none"', "worker"), WORKER),), stacked=True,
     ),
     Panel(
-        "Refused, by reason", "Answered by the router itself, without a worker.", "reqps",
+        "Refused, by reason", "Requests that the router answered without a worker.", "reqps",
         (Query(rate(REQUESTS, f'{OF_MODEL},worker="none"', "reason"), "{{reason}}"),),
         stacked=True,
     ),
     Panel(
-        "Spilled", "Share of decisions that sent a request into a pool that is not its own.",
+        "Spilled", "Share of decisions that sent a request into another pool.",
         "percentunit",
         (
             Query(
@@ -125,11 +128,11 @@ PLACED = (
         ),
     ),
     Panel(
-        "Answers, by status", "What clients got; 499 is a client that left.", "reqps",
+        "Responses, by status", "Status sent to clients; 499 is a client that left.", "reqps",
         (Query(rate(REQUESTS, OF_MODEL, "status"), "{{status}}"),), stacked=True,
     ),
     Panel(
-        "Requests, by route", "Paths of the API.", "reqps",
+        "Requests, by route", "API paths.", "reqps",
         (Query(rate(REQUESTS, OF_MODEL, "route"), "{{route}}"),), stacked=True,
     ),
     Panel(
@@ -154,7 +157,7 @@ PLACED = (
 FIRST = (
     Panel(
         "Time to first token, by pool",
-        "From a request's arrival at the router, its wait there included.", "s",
+        "From a request's arrival at the router, including the router's queue.", "s",
         quantiles("proxy_ttft_seconds", OF_MODEL, "pool"),
     ),
     Panel(
@@ -163,21 +166,23 @@ FIRST = (
     ),
     Panel(
         "First token in time, by class",
-        "Share of streamed requests within the target, with those who waited longer and left.",
+        "Share of streamed requests within the target; clients that left after the target count "
+        "as late.",
         "percentunit", (Query(first_in_time("class"), "{{class}}"),), most=1, bad_below=0.99,
     ),
     Panel(
-        "Where the time to the first token goes",
-        "Of streams: what each phase takes of the mean, one on the other. `queue` is the router's; "
-        "`prefill` and `prefill_leg` (of a hand-over) have the engine's queue in them, `transfer` "
-        "the decode worker's; `retry` is what went on workers that failed, or counted tokens.",
+        "Time to first token, by phase",
+        "Mean time of each phase of streamed requests, stacked. `queue` is the router's queue. "
+        "`prefill` and `prefill_leg` (of a hand-over) include the engine's queue; `transfer` "
+        "includes the decode worker's. `retry` is time spent on failed workers or on counting "
+        "tokens.",
         "s",
         (Query(phases('phase!="decode"'), "{{phase}}"),), stacked=True,
     ),
     Panel(
-        "Predicted against real",
-        "Mean time to first token as predicted when requests were placed, and as it was. The "
-        "router compares workers by these predictions.", "s",
+        "Time to first token, predicted and observed",
+        "Mean time to first token, predicted at placement and observed. The router compares "
+        "workers by these predictions.", "s",
         (
             Query(
                 mean("proxy_predicted_ttft_seconds", OF_MODEL, "pool, model"),
@@ -187,7 +192,8 @@ FIRST = (
         ),
     ),
     Panel(
-        "Real over predicted", "1 is right, 2 is twice as long as was thought; five minutes.",
+        "Time to first token, observed over predicted",
+        "1 is a correct prediction, 2 means twice as long as predicted; over five minutes.",
         "short",
         (
             Query(
@@ -198,20 +204,21 @@ FIRST = (
         bad_above=2,
     ),
     Panel(
-        "Left with nothing, by worker",
-        "Clients that waited longer than the target and left before there was any of their answer, "
-        "by the worker they waited for; `none` while they waited in the router.", "reqps",
+        "Clients that left before a response, by worker",
+        "Clients that waited longer than the target and left before their response began, by the "
+        "worker that they waited for; `none` means the router's queue.", "reqps",
         (Query(left(OF_MODEL, "worker"), WORKER),), stacked=True,
     ),
     Panel(
-        "Answers that are not streamed, by pool",
-        "From a request's arrival to the end of its answer: nobody sees a first token of these.",
+        "Responses that are not streamed, by pool",
+        "Time from arrival to the end of the response; the first token of these responses is not "
+        "observable.",
         "s", quantiles("proxy_whole_answer_seconds", OF_MODEL, "pool"),
     ),
     Panel(
-        "In the engines, each by itself",
-        "Means of what engines tell, of all they serve. A hand-over is a request on both workers, "
-        "and what a decode worker calls its queue is mostly the transfer: not to be added up.", "s",
+        "Engine queue and prefill times",
+        "Means that engines report for all their requests. A hand-over counts on both workers, "
+        "and a decode worker's queue time is mostly the transfer, so do not sum the values.", "s",
         (
             Query(mean("vllm:request_queue_time_seconds", ENGINES, "instance"), f"{ENGINE} queue"),
             Query(
@@ -224,38 +231,40 @@ FIRST = (
 TOKENS = (
     Panel(
         "Gaps between tokens, by pool",
-        "Between two events of a stream, as they came.",
+        "Time between two events of a stream, as received.",
         "s",
         quantiles("proxy_inter_token_latency_seconds", ROUTER, "pool"),
     ),
     Panel(
         "Time per output token, by class",
-        "Each request's mean, as far as it streamed.",
+        "Mean of each streamed request.",
         "s",
         quantiles("proxy_time_per_output_token_seconds", OF_MODEL, "class"),
     ),
     Panel(
-        "Whole requests, by pool",
+        "Request duration, by pool",
         "From arrival to the last byte.",
         "s",
         quantiles("proxy_request_duration_seconds", ROUTER, "pool"),
     ),
     Panel(
         "Gaps between tokens, by class",
-        "Whose streams stutter.",
+        "Shows which classes have stalling streams.",
         "s",
         quantiles("proxy_inter_token_latency_seconds", ROUTER, "class"),
     ),
     Panel(
-        "Where a request's time goes",
-        "Of streams, as above, and `decode`: from the first token to the end of the answer.",
+        "Request time, by phase",
+        "Phases of streamed requests as above, and `decode`: from the first token to the end of "
+        "the response.",
         "s",
         (Query(phases(), "{{phase}}"),),
         stacked=True,
     ),
     Panel(
-        "Whole requests, by class",
-        "From arrival to the last byte; `none` were refused before they were read.",
+        "Request duration, by class",
+        "From arrival to the last byte; `none` are requests that were refused before they were "
+        "parsed.",
         "s",
         quantiles("proxy_request_duration_seconds", ROUTER, "class"),
     ),
@@ -263,7 +272,7 @@ TOKENS = (
 
 QUEUE = (
     Panel(
-        "The router's queue", "Requests that wait, and how many may.", "short",
+        "The router's queue", "Queued requests, and the limit.", "short",
         (
             Query(f"proxy_queue_requests{{{ROUTER}}}", "{{instance}}"),
             Query(f"proxy_queue_limit_requests{{{ROUTER}}}", "{{instance}} limit"),
@@ -271,16 +280,16 @@ QUEUE = (
     ),
     Panel(
         "Wait in the router's queue",
-        "Of all requests, those that never waited included; `none` got no worker: they left, "
-        "waited too long, or were refused at once.", "s",
+        "All requests, including requests that did not wait. `none` are requests without a "
+        "worker: the client left, they waited too long, or they were refused at once.", "s",
         quantiles("proxy_queue_wait_seconds", OF_MODEL, "pool", 0.95, 0.99),
     ),
     Panel(
-        "Bodies in the queue", "Bytes that wait.", "bytes",
+        "Bodies in the queue", "Bytes of queued request bodies.", "bytes",
         (Query(f"proxy_queue_bytes{{{ROUTER}}}", "{{instance}}"),),
     ),
     Panel(
-        "Wait in the router's queue, by class", "Of requests that a worker got.", "s",
+        "Wait in the router's queue, by class", "Requests that a worker got.", "s",
         quantiles("proxy_queue_wait_seconds", PLACED_ALONE, "class", 0.95, 0.99), width=24,
     ),
 )  # fmt: skip
@@ -291,15 +300,16 @@ WORKERS = (
         (Query(charged("inflight_requests"), WORKER),),
     ),
     Panel(
-        "Prompt tokens charged", "That workers have yet to prefill.", "short",
+        "Prompt tokens charged", "Not yet prefilled.", "short",
         (Query(charged("prefill_tokens"), WORKER),),
     ),
     Panel(
-        "Output tokens charged", "That workers have yet to write.", "short",
+        "Output tokens charged", "Not yet generated.", "short",
         (Query(charged("decode_tokens"), WORKER),),
     ),
     Panel(
-        "Cache charged", "Tokens that requests in flight may hold, over what the cache holds.",
+        "KV cache charged",
+        "Tokens that requests in flight may use, as a share of the cache's capacity.",
         "percentunit",
         (
             Query(
@@ -312,19 +322,19 @@ WORKERS = (
         ),
     ),
     Panel(
-        "Uneven within a pool",
-        "The worker with the most prompt tokens charged over the average of its pool; 1 is even.",
+        "Imbalance within a pool",
+        "Prompt tokens charged to the fullest worker over the pool's average; 1 is balanced.",
         "short", (Query(uneven("prefill_tokens"), POOL),),
     ),
     Panel(
-        "How much each pool is in use",
-        "Share of time that workers prefill; of decode pools, how full their caches are, or how "
-        "many of their seats are taken where that is more.",
+        "Use of each pool",
+        "Share of the time in which workers prefill. For decode pools, the larger of KV cache "
+        "usage and slots in use.",
         "percentunit", (Query('role:proxy_use:ratio5m{job=~"$job",model=~"$model"}', POOL),),
         most=1, bad_above=0.8,
     ),
     Panel(
-        "Workers up, by role", "As the router that sees most of them has it.", "short",
+        "Workers up, by role", "Maximum over all routers.", "short",
         (
             Query(
                 "max by (role, model) "
@@ -335,9 +345,9 @@ WORKERS = (
         width=12,
     ),
     Panel(
-        "Kept out",
-        "Workers that are busy, as they say, or fail: their breaker is open, or half open, when a "
-        "request is let through on trial; and those that are being drained.", "short",
+        "Workers without new requests",
+        "Workers with an open breaker because they are busy or fail, or a half-open breaker (one "
+        "trial request passes); and workers that are drained.", "short",
         (
             Query(
                 f"max by (worker, state) (proxy_worker_breaker_state{{{ROUTER}}})",
@@ -351,15 +361,15 @@ WORKERS = (
     ),
     Panel(
         "Breakers ignored",
-        "Models of which too few workers are well (routing.panic_threshold): requests go to "
-        "workers with an open breaker too.", "short",
+        "Models with too few healthy workers (routing.panic_threshold): requests also go to "
+        "workers with an open breaker.", "short",
         (Query(f"max by (model, pool) (proxy_pool_panic{{{OF_MODEL}}})", "{{model}} {{pool}}"),),
         width=12, bad_above=1,
     ),
     Panel(
-        "Breakers open, by why",
-        "How often: because of failures, or because a worker said that it was busy. Trials that "
-        "failed are not counted. And how often a model's breakers began to be ignored.", "ops",
+        "Breaker openings, by reason",
+        "Rate of openings because of failures or reported overload; failed trials do not count. "
+        "Also how often the router began to ignore a model's breakers.", "ops",
         (
             Query(
                 rate("proxy_breaker_openings_total", ROUTER, "worker, why"), "{{worker}} {{why}}"
@@ -372,7 +382,7 @@ WORKERS = (
         width=12,
     ),
     Panel(
-        "Retries, by why", "Requests that failed on a worker before its first byte.", "reqps",
+        "Retries, by reason", "Requests that failed on a worker before its first byte.", "reqps",
         (Query(rate("proxy_retries_total", ROUTER, "worker, why"), "{{worker}} {{why}}"),),
         width=12,
     ),
@@ -380,7 +390,8 @@ WORKERS = (
 
 TENANTS = (
     Panel(
-        "Tokens, by tenant", "Of prompts and answers, per second, as workers count them.", "short",
+        "Tokens, by tenant",
+        "Tokens of prompts and responses per second, as counted by workers.", "short",
         (
             Query(
                 rate("proxy_tenant_tokens_total", ROUTER, "tenant, kind"), "{{tenant}} {{kind}}"
@@ -389,7 +400,7 @@ TENANTS = (
         stacked=True,
     ),
     Panel(
-        "Requests, by tenant", "Answered per second, by what they came to.", "reqps",
+        "Requests, by tenant", "Finished requests per second, by status.", "reqps",
         (
             Query(
                 rate("proxy_tenant_requests_total", ROUTER, "tenant, status"),
@@ -399,7 +410,8 @@ TENANTS = (
         stacked=True,
     ),
     Panel(
-        "In flight, by tenant", "And of these, how many wait.", "short",
+        "In flight, by tenant",
+        "Including queued requests, which are also shown separately.", "short",
         (
             Query(f"sum by (tenant) (proxy_tenant_inflight_requests{{{ROUTER}}})", "{{tenant}}"),
             Query(
@@ -408,7 +420,7 @@ TENANTS = (
         ),
     ),
     Panel(
-        "Limited, by tenant", "Requests that met a limit, and which.", "reqps",
+        "Limited, by tenant", "Requests that reached a limit, by limit.", "reqps",
         (
             Query(
                 rate("proxy_tenant_limited_total", ROUTER, "tenant, limit"), "{{tenant}} {{limit}}"
@@ -416,26 +428,27 @@ TENANTS = (
         ),
     ),
     Panel(
-        "First token, by class", "From a request's arrival; interactive goes before the rest.", "s",
+        "First token, by class", "From a request's arrival; the interactive class goes first.", "s",
         quantiles("proxy_tenant_ttft_seconds", ROUTER, "class", 0.5, 0.95),
     ),
     Panel(
-        "Wait in the queue, by tenant", "Those with more than their share wait longest.", "s",
+        "Wait in the queue, by tenant", "Tenants above their share wait longest.", "s",
         quantiles("proxy_tenant_queue_wait_seconds", ROUTER, "tenant", 0.95),
     ),
 )  # fmt: skip
 
 BATCHES = (
     Panel(
-        "Batch lines", "By what became of them; `sent_again` counts tries.", "reqps",
+        "Batch lines", "By outcome; `sent_again` counts repeated attempts.", "reqps",
         (Query(rate("proxy_batch_lines_total", ROUTER, "outcome"), "{{outcome}}"),), stacked=True,
     ),
     Panel(
-        "Batch lines in flight", "Of all batches; they run in the gaps that others leave.", "short",
+        "Batch lines in flight", "Lines of all batches; they only use spare capacity.", "short",
         (Query(f"sum(proxy_batch_lines_in_flight{{{ROUTER}}})", "in flight"),),
     ),
     Panel(
-        "Batches that are not over", "By state, and whether they have paused for want of a disk.",
+        "Active batches",
+        "By status, and whether batches are paused because results cannot be stored.",
         "short",
         (
             Query(f"sum by (status) (proxy_batches{{{ROUTER}}})", "{{status}}"),
@@ -446,7 +459,7 @@ BATCHES = (
 
 SELF = (
     Panel(
-        "Processor", "Of one for each process of a router.", "percentunit",
+        "CPU", "CPU time used; 100 % is one core per router process.", "percentunit",
         (
             Query(
                 ratio(
@@ -459,7 +472,7 @@ SELF = (
         most=1, bad_above=0.85,
     ),
     Panel(
-        "Loop lag", "How late the event loop is; every stream is late by as much.", "s",
+        "Loop lag", "Lag of the event loop, which delays every stream by the same time.", "s",
         (
             Query(quantile(0.5, "proxy_loop_lag_seconds", ROUTER, "instance"), "{{instance}} p50"),
             Query(quantile(0.99, "proxy_loop_lag_seconds", ROUTER, "instance"), "{{instance}} p99"),
@@ -467,7 +480,7 @@ SELF = (
         bad_above=0.1,
     ),
     Panel(
-        "Processes", "That serve, and those that died, in a quarter of an hour.", "short",
+        "Processes", "Serving processes, and restarts within 15 minutes.", "short",
         (
             Query(f"proxy_processes{{{ROUTER}}}", "{{instance}}"),
             Query(
@@ -477,18 +490,19 @@ SELF = (
         ),
     ),
     Panel(
-        "Memory", "Resident.", "bytes",
+        "Memory", "Resident memory.", "bytes",
         (Query(f"process_resident_memory_bytes{{{ROUTER}}}", "{{instance}}"),),
     ),
     Panel(
-        "Connections", "Of clients, and to workers.", "short",
+        "Connections", "Client connections and worker connections.", "short",
         (
             Query(f"sum(proxy_client_connections{{{ROUTER}}})", "clients"),
             Query(f"sum by (state) (proxy_upstream_connections{{{ROUTER}}})", "workers, {{state}}"),
         ),
     ),
     Panel(
-        "Files open", "Of those that a router may open; a stream takes two.", "percentunit",
+        "Open files",
+        "Share of the files that a router may open; a stream takes two.", "percentunit",
         (
             Query(
                 ratio(
@@ -501,7 +515,8 @@ SELF = (
         most=1, bad_above=0.8,
     ),
     Panel(
-        "Connections without room", "To workers, for which the machine had no files or ports.",
+        "Connections without local resources",
+        "Connections to workers that failed because the machine had no free files or ports.",
         "reqps",
         (
             Query(
@@ -511,12 +526,14 @@ SELF = (
         bad_above=0.1,
     ),
     Panel(
-        "Log lines dropped", "Because whoever reads the log is too slow, or its disk full.", "cps",
+        "Log lines dropped",
+        "Dropped because the log's reader is too slow or its disk is full.", "cps",
         (Query(rate("proxy_log_lines_dropped_total", ROUTER, "instance"), "{{instance}}"),),
         bad_above=0.1,
     ),
     Panel(
-        "Bytes per token", "Learnt from `usage` and counts; sizes are estimated by it.", "short",
+        "Bytes per token",
+        "Learned from `usage` and token counts; used to estimate prompt sizes.", "short",
         (
             Query(
                 f"avg by (model, route) (proxy_bytes_per_token{{{OF_MODEL}}})",
@@ -525,10 +542,11 @@ SELF = (
         ),
     ),
     Panel(
-        "Workers found by discovery", "In each pool, and pools of which nothing is told.", "short",
+        "Discovered workers",
+        "Workers in each pool, and pools that discovery has no data for.", "short",
         (
             Query(f"max by (name) (proxy_discovery_workers{{{ROUTER}}})", "{{name}}"),
-            Query(f"min by (name) (proxy_discovery_up{{{ROUTER}}}) == 0", "{{name}} not told"),
+            Query(f"min by (name) (proxy_discovery_up{{{ROUTER}}}) == 0", "{{name}} no data"),
         ),
     ),
 )  # fmt: skip
@@ -536,7 +554,7 @@ SELF = (
 BOARD = Board(
     "vllm-sched-fleet",
     "vllm-sched: Fleet and routing",
-    "What the router decides and what clients get. For single engines see vLLM's own boards.",
+    "The router's decisions and what clients get. For single engines see vLLM's own dashboards.",
     (
         Variable("job", "Job", "proxy_build_info", "job"),
         Variable("instance", "Router", 'proxy_build_info{job=~"$job"}', "instance"),

@@ -1,7 +1,7 @@
-"""The admin API: workers, decisions, configuration; on a port of its own.
+"""The admin API: workers, decisions and configuration, on its own port.
 
-Every handler is a coroutine, even where nothing is awaited: the fleet belongs to the event loop,
-and FastAPI runs plain functions in threads.
+Every handler is a coroutine, even without an await: the fleet belongs to the event loop, and
+FastAPI runs plain functions in threads.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from proxy.metrics.recent import RecentRequest
 from proxy.status_page.live import LiveView
 from proxy.telemetry.logs import Logs
 
-MOST_DECISIONS = 1000  # in one answer
+MAX_DECISIONS = 1000  # in one response
 
 
 class AdminState(Protocol):
-    """The running router, as the admin API needs it."""
+    """The running router, as the admin API uses it."""
 
     @property
     def router(self) -> Router:
-        """Decisions and workers."""
+        """The router, with its workers and decisions."""
 
     async def decisions(
         self,
@@ -58,11 +58,11 @@ class AdminState(Protocol):
         reason: Reason | None,
         status: int | None,
     ) -> list[RecentRequest]:
-        """Return the last requests that are so, newest first."""
+        """Return the last requests that match the filters, newest first."""
 
     @property
     def logs(self) -> Logs:
-        """What is logged."""
+        """The log settings."""
 
     @property
     def live(self) -> LiveView:
@@ -70,41 +70,41 @@ class AdminState(Protocol):
 
     @property
     def balance(self) -> Balance:
-        """How busy both sides of hand-overs are."""
+        """The load of prefill and decode workers."""
 
     @property
     def config(self) -> FleetConfig:
-        """What the fleet file said when it was read last."""
+        """The fleet file as last read."""
 
     def add_worker(self, worker: WorkerConfig) -> None:
-        """Take in a worker that has a URL, and whose name and URL are new."""
+        """Add a worker that has a URL; its name and URL must be new."""
 
     def remove_worker(self, name: str) -> None:
-        """Take out a worker that is there; its requests in flight finish."""
+        """Remove an existing worker; its requests in flight finish."""
 
     async def reload(self) -> list[str]:
-        """Read the fleet file again; return what will change only with the next start.
+        """Read the fleet file again and return the settings that need a restart.
 
-        Raises `ProxyError` if it can't be used, and then nothing has changed.
+        Raises `ProxyError` if the file is invalid; nothing has changed then.
         """
 
 
 def admin_app(
     state: AdminState, clock: Callable[[], float] = time.monotonic, key: AdminKey | None = None
 ) -> FastAPI:
-    """Make the API."""
+    """Return the ASGI app of the admin API."""
     problem = {"model": ErrorAnswer}
     app = FastAPI(
         title="vllm-sched router",
         description="Workers, decisions and configuration of a running router.",
         responses={"4XX": problem, 422: problem},
-        docs_url=None,  # FastAPI's pages run script from elsewhere, unpinned
+        docs_url=None,  # FastAPI's pages load unpinned scripts from a CDN
         redoc_url=None,
     )
     app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, host=state.config.router.admin.host, key=key)
-    for kind in HANDLED:
-        app.add_exception_handler(kind, answer)
+    for error_type in HANDLED:
+        app.add_exception_handler(error_type, answer)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
@@ -115,12 +115,12 @@ def admin_app(
 
 
 def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """List, add, drain, remove."""
+    """Return the routes that list, add, drain and remove workers."""
     api = APIRouter()
 
     def find(name: str) -> Worker:
         if (worker := state.router.fleet.get(name)) is None:
-            raise AdminError(HTTPStatus.NOT_FOUND, "no_such_worker", f"no worker is named {name!r}")
+            raise AdminError(HTTPStatus.NOT_FOUND, "no_such_worker", f"there is no worker {name!r}")
         return worker
 
     def drain(name: str, *, draining: bool) -> WorkerShown:
@@ -135,23 +135,27 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
     @api.post("", status_code=HTTPStatus.CREATED, summary="Add a worker")
     async def add(worker: WorkerConfig) -> WorkerShown:
-        """Add it; it gets requests once it was probed. A reload of the fleet file removes it."""
+        """Add a worker.
+
+        The worker gets requests once a probe succeeds. A reload of the fleet file removes the
+        worker.
+        """
         refuse_conflicts(worker, list(state.router.fleet), moves=state.config.transfer is not None)
         state.add_worker(worker)
         return shown_worker(find(worker.name), clock())
 
-    @api.post("/{name}/drain", summary="Give a worker nothing new; what it has, it finishes")
+    @api.post("/{name}/drain", summary="Drain a worker: no new requests; requests in flight finish")
     async def drain_worker(name: str) -> WorkerShown:
         return drain(name, draining=True)
 
-    @api.post("/{name}/undrain", summary="Give a worker requests again")
+    @api.post("/{name}/undrain", summary="End a worker's draining")
     async def undrain_worker(name: str) -> WorkerShown:
         return drain(name, draining=False)
 
-    @api.delete("/{name}", summary="Take a worker out at once; what it has, it finishes")
+    @api.delete("/{name}", summary="Remove a worker; requests in flight finish")
     async def remove(name: str) -> Removed:
         worker = find(name)
-        requests = worker.requests + worker.pinned  # of all processes, as long as it is here
+        requests = worker.requests + worker.pinned  # all processes; unknown after the removal
         state.remove_worker(name)
         return Removed(name=name, requests=requests)
 
@@ -159,30 +163,30 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
 
 def refuse_conflicts(worker: WorkerConfig, others: list[Worker], *, moves: bool = False) -> None:
-    """Raise where a worker can't join the others."""
+    """Raise `AdminError` if a worker cannot join the fleet."""
     problems = []
     if worker.url is None:
-        problems.append(Problem("url", "is missing; write it as http://host:port"))
+        problems.append(Problem("url", "missing; write http://host:port"))
     if worker.launch is not None:
-        problems.append(Problem("launch", "only `vllm-sched up` starts workers; leave it out"))
+        problems.append(Problem("launch", "only `vllm-sched up` starts workers; remove it"))
     if worker.role in ("prefill", "decode") and not moves:
-        why = "the fleet file names no connector; add transfer: nixl there and restart"
+        why = "the fleet file has no connector; add transfer: nixl and restart"
         problems.append(Problem("role", f"{worker.role!r}: {why}"))
     if problems:
-        raise AdminError(INVALID, "invalid", "this worker can't be added", problems)
+        raise AdminError(INVALID, "invalid", "the worker cannot be added", problems)
     for other in others:
         if other.name == worker.name or other.url == worker.url:
-            message = f"worker {other.name!r} at {other.url} is in the fleet already"
+            message = f"worker {other.name!r} at {other.url} is already in the fleet"
             raise AdminError(HTTPStatus.CONFLICT, "conflict", message)
 
 
 def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """Show what was decided, and what would be."""
+    """Return the routes that show past decisions and explain a hypothetical one."""
     api = APIRouter()
 
     @api.get("/decisions", summary="Show the last requests, newest first")
     async def decisions(
-        limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS)] = 100,
+        limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = 100,
         model: str | None = None,
         worker: str | None = None,
         reason: Reason | None = None,
@@ -192,20 +196,22 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
             limit, model=model, worker=worker, reason=reason, status=status
         )
 
-    @api.post("/explain", summary="Say where a request would go now, and why")
+    @api.post("/explain", summary="Show where a request would be sent now, and why")
     async def explain(question: Question) -> Explanation:
         return explanation(state.router, question, state.config.model, clock())
 
-    @api.get("/balance", summary="Show how busy prefill and decode workers are, and who is short")
+    @api.get(
+        "/balance", summary="Show the load of prefill and decode workers, and which are too few"
+    )
     async def balance() -> list[BalanceShown]:
-        """One entry for each model that has workers of both kinds."""
+        """Return one entry for each model with prefill and decode workers."""
         return state.balance.shown()
 
     return api
 
 
 def config_routes(state: AdminState) -> APIRouter:
-    """Show the configuration, and take a new one."""
+    """Return the routes that show and reload the configuration."""
     api = APIRouter()
 
     @api.get("/config", summary="Show the fleet file with its defaults; secrets are hidden")
@@ -214,10 +220,11 @@ def config_routes(state: AdminState) -> APIRouter:
 
     @api.post("/reload", summary="Read the fleet file again")
     async def reload() -> Reloaded:
-        """Take what it says, unless anything is wrong in it. Requests in flight are not touched."""
-        late = await state.reload()
+        """Apply the fleet file if it is valid. Requests in flight are not affected."""
+        needs_restart = await state.reload()
         return Reloaded(
-            workers=tuple(worker.name for worker in state.router.fleet), needs_restart=tuple(late)
+            workers=tuple(worker.name for worker in state.router.fleet),
+            needs_restart=tuple(needs_restart),
         )
 
     return api

@@ -1,11 +1,11 @@
-"""Who may speak to the admin API.
+"""Access control of the admin API.
 
-Listening on loopback keeps other machines out, but not web pages: a page whose name resolves to
-127.0.0.1 is let in by the browser. Such a page's name stands in the Host header, and a page from
-anywhere names itself in Origin. Both must be ours.
+Listening on loopback does not keep web pages out: a browser connects to 127.0.0.1 for any page with
+a name that resolves to it (DNS rebinding). So the Host and Origin headers must be the admin API's
+own.
 
-A key, where there is one, has to be shown. Then any name will do in Host, as that of a certificate:
-to a page of another name no browser shows the key.
+With a key any Host is accepted, for example the name in a certificate, because a browser does not
+send the key to a page of another name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from proxy.admin.key import AdminKey
 
 
 class HostCheck:
-    """Lets in requests to an address, to `localhost`, or to the `host` of the configuration.
+    """Middleware that accepts requests for an IP address, `localhost` or the configured `host`.
 
-    With a key, to any name.
+    With a key, any host name is accepted.
     """
 
     def __init__(self, app: ASGIApp, host: str, key: AdminKey | None = None) -> None:
@@ -33,33 +33,34 @@ class HostCheck:
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and (why := self._objection(Headers(scope=scope))):
-            await error_response(HTTPStatus.FORBIDDEN, "forbidden", why)(scope, receive, send)
+        """Forward or refuse a request."""
+        if scope["type"] == "http" and (reason := self._objection(Headers(scope=scope))):
+            await error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)(scope, receive, send)
             return
         if scope["type"] == "http" and not self._admits(Headers(scope=scope)):
-            why = "the admin API wants its key, as `Authorization: Bearer KEY`"
-            refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", why)
-            refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'  # a browser will ask
+            message = "the admin API needs its key, as `Authorization: Bearer KEY`"
+            refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
+            # Makes a browser ask for the key.
+            refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'
             await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _admits(self, headers: Headers) -> bool:
-        said = headers.getlist("authorization")
-        return self._key is None or (len(said) < 2 and self._key.admits("".join(said)))
+        values = headers.getlist("authorization")
+        return self._key is None or (len(values) < 2 and self._key.admits("".join(values)))
 
     def _objection(self, headers: Headers) -> str | None:
         hosts = headers.getlist("host")
-        by_any_name = self._key is not None and self._key.wanted
-        if len(hosts) != 1 or not (by_any_name or self._is_ours(hosts[0])):
+        any_host = self._key is not None and self._key.wanted
+        if len(hosts) != 1 or not (any_host or self._is_ours(hosts[0])):
             return (
-                "the Host header names somebody else; use the address of the admin API, or give it "
-                "a key (router.admin.key_file or key_env): then it goes by any name"
+                "the Host header is not the admin API's address; use that address, or set a key "
+                "(router.admin.key_file or key_env), which allows any host name"
             )
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
-            return "the admin API takes no requests from other web pages"
+            return "the admin API refuses requests from other web pages"
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -71,7 +72,7 @@ class HostCheck:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address: those need no resolving, so nobody else can point them here."""
+    """Return True for an IP address, which no DNS record can redirect to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

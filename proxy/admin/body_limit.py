@@ -1,4 +1,4 @@
-"""How much of a request's body the admin API reads."""
+"""Size limit for request bodies of the admin API."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_DIGITS = 18
 
 
 class ClientLeftError(Exception):
-    """The client left before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 class BodyLimit:
-    """Reads a body whole before the request passes on; refuses a body that is too large."""
+    """Middleware that reads the whole body first and refuses a body above the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward or refuse a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -33,8 +33,8 @@ class BodyLimit:
         except ClientLeftError:
             return
         if body is None:
-            why = f"the body has more than the {MAX_BODY_BYTES} bytes that the admin API reads"
-            refusal = error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", why)
+            message = f"the body exceeds the admin API's limit of {MAX_BODY_BYTES} bytes"
+            refusal = error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", message)
             await refusal(scope, receive, send)
             return
         unread = [body]
@@ -48,7 +48,6 @@ class BodyLimit:
 
 
 async def _read(stated: str, receive: Receive) -> bytes | None:
-    """Return a body; None if it is too large, of which no more is read then."""
     if len(stated) > MAX_DIGITS or (stated.isdigit() and int(stated) > MAX_BODY_BYTES):
         return None
     body, more = bytearray(), True

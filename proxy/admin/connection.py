@@ -1,4 +1,4 @@
-"""One connection to the admin port: uvicorn's, with deadlines that uvicorn does not have."""
+"""A connection to the admin port: uvicorn's protocol with additional timeouts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-PATIENCE_S = 10.0  # for a request to come whole, and for a client to take what it is sent
+TIMEOUT_S = 10.0  # to receive a whole request, and for the client to read what was sent
 
 
 class AdminConnection(H11Protocol):
-    """Closes when its client is slow. uvicorn closes connections that are idle after an answer."""
+    """Closes when the client is slow; uvicorn only times out idle connections."""
 
     def __init__(
         self,
@@ -26,58 +26,58 @@ class AdminConnection(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.when_lost: Callable[[AdminConnection, None], object] = _forget
-        self._request_due: asyncio.TimerHandle | None = None
-        self._taken_by: asyncio.TimerHandle | None = None
+        self._request_timeout: asyncio.TimerHandle | None = None
+        self._write_timeout: asyncio.TimerHandle | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether the next request, or its body, has yet to come."""
+        """True while the next request or its body is incomplete."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def abort(self) -> None:
-        """Close now."""
-        if self.transport is not None:  # there is none before the end of a TLS handshake
+        """Close the connection at once."""
+        if self.transport is not None:  # None before the end of a TLS handshake
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request its time."""
+        """Start the first request's timeout."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Read requests."""
+        """Process received bytes."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Give the next request its time."""
+        """Start the next request's timeout."""
         super().on_response_complete()
         self._watch()
 
     def pause_writing(self) -> None:
-        """Give the client its time to take what it was sent."""
+        """Start the timeout for the client to read."""
         super().pause_writing()
-        self._taken_by = self.loop.call_later(PATIENCE_S, self.abort)
+        self._write_timeout = self.loop.call_later(TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Stop the timeout."""
         super().resume_writing()
-        _cancel(self._taken_by)
+        _cancel(self._write_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadlines."""
+        """Cancel the timeouts."""
         super().connection_lost(exc)
-        _cancel(self._request_due)
-        _cancel(self._taken_by)
+        _cancel(self._request_timeout)
+        _cancel(self._write_timeout)
         self.when_lost(self, None)
 
     def _watch(self) -> None:
-        """Keep one deadline for as long as a request is not whole, however its bytes trickle in."""
+        """Keep one timeout from the first byte that is awaited to the end of the request."""
         if not self.waits or self.transport.is_closing():
-            _cancel(self._request_due)
-            self._request_due = None
-        elif self._request_due is None:
-            self._request_due = self.loop.call_later(PATIENCE_S, self.abort)
+            _cancel(self._request_timeout)
+            self._request_timeout = None
+        elif self._request_timeout is None:
+            self._request_timeout = self.loop.call_later(TIMEOUT_S, self.abort)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -1,4 +1,4 @@
-"""How the admin API says no: always in one shape."""
+"""Error responses of the admin API, which all have the same format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HANDLED = (ProxyError, RequestValidationError, HTTPException, Exception)
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     code: str
-    problems: list[Problem] = []  # where several things are wrong at once
+    problems: list[Problem] = []  # one item for each invalid field
 
 
 class ErrorAnswer(BaseModel):
-    """The one shape that errors have."""
+    """The body of every error response."""
 
     error: ErrorBody
 
@@ -34,13 +34,13 @@ class ErrorAnswer(BaseModel):
 def error_response(
     status: int, code: str, message: str, problems: Collection[Problem] = ()
 ) -> JSONResponse:
-    """Answer with an error."""
+    """Return an error response."""
     body = ErrorBody(message=message, code=code, problems=list(problems))
     return JSONResponse(ErrorAnswer(error=body).model_dump(), status_code=status)
 
 
 class AdminError(ProxyError):
-    """A request that can't be done."""
+    """A request that the admin API refuses."""
 
     def __init__(
         self, status: HTTPStatus, code: str, message: str, problems: Collection[Problem] = ()
@@ -52,28 +52,28 @@ class AdminError(ProxyError):
 
 
 async def answer(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request that went wrong."""
+    """Return the response for an exception."""
     match error:
         case AdminError():
             return error_response(error.status, error.code, str(error), error.problems)
         case ConfigError():
-            message = f"{error.source} can't be used; the configuration is unchanged"
+            message = f"{error.source} is invalid; the configuration is unchanged"
             return error_response(INVALID, "invalid_config", message, error.problems)
         case ProxyError():
             return error_response(HTTPStatus.CONFLICT, "conflict", str(error))
         case RequestValidationError():
-            # What was given is not repeated: it may be a key.
+            # The given values are left out: they may contain a key.
             problems = [
                 Problem(".".join(map(str, problem["loc"][1:])), problem["msg"])
                 for problem in error.errors()
             ]
-            message = "the request is not as described in /docs"
+            message = "the request does not match its description in /docs"
             return error_response(INVALID, "invalid", message, problems)
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             response = error_response(error.status_code, code, str(error.detail))
             response.headers.update(error.headers or {})
             return response
-        case _:  # our own mistake; the server logs it
+        case _:  # a bug in the router; the server logs it
             message = f"{type(error).__name__}: see the router's log"
             return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", message)

@@ -1,7 +1,6 @@
-"""The key of the admin API: hashed once it is read, and compared in constant time.
+"""The admin API's key: stored as a hash, and compared in constant time.
 
-It comes as a bearer token, or as the password of a browser that was asked for one, whatever the
-user's name.
+A client sends the key as a bearer token. A browser sends it as a password, with any user name.
 """
 
 from __future__ import annotations
@@ -17,31 +16,33 @@ from hashlib import sha256
 from proxy.config import AdminConfig, PartialConfig
 from proxy.errors import ConfigError, Problem
 
-KEY = re.compile(r"[!-~]{16,512}")  # shorter ones could be guessed
-FORM = "a key is 16 or more letters, digits and signs, as `openssl rand -hex 32` prints"
+KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
+KEY_FORMAT = (
+    "a key has 16 to 512 printable characters without spaces; `openssl rand -hex 32` makes one"
+)
 
 
 class AdminKey:
-    """What the admin API compares with; `take` may be called again at any time."""
+    """The key that requests must carry; `take` can replace it at any time."""
 
     def __init__(self) -> None:
         self._digest: bytes | None = None
 
     def take(self, key: str | None) -> None:
-        """Take a new key; None lets everybody in."""
+        """Set a new key; None turns the check off."""
         self._digest = None if key is None else sha256(key.encode()).digest()
 
     @property
     def wanted(self) -> bool:
-        """Whether there is one to be shown."""
+        """True if a key is required."""
         return self._digest is not None
 
     def admits(self, authorization: str | None) -> bool:
-        """Whether whoever says this may come in."""
+        """Return True if the Authorization header carries the key, or if no key is set."""
         if self._digest is None:
             return True
-        said = sha256(_key_in(authorization or "")).digest()
-        return hmac.compare_digest(said, self._digest)
+        digest = sha256(_key_in(authorization or "")).digest()
+        return hmac.compare_digest(digest, self._digest)
 
 
 def _key_in(authorization: str) -> bytes:
@@ -58,7 +59,10 @@ def _key_in(authorization: str) -> bytes:
 
 
 def key_of(admin: AdminConfig, source: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Read the key; None where none is asked for. Raises `ConfigError` where it can't be read."""
+    """Read the configured key; None if none is configured.
+
+    Raises `ConfigError` if the key cannot be read.
+    """
     found = _read(admin, environ)
     if isinstance(found, Problem):
         raise ConfigError(source, [found])
@@ -66,7 +70,7 @@ def key_of(admin: AdminConfig, source: str, environ: Mapping[str, str] = os.envi
 
 
 def key_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Say what is wrong with the key."""
+    """Yield what is wrong with the configured key."""
     if draft.router is not None:
         found = _read(draft.router.admin, os.environ)
         if isinstance(found, Problem):
@@ -79,15 +83,19 @@ def _read(admin: AdminConfig, environ: Mapping[str, str]) -> str | Problem | Non
         try:
             key = file.read_text(encoding="utf-8").strip()
         except UnicodeDecodeError:
-            return Problem(where, f"{str(file)!r}: is not text; {FORM}")
+            return Problem(where, f"{str(file)!r}: not text; {KEY_FORMAT}")
         except OSError as error:
-            why = f"{str(file)!r}: can't be read: {error.strerror}; check path and permissions"
-            return Problem(where, why)
+            message = f"{str(file)!r}: cannot be read: {error.strerror}; check path and permissions"
+            return Problem(where, message)
     elif (variable := admin.key_env) is not None:
         where = "router.admin.key_env"
         key = environ.get(variable, "").strip()
         if not key:
-            return Problem(where, f"{variable}: is not set; put the key there")
+            return Problem(where, f"{variable}: not set; set it to the key")
     else:
         return None
-    return key if KEY.fullmatch(key) else Problem(where, f"holds no key; {FORM}")
+    return (
+        key
+        if KEY_PATTERN.fullmatch(key)
+        else Problem(where, f"contains no valid key; {KEY_FORMAT}")
+    )

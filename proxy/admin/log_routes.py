@@ -1,4 +1,4 @@
-"""What is logged, shown and changed while the router runs."""
+"""Routes that show and change the log settings at run time."""
 
 from __future__ import annotations
 
@@ -14,48 +14,51 @@ LoggerName = Annotated[str, Field(pattern=r"^((proxy|vllm_sched)(\.\w+)*)?$", ma
 
 
 class LogsShown(BaseModel):
-    """What is logged."""
+    """The log settings."""
 
     format: str
-    requests: bool = Field(description="whether each request has a line")
-    prompts: bool = Field(description="whether that has its body; only the fleet file changes this")
-    levels: dict[str, str] = Field(description="by logger; the one without a name is for the rest")
-    written: int = Field(description="lines")
-    dropped: int = Field(description="lines for which there was no room")
+    requests: bool = Field(description="whether every request is logged")
+    prompts: bool = Field(
+        description="whether request bodies are logged; only the fleet file sets this"
+    )
+    levels: dict[str, str] = Field(description="level by logger; the empty name is the root logger")
+    written: int = Field(description="lines written")
+    dropped: int = Field(description="lines dropped because the write queue was full")
 
 
 class LogsChange(BaseModel):
-    """What is to be otherwise, until the fleet file is read again."""
+    """A change that lasts until the next reload of the fleet file."""
 
     model_config = ConfigDict(extra="forbid")
 
     requests: bool | None = None
     levels: dict[LoggerName, Level] = Field(
-        default_factory=dict, description='as {"": "warning", "proxy.discovery.discovery": "debug"}'
+        default_factory=dict,
+        description='example: {"": "warning", "proxy.discovery.discovery": "debug"}',
     )
 
 
 def log_routes(logs: Logs) -> APIRouter:
-    """Show, and change."""
+    """Return the routes."""
     api = APIRouter()
 
-    @api.get("/logs", summary="Show what is logged")
+    @api.get("/logs", summary="Show the log settings")
     async def show() -> LogsShown:
         return shown(logs)
 
-    @api.put("/logs", summary="Change what is logged, until the fleet file is read again")
-    async def change(wanted: LogsChange) -> LogsShown:
+    @api.put("/logs", summary="Change the log settings until the fleet file is read again")
+    async def change(change_request: LogsChange) -> LogsShown:
         if logs.tell_all is not None:
-            await logs.tell_all(wanted.requests, wanted.levels)
+            await logs.tell_all(change_request.requests, change_request.levels)
         else:
-            logs.change(wanted.requests, wanted.levels)
+            logs.change(change_request.requests, change_request.levels)
         return shown(logs)
 
     return api
 
 
 def shown(logs: Logs) -> LogsShown:
-    """Describe them."""
+    """Return the current settings."""
     return LogsShown(
         format=logs.settings.format,
         requests=logs.requests,

@@ -1,4 +1,4 @@
-"""The admin API's reference as a page: what `/openapi.json` says, without script or network."""
+"""The admin API's reference as an HTML page without script, made from `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def reference_routes(app: FastAPI) -> APIRouter:
-    """Give the page."""
+    """Return the route of the page."""
     api = APIRouter()
 
     @api.get(PATH, include_in_schema=False)
@@ -35,7 +35,7 @@ def reference_routes(app: FastAPI) -> APIRouter:
 
 
 def reference_page(described: Json) -> str:
-    """Write the page from an OpenAPI document."""
+    """Return the HTML page for an OpenAPI document."""
     title = escape(described["info"]["title"])
     body = [
         f"<h1>{title}</h1><p>{escape(described['info'].get('description', ''))}</p>",
@@ -45,7 +45,7 @@ def reference_page(described: Json) -> str:
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             body += _operation(f"{method.upper()} {path}", operation)
-    body.append("<h2>Shapes</h2>")
+    body.append("<h2>Schemas</h2>")
     for name, schema in described.get("components", {}).get("schemas", {}).items():
         body += _schema(name, schema)
     return (
@@ -57,13 +57,13 @@ def reference_page(described: Json) -> str:
 def _operation(name: str, operation: Json) -> Iterator[str]:
     yield f"<section><h3><code>{escape(name)}</code> {escape(operation.get('summary', ''))}</h3>"
     yield f"<p>{escape(operation.get('description', ''))}</p><table>"
-    for each in operation.get("parameters", ()):
-        yield _row(each["name"], f"in {each['in']}", each.get("schema", {}))
+    for parameter in operation.get("parameters", ()):
+        yield _row(parameter["name"], f"in {parameter['in']}", parameter.get("schema", {}))
     for content in operation.get("requestBody", {}).get("content", {}).values():
         yield _row("body", "", content.get("schema", {}))
-    for status, answer in operation["responses"].items():
-        for content in answer.get("content", {}).values():
-            yield _row(f"answer {status}", "", content.get("schema", {}))
+    for status, response in operation["responses"].items():
+        for content in response.get("content", {}).values():
+            yield _row(f"response {status}", "", content.get("schema", {}))
     yield "</table></section>"
 
 
@@ -80,23 +80,22 @@ def _schema(name: str, schema: Json) -> Iterator[str]:
 
 def _row(name: str, note: str, schema: Json) -> str:
     default = f"default {json.dumps(schema['default'])}" if "default" in schema else ""
-    said = ". ".join(filter(None, (note, default, schema.get("description", ""))))
+    text = ". ".join(filter(None, (note, default, schema.get("description", ""))))
     return (
         f"<tr><td><code>{escape(name)}</code></td><td>{_kind(schema)}</td>"
-        f"<td>{escape(said)}</td></tr>"
+        f"<td>{escape(text)}</td></tr>"
     )
 
 
 def _kind(schema: Json) -> str:
-    """Name what a value may be; a shape by a link."""
     if (ref := schema.get("$ref")) is not None:
         name = escape(ref.removeprefix(SCHEMAS))
         return f'<a href="#{name}">{name}</a>'
     if "items" in schema:
         return f"list of {_kind(schema['items'])}"
-    for several in ("anyOf", "oneOf", "allOf"):
-        if several in schema:
-            return " or ".join(map(_kind, schema[several]))
+    for union in ("anyOf", "oneOf", "allOf"):
+        if union in schema:
+            return " or ".join(map(_kind, schema[union]))
     if "enum" in schema:
         return escape(", ".join(map(json.dumps, schema["enum"])))
     if "const" in schema:

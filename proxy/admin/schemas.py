@@ -1,4 +1,4 @@
-"""What the admin API takes and gives, as it stands in its OpenAPI document."""
+"""Request and response models of the admin API, as in its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = "chat/completions"
 
 
 class EngineShown(BaseModel):
-    """What a worker's own /metrics said."""
+    """The values of a worker's own /metrics."""
 
     age_s: float
     running: int
@@ -28,7 +28,7 @@ class EngineShown(BaseModel):
 
 
 class WorkerShown(BaseModel):
-    """A worker, how it fares, and what is charged to it."""
+    """A worker, its state and the load charged to it."""
 
     name: str
     url: str
@@ -36,56 +36,56 @@ class WorkerShown(BaseModel):
     model: str
     serves: tuple[str, ...]
     state: State = Field(
-        description="resting: it failed or was busy, and is left alone a while; wrong_model: it "
-        "lists models, and its own is not among them"
+        description="resting: the worker failed or was busy and gets no requests for a while; "
+        "wrong_model: the worker does not list its configured model"
     )
     why: str = Field(
-        description="what its last probe found where it is down; what it rests for; or what it "
-        "serves"
+        description="if down, the last probe's error; if resting, the reason; if wrong_model, the "
+        "models that the worker lists"
     )
     max_model_len: int | None
     max_requests: int | None
     requests: int = Field(description="in flight")
-    held: int = Field(description="prompts it has prefilled that decode workers are yet to fetch")
+    held: int = Field(description="prefilled prompts that decode workers have not yet fetched")
     prefill_tokens: int
     decode_tokens: int
     kv_tokens: int
-    prefill_tokens_per_s: float | None = Field(description="learnt; null until it was")
+    prefill_tokens_per_s: float | None = Field(description="learned; null until the first prefill")
     engine: EngineShown | None
 
 
 class Removed(BaseModel):
-    """A worker that was taken out."""
+    """A removed worker."""
 
     name: str
-    requests: int = Field(description="still in flight on it; they finish by themselves")
+    requests: int = Field(description="still in flight on the worker; they finish")
 
 
 class Reloaded(BaseModel):
-    """The fleet after its file was read again."""
+    """The fleet after a reload of its file."""
 
     workers: tuple[str, ...]
-    needs_restart: tuple[str, ...] = Field(description="settings that changed, but not yet here")
+    needs_restart: tuple[str, ...] = Field(description="changed settings that need a restart")
 
 
 class Question(BaseModel):
-    """A request that is not made: where would it go?"""
+    """A hypothetical request, to see where it would be sent."""
 
     model_config = ConfigDict(extra="forbid")
 
     prompt_tokens: int = Field(ge=1)
-    max_tokens: int | None = Field(None, ge=1, description="null: the client states none")
-    model: str | None = Field(None, description="null: the fleet's")
+    max_tokens: int | None = Field(None, ge=1, description="null: the client sends no limit")
+    model: str | None = Field(None, description="null: the fleet's model")
 
 
 class Explanation(BaseModel):
-    """Where it would go, or what its client would be told; and what every worker offers."""
+    """The worker or the refusal that a request would get, and the score of every worker."""
 
     worker: str | None
-    prefill_worker: str | None = Field(None, description="of a hand-over; worker decodes")
+    prefill_worker: str | None = Field(None, description="of a hand-over; `worker` decodes")
     reason: Reason
     handover: str | None = Field(
-        None, description="whether it is handed over, or why not; null without decode workers"
+        None, description="the hand-over verdict; null without decode workers"
     )
     predicted_ttft_s: float | None = None
     predicted_transfer_s: float | None = None
@@ -96,7 +96,7 @@ class Explanation(BaseModel):
 
 
 def shown_worker(worker: Worker, now: float) -> WorkerShown:
-    """Describe a worker."""
+    """Return a worker as JSON model."""
     pace, gauges = worker.pace, worker.gauges
     return WorkerShown(
         name=worker.name,
@@ -125,50 +125,53 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
     )
 
 
-def shown_answer(answer: Decision | Refusal) -> Explanation:
-    """Describe what became of a question."""
-    if isinstance(answer, Decision):
-        handover = answer.handover
+def shown_answer(outcome: Decision | Refusal) -> Explanation:
+    """Return a decision or a refusal as an explanation."""
+    if isinstance(outcome, Decision):
+        handover = outcome.handover
         return Explanation(
-            worker=answer.worker.name,
+            worker=outcome.worker.name,
             prefill_worker=None if handover is None else handover.prefill.name,
             predicted_transfer_s=None if handover is None else handover.transfer_s,
-            reason=answer.reason,
-            handover=answer.whether or None,
-            predicted_ttft_s=answer.predicted_ttft_s,
-            scores=answer.scores,
+            reason=outcome.reason,
+            handover=outcome.whether or None,
+            predicted_ttft_s=outcome.predicted_ttft_s,
+            scores=outcome.scores,
         )
     return Explanation(
         worker=None,
-        reason=answer.reason,
-        status=answer.status,
-        message=answer.message,
-        retry_after_s=answer.retry_after_s,
-        scores=answer.scores,
+        reason=outcome.reason,
+        status=outcome.status,
+        message=outcome.message,
+        retry_after_s=outcome.retry_after_s,
+        scores=outcome.scores,
     )
 
 
-def explanation(router: Router, question: Question, fleets_model: str, now: float) -> Explanation:
-    """Say where such a request would go now."""
-    model = question.model or fleets_model
+def explanation(router: Router, question: Question, default_model: str, now: float) -> Explanation:
+    """Return where a request would be sent now."""
+    model = question.model or default_model
     if model not in (known := router.fleet.models()):
         return shown_answer(model_not_served(model, known, all_told=router.fleet.all_told(model)))
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
-    ask = ask_of(question, model, usual_output=usual, short_limit=limit)
-    fit(ask, router.fleet.pool(model).limit, cuts_output=router.settings.cut_output)
-    answer = shown_answer(router.explain(ask, now))
-    # Nothing is asked of these, as if they were not there; but somebody meant them to serve it.
+    info = request_info_of(question, model, usual_output=usual, short_limit=limit)
+    fit(info, router.fleet.pool(model).limit, cuts_output=router.settings.cut_output)
+    outcome = shown_answer(router.explain(info, now))
+    # These workers get no requests because they do not list their model. They are shown because the
+    # fleet file configures them for it.
     strays = (w for w in router.fleet if w.model == model and w.strays)
-    scores = (*answer.scores, *(Score(w.name, 0.0, note=w.why or "down") for w in strays))
-    return answer.model_copy(update={"scores": scores})
+    scores = (*outcome.scores, *(Score(w.name, 0.0, note=w.why or "down") for w in strays))
+    return outcome.model_copy(update={"scores": scores})
 
 
-def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> RequestInfo:
-    """Make the ask that such a request would become, were it a chat."""
+def request_info_of(
+    question: Question, model: str, *, usual_output: int, short_limit: int
+) -> RequestInfo:
+    """Return the request info of a chat request with these sizes."""
     limit = question.max_tokens
     tokens = question.prompt_tokens
-    ask = RequestInfo(
+    info = RequestInfo(
         id="explain",
         route=CHAT,
         model=model,
@@ -180,5 +183,5 @@ def ask_of(question: Question, model: str, *, usual_output: int, short_limit: in
         expected_output=usual_output if limit is None else min(limit, usual_output),
         counted=True,
     )
-    ask.long = ask.budget > short_limit
-    return ask
+    info.long = info.budget > short_limit
+    return info

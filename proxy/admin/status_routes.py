@@ -1,7 +1,6 @@
-"""The status page: one file with nothing to fetch, and the events that it is fed by.
+"""Routes of the status page and its server-sent events, behind the admin API's access check.
 
-Both are behind the admin API's gate. Where that wants a key, a browser asks for it once and shows
-it with the events too.
+With a key, a browser asks for the key once and also sends it with the events.
 """
 
 from __future__ import annotations
@@ -19,33 +18,35 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from proxy.admin.errors import AdminError
-from proxy.status_page.live import MOST_VIEWERS, PATIENCE_S, LiveView, Viewer
+from proxy.status_page.live import MAX_VIEWERS, READ_TIMEOUT_S, LiveView, Viewer
 
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-PATHS = ("/", "/status")
-EVENTS = "/admin/live"
-OURS = ("same-origin", "none")
+PAGE_PATHS = ("/", "/status")
+EVENTS_PATH = "/admin/live"
+ALLOWED_SITES = ("same-origin", "none")
 NONE = "'none'"
 
 
 def page_routes(live: LiveView) -> APIRouter:
-    """Give the page, and feed it."""
+    """Return the routes."""
     api = APIRouter()
 
-    @api.get(PATHS[0], include_in_schema=False)
-    @api.get(PATHS[1], include_in_schema=False)
+    @api.get(PAGE_PATHS[0], include_in_schema=False)
+    @api.get(PAGE_PATHS[1], include_in_schema=False)
     async def page() -> Response:
         text, headers = page_file()
         return HTMLResponse(text, headers=headers)
 
-    @api.get(EVENTS, summary="Follow the last minute, as server-sent events", tags=["decisions"])
+    @api.get(
+        EVENTS_PATH, summary="Stream the last minute as server-sent events", tags=["decisions"]
+    )
     async def events(request: Request) -> Response:
-        # An image of another site's page, say, names no Origin, and would take a viewer's place.
-        if request.headers.get("sec-fetch-site", OURS[0]) not in OURS:
-            message = "the events are for the status page alone"
+        # An image on another site's page sends no Origin, and would use up a viewer's place.
+        if request.headers.get("sec-fetch-site", ALLOWED_SITES[0]) not in ALLOWED_SITES:
+            message = "only the status page may read the events"
             raise AdminError(HTTPStatus.FORBIDDEN, "forbidden", message)
         if (viewer := live.join()) is None:
-            message = f"{MOST_VIEWERS} pages are open already; close one"
+            message = f"{MAX_VIEWERS} status pages are already open; close one"
             raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)
         return StatusEventStream(live, viewer)
 
@@ -54,13 +55,13 @@ def page_routes(live: LiveView) -> APIRouter:
 
 @cache
 def page_file() -> tuple[str, dict[str, str]]:
-    """Read the page, and write its headers."""
+    """Return the page and its headers."""
     text = (resources.files("proxy.status_page") / "status.html").read_text("utf-8")
     return text, page_headers(text)
 
 
 def page_headers(text: str) -> dict[str, str]:
-    """Return headers that let a page run its own script and style, and fetch from here alone."""
+    """Return headers that restrict a page to its own script and style, and to this server."""
     allowed: dict[str, list[str]] = {"script": [], "style": []}
     for kind, inner in INLINE.findall(text):
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
@@ -83,7 +84,10 @@ def page_headers(text: str) -> dict[str, str]:
 
 
 class StatusEventStream(Response):
-    """What one viewer is told, until it leaves, the router does, or nothing passes any more."""
+    """The event stream of one viewer.
+
+    It ends when the viewer leaves or reads too slowly, or when the router stops.
+    """
 
     media_type = "text/event-stream"
 
@@ -93,19 +97,19 @@ class StatusEventStream(Response):
         self._live, self._viewer = live, viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what there is."""
+        """Send the viewer's events."""
         del scope
         left = asyncio.create_task(self._until_left(receive))
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             while (message := await self._viewer.take()) is not None:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(READ_TIMEOUT_S):
                     await send({"type": "http.response.body", "body": message, "more_body": True})
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(READ_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            pass  # it takes nothing: the server closes the connection
+            pass  # the client does not read; the server closes the connection
         finally:
             left.cancel()
             self._live.leave(self._viewer)

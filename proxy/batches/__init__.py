@@ -1,1 +1,1 @@
-"""Files of requests that are run in the gaps: OpenAI's `/v1/files` and `/v1/batches`."""
+"""OpenAI's `/v1/files` and `/v1/batches`: requests from files, run on spare capacity."""

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches` on the clients' port."""
+"""HTTP handlers of `/v1/files` and `/v1/batches` on the client port."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_VISITS = 64  # of one tenant at once: they share the store's thread with all others
-AGAIN_S = 1.0
-DISK_AGAIN_S = 5.0
+MAX_REQUESTS_PER_TENANT = 64  # at once; all tenants share the store's thread
+RETRY_AFTER_S = 1.0
+DISK_RETRY_AFTER_S = 5.0
 FILES, BATCHES = OWN["files"], OWN["batches"]
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
-# What may be asked, by noun, whether one is named, and what of it.
+# Methods by noun, whether the path has an id, and action.
 METHODS = {
     ("files", False, None): ("GET", "POST"),
     ("files", True, None): ("GET", "DELETE"),
@@ -61,25 +61,25 @@ METHODS = {
 
 
 class BatchApi:
-    """Takes files and batches in, and tells of them."""
+    """The Files and Batches API of one router process."""
 
     def __init__(
         self,
         wire: WireServer,
-        keeper: StoreThread,
-        lane: BatchScheduler,
+        store: StoreThread,
+        scheduler: BatchScheduler,
         settings: BatchesConfig,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.wire = wire
-        self.keep = keeper
-        self.lane = lane
+        self.store = store
+        self.scheduler = scheduler
         self.settings = settings
         self.wall = wall
-        self.visits: Counter[str] = Counter()  # under way, by tenant
+        self.in_progress: Counter[str] = Counter()  # requests by tenant
 
     def find(self, head: RequestHead) -> Route | Refusal | None:
-        """Name the route of a request; None if it is none of these."""
+        """Return the route of a request, a refusal, or None for other paths."""
         match = PATH.fullmatch(head.path)
         if match is None:
             return None
@@ -91,57 +91,63 @@ class BatchApi:
         return FILES if match[1] == "files" else BATCHES
 
     def begin(self, client: Client, request: Request) -> BatchApiRequest:
-        """Answer a request for one of these routes."""
+        """Create the handler of a request for one of these routes."""
         return BatchApiRequest(self, client, request)
 
 
 class BatchApiRequest:
-    """One request to the desk. What it waits for is the store's thread, or a slow reader."""
+    """One API request; it waits for the store's thread or for a slow client."""
 
-    def __init__(self, desk: BatchApi, client: Client, request: Request) -> None:
-        self._desk = desk
+    def __init__(self, api: BatchApi, client: Client, request: Request) -> None:
+        self._api = api
         self._client = client
         self._request = request
-        tenant = self._whose = request.head.tenant
-        self._entered = False  # among what its tenant may have at once
+        tenant = self._charged = request.head.tenant
+        self._entered = False  # counted in `in_progress`
         self._tenant = "" if tenant is None else tenant.name
         self._keep_alive = request.head.keep_alive
-        self._begun = False  # the client has part of the answer
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._begun = False  # part of the response is sent
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
-        self._held = 0  # bytes of the body, which lie in memory until the store has them
-        self._sent = 0  # bytes
-        self._part: str | None = None  # of what is held, in which they are counted
+        self._held = 0  # bytes of the body, in memory until the store has them
+        self._sent = 0  # response bytes
+        self._part: str | None = None  # the tenant's account in the body budget
 
     def start(self, now: float) -> None:
-        """Begin."""
+        """Start the task that handles the request."""
         self._began = now
         if self._request.head.method != "POST":
-            self._request.body = b""  # nobody reads it
+            self._request.body = b""  # free the unused body
         refusal = self._enter(now)
-        self._desk.wire.visits.add(self)
+        self._api.wire.visits.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
-        self._task.add_done_callback(self._give)
+        self._task.add_done_callback(self._release)
 
     def _enter(self, now: float) -> Refusal | None:
-        """Count it, unless there are too many; what changes something as any request."""
-        visits = self._desk.visits
-        if visits[self._tenant] >= MOST_VISITS:
-            message = f"{MOST_VISITS} requests of yours for files and batches are under way."
+        """Count the request and its body; return a refusal if a limit is reached.
+
+        Requests that change something also count against the tenant's rate limits.
+        """
+        in_progress = self._api.in_progress
+        if in_progress[self._tenant] >= MAX_REQUESTS_PER_TENANT:
+            message = (
+                f"You have {MAX_REQUESTS_PER_TENANT} file and batch requests in progress. "
+                "Retry later."
+            )
             code = "rate_limit_exceeded"
-            return Refusal(429, Reason.LIMITED, message, code, retry_after_s=AGAIN_S)
+            return Refusal(429, Reason.LIMITED, message, code, retry_after_s=RETRY_AFTER_S)
         if self._request.head.method == "GET":
-            self._whose = None
+            self._charged = None
         if (
-            self._whose is not None
-            and (refusal := billing.enter_without_worker(self._whose, now)) is not None
+            self._charged is not None
+            and (refusal := billing.enter_without_worker(self._charged, now)) is not None
         ):
             return refusal
         self._entered = True
-        visits[self._tenant] += 1
-        collecting, size = self._desk.wire.collecting, len(self._request.body)
+        in_progress[self._tenant] += 1
+        collecting, size = self._api.wire.collecting, len(self._request.body)
         self._part = collecting.account(self._request.head.tenant)
         try:
             collecting.take(size, self._part)
@@ -150,34 +156,34 @@ class BatchApiRequest:
         self._held = size
         return None
 
-    def _give(self, _: object) -> None:
-        self._task = None  # one that was cancelled has all it held in its traceback
-        self._desk.wire.collecting.give(self._held, self._part)
+    def _release(self, _: object) -> None:
+        self._task = None  # a cancelled task's traceback keeps the body alive
+        self._api.wire.collecting.give(self._held, self._part)
 
-    def _over(self) -> None:
-        wire = self._desk.wire
+    def _finish(self) -> None:
+        wire = self._api.wire
         wire.visit_over(self)
         if self._entered:
             self._entered = False
-            self._desk.visits[self._tenant] -= 1
-            if self._whose is not None:
-                billing.leave_without_worker(self._whose, wire.clock())
+            self._api.in_progress[self._tenant] -= 1
+            if self._charged is not None:
+                billing.leave_without_worker(self._charged, wire.clock())
 
     def pause(self) -> None:
-        """Write no more for now."""
-        self._flows.clear()
+        """Stop writing; the client's buffer is full."""
+        self._writable.clear()
 
     def resume(self, now: float) -> None:  # noqa: ARG002
-        """Go on."""
-        self._flows.set()
+        """Resume writing."""
+        self._writable.set()
 
     def gone(self, now: float) -> None:  # noqa: ARG002
-        """Hear that nobody wants the answer any more; what was asked for may have been done."""
+        """Handle a client disconnect; the store may have done the operation already."""
         self._count(CLIENT_GONE)
         self._stop()
 
     def cut(self, now: float) -> None:
-        """End it, because the router does."""
+        """End the request because the router shuts down."""
         self._stop()
         if self._begun:
             self._count(503, Reason.DRAINING)
@@ -190,14 +196,14 @@ class BatchApiRequest:
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._over()
+        self._finish()
 
     async def _run(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             self._refuse(refusal)
             return
         try:
-            body = await self._do()
+            body = await self._execute()
         except RefusedRequestError as error:
             self._refuse(error.refusal)
         except InUseError as error:
@@ -210,7 +216,7 @@ class BatchApiRequest:
             self._refuse(_disk_refusal(error))
         except Exception:
             logger.exception("batches: %s %s", self._request.head.method, self._request.head.path)
-            message = "The router failed to do this; its log says why."
+            message = "Internal error; the router's log has the details."
             self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
@@ -218,7 +224,7 @@ class BatchApiRequest:
 
     @property
     def _keeps(self) -> bool:
-        return self._keep_alive and not self._desk.wire.leaving
+        return self._keep_alive and not self._api.wire.leaving
 
     @property
     def _headers(self) -> list[tuple[bytes, bytes]]:
@@ -226,75 +232,75 @@ class BatchApiRequest:
 
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
-        wire = self._desk.wire
+        wire = self._api.wire
         wire.answered(noun.name, status, reason, self._request, self._began, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:
             self._count(refusal.status, refusal.reason)
-            self._over()
+            self._finish()
             self._client.break_off()
             return
         data = refuse(refusal, self._request, keep_alive=self._keeps)
         self._end(refusal.status, data, refusal.reason)
 
     def _end(self, status: int, data: bytes, reason: Reason = Reason.OWN) -> None:
-        self._over()
+        self._finish()
         self._write(data)
         self._count(status, reason)
-        self._client.done(self._desk.wire.clock(), keep_alive=self._keeps)
+        self._client.done(self._api.wire.clock(), keep_alive=self._keeps)
 
     def _write(self, data: bytes) -> None:
         self._sent += len(data)
         self._client.write(data)
 
-    async def _do(self) -> bytes | None:
-        """Do what is asked; returns the answer's body, None where it is written already."""
+    async def _execute(self) -> bytes | None:
+        """Return the response body, or None if the response is already written."""
         head = self._request.head
         match = PATH.fullmatch(head.path)
         noun, name, action = match.groups() if match else ("", "", "")
         if name is None:
-            return await self._all_of(noun)
+            return await self._collection(noun)
         if noun == "files":
             return await self._one_file(name, action)
         return await self._one_batch(name, action)
 
-    async def _all_of(self, noun: str) -> bytes:
+    async def _collection(self, noun: str) -> bytes:
         if self._request.head.method == "POST":
             making: dict[str, Callable[[], Awaitable[Json]]] = {
                 "files": self._take_file,
                 "batches": self._take_batch,
             }
             return orjson.dumps(await making[noun]())
-        keep = self._desk.keep
+        store = self._api.store
         page, purpose = request_parsing.page(self._request, of_files=noun == "files")
         if noun == "files":
-            files = await keep(Store.files, self._tenant, page, purpose)
-            return listed([file_shown(each) for each in files], page.limit)
-        batches = await keep(Store.batches, self._tenant, page)
-        return listed([batch_shown(each) for each in batches], page.limit)
+            files = await store(Store.files, self._tenant, page, purpose)
+            return listed([file_shown(item) for item in files], page.limit)
+        batches = await store(Store.batches, self._tenant, page)
+        return listed([batch_shown(item) for item in batches], page.limit)
 
     async def _take_file(self) -> Json:
-        desk = self._desk
-        name, content = request_parsing.upload(self._request, desk.settings)
+        api = self._api
+        name, content = request_parsing.upload(self._request, api.settings)
         self._request.body = b""
         return file_shown(
-            await desk.keep(Store.add_file, self._tenant, name, INPUT, content, desk.wall())
+            await api.store(Store.add_file, self._tenant, name, INPUT, content, api.wall())
         )
 
     async def _take_batch(self) -> Json:
-        desk = self._desk
-        batch = request_parsing.new_batch(self._request, self._tenant, desk.settings, desk.wall())
+        api = self._api
+        batch = request_parsing.new_batch(self._request, self._tenant, api.settings, api.wall())
         file = await self._file(batch.input)
         if file.purpose != INPUT:
-            message = f"{file.id} has the purpose {file.purpose!r}; upload one for 'batch'."
+            message = f"{file.id} has the purpose {file.purpose!r}; it must be 'batch'."
             raise RefusedRequestError(400, message, "input_file_id")
-        await desk.keep(Store.add_batch, batch)
-        desk.lane.tell()
+        await api.store(Store.add_batch, batch)
+        api.scheduler.tell()
         return batch_shown(batch)
 
     async def _file(self, file_id: str) -> File:
-        file = await self._desk.keep(Store.file, self._tenant, file_id)
+        file = await self._api.store(Store.file, self._tenant, file_id)
         if file is None:
             raise RefusedRequestError(404, f"No such File object: {file_id[:200]}", "id")
         return file
@@ -305,20 +311,20 @@ class BatchApiRequest:
             await self._send(file)
             return None
         if self._request.head.method == "DELETE":
-            keep, last = self._desk.keep, 0
-            while (after := await keep(Store.empty_file, file, last)) is not None:
+            store, last = self._api.store, 0
+            while (after := await store(Store.empty_file, file, last)) is not None:
                 last = after
-            gone = await keep(Store.delete_file, self._tenant, file_id)
+            gone = await store(Store.delete_file, self._tenant, file_id)
             return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
         return orjson.dumps(file_shown(file))
 
     async def _one_batch(self, batch_id: str, action: str | None) -> bytes:
-        desk = self._desk
+        api = self._api
         if action is None:
-            batch = await desk.keep(Store.batch, self._tenant, batch_id)
+            batch = await api.store(Store.batch, self._tenant, batch_id)
         else:
-            batch = await desk.keep(Store.cancel, self._tenant, batch_id, desk.wall())
-            desk.lane.tell()
+            batch = await api.store(Store.cancel, self._tenant, batch_id, api.wall())
+            api.scheduler.tell()
         if batch is None:
             raise RefusedRequestError(404, f"No batch found with id '{batch_id}'.", "id")
         if action is not None and not batch.active:
@@ -327,8 +333,7 @@ class BatchApiRequest:
         return orjson.dumps(batch_shown(batch))
 
     async def _send(self, file: File) -> None:
-        """Write a file's content as fast as the client takes it."""
-        wire = self._desk.wire
+        wire = self._api.wire
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
         head.append(
@@ -336,26 +341,27 @@ class BatchApiRequest:
         )
         keeps, left, at = self._keeps, file.bytes, 0
         while left > 0:
-            piece, at = await self._desk.keep(Store.piece, file, at)
+            piece, at = await self._api.store(Store.piece, file, at)
             if not piece or len(piece) > left:
-                raise RefusedRequestError(404, f"{file.id} is gone", "id")
+                raise RefusedRequestError(404, f"{file.id} no longer exists", "id")
             left -= len(piece)
             if not self._begun:
                 self._begun = True
                 piece = b"".join((*head, piece))
             self._write(piece)
             if not self._client.writable:
-                self._flows.clear()
-            await self._flows.wait()
+                self._writable.clear()
+            await self._writable.wait()
         self._count(200)
-        self._over()
+        self._finish()
         self._client.done(wire.clock(), keep_alive=keeps)
 
 
 def _disk_refusal(error: DiskError) -> Refusal:
-    """Say that the disk failed; what is wrong with it is for the log."""
     if isinstance(error, StoreFullError):
-        message = "The router has no room to keep this. Its operator has to make some."
+        message = "The router's disk is full. The operator must free space."
         return Refusal(507, Reason.OWN, message, "insufficient_storage")
-    message = "The router can't reach its folder of files and batches now. Retry later."
-    return Refusal(503, Reason.OWN, message, "storage_unavailable", retry_after_s=DISK_AGAIN_S)
+    message = "The router cannot access its folder of files and batches. Retry later."
+    return Refusal(
+        503, Reason.OWN, message, "storage_unavailable", retry_after_s=DISK_RETRY_AFTER_S
+    )

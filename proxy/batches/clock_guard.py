@@ -1,10 +1,10 @@
-"""Whether the time of day may decide what is forgotten.
+"""Detects jumps of the wall clock, so that a wrong clock does not expire results.
 
-A clock that is set wrong, a month ahead, makes every result older than `keep_days`. After such a
-jump nothing is forgotten for a day, in which it can be set right. Sleep is no jump where the system
-tells how long the machine slept, as Linux does; elsewhere what it forgets is kept a day longer.
+A clock set a month ahead makes every result older than `keep_days`. After a forward jump nothing is
+deleted for a day, so that an operator can correct the clock. Sleep is no jump on Linux, which
+reports its duration; elsewhere deletion also pauses after a sleep.
 
-Only a process that saw the clock before knows of a jump: one that begins believes what it finds.
+A process detects only jumps during its own lifetime.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from math import inf
 
 logger = logging.getLogger(__name__)
 
-JUMP_S = 60.0  # no clock is set right so coarsely between two looks
-DOUBT_S = 86_400.0
+JUMP_S = 60.0  # larger than NTP's corrections between two checks
+DISTRUST_S = 86_400.0  # pause of deletion after a jump
 
 
 def slept_s() -> float:
-    """Tell how long the machine has slept since it began; 0 where the system does not."""
+    """Return how long the machine has slept since boot; 0 where the system does not report it."""
     if sys.platform != "linux":
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 class ClockGuard:
-    """Compares the time of day with a clock that nobody sets, and that stands still in sleep."""
+    """Compares the wall clock with a monotonic clock that stands still during sleep."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class ClockGuard:
     ) -> None:
         self._clock, self._wall, self._slept = clock, wall, slept
         self._offset = wall() - self._now()
-        self._doubted_until = -inf
+        self._distrusted_until = -inf
 
-    def is_believed(self) -> bool:
-        """Whether the clock has not jumped ahead of late; to be asked now and then."""
+    def is_trusted(self) -> bool:
+        """Return False for a day after a forward jump. Call it regularly."""
         now = self._now()
         before, self._offset = self._offset, self._wall() - now
         if (ahead := self._offset - before) > JUMP_S:
-            self._doubted_until = now + DOUBT_S
+            self._distrusted_until = now + DISTRUST_S
             logger.warning(
-                "batches: the clock of this machine jumped ahead by %.0f s; nothing is forgotten "
-                "for a day; is it right?",
+                "batches: the wall clock jumped ahead by %.0f s; nothing is deleted for a day; "
+                "check the clock",
                 ahead,
             )
-        return now >= self._doubted_until
+        return now >= self._distrusted_until
 
     def _now(self) -> float:
         return self._clock() + self._slept()

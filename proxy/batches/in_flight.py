@@ -1,4 +1,4 @@
-"""A batch under way."""
+"""Progress of one batch in the scheduler."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from proxy.batches.types import Batch, LineJob
 if TYPE_CHECKING:
     from proxy.batches.line_request import LineRequest
 
-REST_S, LONGEST_REST_S = 1.0, 60.0  # after a line came back
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # pause after a line was refused
 
 
 class BatchProgress:
-    """What the lane knows of a batch beyond the store."""
+    """The scheduler's state of a batch, in addition to the store's."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.ready: deque[LineJob] = deque()
-        self.last = 0  # the line read last
+        self.last = 0  # number of the last line read
         self.read_all = False
-        self.errands: set[LineRequest] = set()
-        self.tries: dict[int, int] = {}  # by line, of those that failed
-        self.turn = 0  # when it had one last
-        self.rest_until = -inf
+        self.requests: set[LineRequest] = set()
+        self.tries: dict[int, int] = {}  # failed attempts by line number
+        self.turn = 0  # sequence number of the batch's last turn
+        self.paused_until = -inf
         self.unsaved = 0
-        self.held = ""  # why none of it is begun now, whatever gaps there are
-        self._rest_s = REST_S
+        self.held = ""  # reason why no line is sent; empty if lines may be sent
+        self._pause_s = MIN_PAUSE_S
 
-    def rest(self, now: float, asked_s: float) -> None:
-        """Send nothing for a while; longer each time, and those under way count once."""
-        if now >= self.rest_until:
-            self.rest_until = now + min(max(asked_s, self._rest_s), LONGEST_REST_S)
-            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+    def pause(self, now: float, retry_after_s: float) -> None:
+        """Pause the batch; pauses grow, and lines that fail during one pause count once."""
+        if now >= self.paused_until:
+            self.paused_until = now + min(max(retry_after_s, self._pause_s), MAX_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
-    def went_well(self, number: int) -> None:
-        """Forget what went wrong before."""
+    def line_succeeded(self, number: int) -> None:
+        """Reset a line's failure count and the batch's pause."""
         self.tries.pop(number, None)
-        self._rest_s = REST_S
+        self._pause_s = MIN_PAUSE_S
 
-    def failed(self, number: int) -> int:
-        """Count a failure of a line; returns how many there were."""
+    def line_failed(self, number: int) -> int:
+        """Count a failed attempt of a line and return the number of failures."""
         tries = self.tries[number] = self.tries.get(number, 0) + 1
         return tries
 
     def drop(self, now: float) -> None:
-        """Let go of all lines that are on their way."""
-        for errand in list(self.errands):  # one that is dropped may let another go
-            errand.drop(now)
+        """Cancel all lines in flight."""
+        for request in list(self.requests):  # a cancelled line may remove another from the set
+            request.drop(now)
 
     @property
     def over(self) -> bool:
-        """Whether each line has a result that is kept."""
-        return self.read_all and not (self.ready or self.errands or self.unsaved)
+        """True if every line has a saved result."""
+        return self.read_all and not (self.ready or self.requests or self.unsaved)

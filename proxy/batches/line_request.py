@@ -1,4 +1,4 @@
-"""A line on its way: to the data path it is a request like any other, whose client is the lane."""
+"""One attempt at a batch line: a data-path request with the scheduler as its client."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant
     from proxy.wire.server import WireServer
 
-# The batch's own codes for lines that got no answer.
-BROKEN, TOO_LARGE = "worker_failed", "answer_too_large"
-# The router's own answers that end a line: its answer takes longer than it may on a worker that is
-# well, or two workers closed the connection instead of answering.
-FINAL = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
+# Error codes of lines without a response.
+WORKER_FAILED, ANSWER_TOO_LARGE = "worker_failed", "answer_too_large"
+# Router errors that are not retried: the response exceeded its time limit on a healthy worker, or
+# two workers closed the connection without responding.
+FINAL_ERRORS = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
 
 
 class LineRequest:
-    """One try at a line. `over` hears of its end, unless it was dropped."""
+    """One attempt at a line. `over` is called at its end unless it was dropped."""
 
     __slots__ = (
         "_exchange", "_over", "_reader", "_request", "_size", "_wire", "broken", "job",
@@ -50,88 +50,88 @@ class LineRequest:
         self._request.head.tenant = tenant
 
     def start(self, now: float) -> None:
-        """Send it on its way."""
+        """Start the exchange."""
         request = self._request
         route = request.head.route
         if route is None:
-            raise RuntimeError(f"{request.head.path} is no route")
+            raise RuntimeError(f"{request.head.path} has no route")
         self._exchange = Exchange(self._wire, self, request, route)
         self._exchange.start(now)
 
     def drop(self, now: float) -> None:
-        """Have it stop; nothing will be heard of it."""
-        self._over = _nobody
+        """Cancel the attempt without calling `over`."""
+        self._over = _ignore
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(now)
 
-    # As the data path's client
+    # Client interface of the data path
 
     def write(self, data: bytes, /) -> None:
-        """Collect the answer, within bounds."""
+        """Collect response bytes up to the size limit."""
         self._reader.feed(data)
         self._size += len(data)
         if self.too_large:
             self._reader.pieces = []
 
     def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
-        """Hear that the answer is whole."""
+        """Handle the end of a complete response."""
         self._exchange = None
         self._over(self)
 
     def break_off(self) -> None:
-        """Hear that it can't be completed."""
+        """Handle a response that cannot be completed."""
         self.broken = True
         self._exchange = None
         self._over(self)
 
-    # What came of it
+    # Result
 
     @property
     def too_large(self) -> bool:
-        """Whether the answer is beyond what a request may be."""
+        """True if the response exceeds `max_body_bytes`."""
         return self._size > self._wire.settings.max_body_bytes
 
     @property
     def status(self) -> int:
-        """The answer's; 0 where there is none."""
+        """The response's status; 0 without a response."""
         head = self._reader.head
         return 0 if head is None or self.broken else head.status
 
     @property
     def is_final(self) -> bool:
-        """Whether the router says that another try would end in the same way."""
-        code = FINAL.get(self.status)
+        """True if the router reports that another attempt would end the same way."""
+        code = FINAL_ERRORS.get(self.status)
         return code is not None and code in b"".join(self._reader.pieces)
 
     @property
     def retry_after_s(self) -> float:
-        """For how long whoever refused it asks to be left alone."""
+        """The response's `Retry-After`, in seconds; 0 if absent."""
         head = self._reader.head
         return (head.retry_after_s if head is not None else None) or 0.0
 
     def result(self) -> LineResult:
-        """Say what became of the line."""
+        """Return the line's result."""
         job = self.job
         request_id = self._request.id.decode()
         if self.broken:
-            message = "The worker failed while it answered."
-            return _without(job, request_id, BROKEN, message)
+            message = "The worker failed during the response."
+            return _error_result(job, request_id, WORKER_FAILED, message)
         if self.too_large:
-            message = f"The answer is larger than {self._wire.settings.max_body_bytes} bytes."
-            return _without(job, request_id, TOO_LARGE, message)
+            message = f"The response exceeds {self._wire.settings.max_body_bytes} bytes."
+            return _error_result(job, request_id, ANSWER_TOO_LARGE, message)
         body = b"".join(self._reader.pieces)
         return LineResult(job.batch, job.number, job.custom_id, request_id, self.status, body)
 
 
-def _without(job: LineJob, request_id: str, code: str, message: str) -> LineResult:
+def _error_result(job: LineJob, request_id: str, code: str, message: str) -> LineResult:
     return LineResult(
         job.batch, job.number, job.custom_id, request_id, code=code, message=message
     )  # fmt: skip
 
 
 def request_of(job: LineJob, endpoint: str) -> Request:
-    """Write the request of a line, with an id of its own for each try."""
+    """Build a line's request, with a new id for each attempt."""
     head = RequestHead()
     head.target = endpoint.encode()
     head.add(b"Host", b"batch")
@@ -144,5 +144,5 @@ def request_of(job: LineJob, endpoint: str) -> Request:
     return Request(head, job.body)
 
 
-def _nobody(_: LineRequest) -> None:
-    """Hear nothing."""
+def _ignore(_: LineRequest) -> None:
+    pass

@@ -1,9 +1,8 @@
-"""What takes the store long, done a slice at a time: reading a new batch's input, and ending one.
+"""Long store operations in slices: validating a new batch's input, and ending a batch.
 
-A turn of the lane has one slice of one batch's, the tenants in turn: however large one's batches
-are, another's lines go on in between, and its new batches wait for a slice of each tenant's at most
-before each of their own. Of one tenant only one input is under way, for what is known of its lines
-lies in memory. A slice that failed has its batch begun anew, as after a restart.
+Each scheduler turn runs one slice of one batch, tenants in turn, so that a large batch does not
+block others. Each tenant has at most one input in validation, because its state is in memory. After
+a failed slice the operation restarts.
 """
 
 from __future__ import annotations
@@ -21,111 +20,116 @@ if TYPE_CHECKING:
     from proxy.batches.storage.store_thread import StoreThread
 
 Wall = Callable[[], float]
-Slices = Generator[None, None, str]  # says in the end what came of it
+Slices = Generator[None, None, str]  # returns a summary for the log
 Work = Callable[["Store"], Slices]
 
 
 @dataclass(slots=True, eq=False)
 class BatchMaintenance:
-    """One batch's."""
+    """A long operation on one batch."""
 
     batch: Batch
     work: Work
     ends: bool
-    slices: Slices | None = None  # once it was begun
+    slices: Slices | None = None  # None before the first slice
 
 
 class Maintenance:
-    """All there are."""
+    """All long operations that are pending."""
 
-    def __init__(self, keeper: StoreThread) -> None:
-        self._keep = keeper
-        self._of: dict[str, BatchMaintenance] = {}  # by batch, the oldest first
-        self._turns: dict[str, int] = {}  # when each tenant had one last
+    def __init__(self, store: StoreThread) -> None:
+        self._store = store
+        self._operations: dict[str, BatchMaintenance] = {}  # by batch id, in order of arrival
+        self._turns: dict[str, int] = {}  # sequence number of each tenant's last turn
         self._numbers = count(1)
 
     def __contains__(self, batch_id: str) -> bool:
-        """Whether there is one of that batch."""
-        return batch_id in self._of
+        """Return True if an operation on the batch is pending."""
+        return batch_id in self._operations
 
     def ends(self, batch_id: str) -> bool:
-        """Whether a batch is being ended."""
-        return batch_id in self._of and self._of[batch_id].ends
+        """Return True if the batch is being ended."""
+        return batch_id in self._operations and self._operations[batch_id].ends
 
     def add(self, batch: Batch, work: Work, *, ends: bool = False) -> None:
-        """Have it done, in place of any other of that batch."""
-        self._of[batch.id] = BatchMaintenance(batch, work, ends)
+        """Schedule an operation; it replaces the batch's previous operation."""
+        self._operations[batch.id] = BatchMaintenance(batch, work, ends)
 
     def clear(self) -> None:
-        """Have nothing done any more."""
-        self._of.clear()
+        """Drop all operations."""
+        self._operations.clear()
 
     def waiting(self, full: Collection[str]) -> BatchMaintenance | None:
-        """Name the next; none is begun of an input whose tenant has no room for more."""
+        """Return the next operation, or None.
+
+        New validations are skipped for tenants without storage left (`full`).
+        """
         able = [
-            chore
-            for chore in self._of.values()
-            if chore.ends or chore.slices is not None or chore.batch.tenant not in full
+            operation
+            for operation in self._operations.values()
+            if operation.ends or operation.slices is not None or operation.batch.tenant not in full
         ]
         return min(able, key=self._order, default=None)
 
-    def _order(self, chore: BatchMaintenance) -> tuple[int, bool, bool]:
-        turn = self._turns.get(chore.batch.tenant, 0)
-        return turn, not chore.ends, chore.slices is None
+    def _order(self, operation: BatchMaintenance) -> tuple[int, bool, bool]:
+        turn = self._turns.get(operation.batch.tenant, 0)
+        return turn, not operation.ends, operation.slices is None
 
     async def turn(self, full: Collection[str]) -> str | None:
-        """Do a slice of the next; returns what there is to say of one that is done by it."""
-        if (chore := self.waiting(full)) is None:
+        """Run one slice of the next operation; return a log message when it completes."""
+        if (operation := self.waiting(full)) is None:
             return None
-        batch = chore.batch
+        batch = operation.batch
         self._turns[batch.tenant] = next(self._numbers)
         try:
-            said = await self._keep(some_of, chore)
+            summary = await self._store(run_slice, operation)
         except BaseException:
-            self._of.pop(batch.id, None)
+            self._operations.pop(batch.id, None)
             raise
-        if said is None:
+        if summary is None:
             return None
-        self._of.pop(batch.id, None)
-        return f"batch {batch.id}: {said}"
+        self._operations.pop(batch.id, None)
+        return f"batch {batch.id}: {summary}"
 
 
-def some_of(store: Store, chore: BatchMaintenance) -> str | None:
-    """Do a slice, and say what came of it all if it was the last."""
-    if chore.slices is None:
-        chore.slices = chore.work(store)
+def run_slice(store: Store, operation: BatchMaintenance) -> str | None:
+    """Run one slice; return the summary after the last."""
+    if operation.slices is None:
+        operation.slices = operation.work(store)
     try:
-        next(chore.slices)
+        next(operation.slices)
     except StopIteration as over:
         return str(over.value)
     return None
 
 
-def take_in(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Slices:
-    """Read a batch's input, and take it on or refuse it."""
-    yield from forget_lines(store, batch)  # that were read before
+def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Slices:
+    """Validate a batch's input, then start or refuse the batch."""
+    yield from forget_lines(store, batch)  # left by an interrupted validation
     file = store.file(batch.tenant, batch.input)
     is_there = file is not None and file.purpose == INPUT
-    checking = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
+    check = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
     while is_there:
-        piece = store.input(batch, *checking.wanted)
-        store.add_lines(batch, checking.take(piece))
+        piece = store.input(batch, *check.wanted)
+        store.add_lines(batch, check.take(piece))
         is_there = bool(piece)
-        if checking.over:
+        if check.over:
             break
         yield
-    complaints = checking.complaints
+    problems = check.complaints
     if not is_there:
-        complaints = [InputProblem("file_not_found", f"The input file {batch.input} is gone.")]
-    if complaints:
+        problems = [
+            InputProblem("file_not_found", f"The input file {batch.input} no longer exists.")
+        ]
+    if problems:
         yield from forget_lines(store, batch)
-        store.refuse(batch, complaints, wall())
-        return f"{len(complaints)} mistakes in its input"
-    store.begin(batch, checking.total, wall())
-    return f"{checking.total} lines"
+        store.refuse(batch, problems, wall())
+        return f"input refused: {len(problems)} errors"
+    store.begin(batch, check.total, wall())
+    return f"started: {check.total} lines"
 
 
-def close(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
+def end_batch(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
     """End a batch."""
     last = store.give_up(batch, status, 0)
     while last is not None:
@@ -137,6 +141,6 @@ def close(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
 
 
 def forget_lines(store: Store, batch: Batch) -> Generator[None, None, None]:
-    """Have a batch's lines kept no longer."""
+    """Delete a batch's lines."""
     while store.forget_lines(batch):
         yield

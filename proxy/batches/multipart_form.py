@@ -1,52 +1,52 @@
-"""A multipart form that brings a file: its fields as they are, nothing decoded or guessed."""
+"""Parser of multipart forms with a file; it does not decode values."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-MOST_PARTS = 16
-LONGEST_HEAD = 4096
+MAX_PARTS = 16
+MAX_PART_HEAD_BYTES = 4096
 NAME = re.compile(rb'(?:^|[;\s])name="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 FILE_NAME = re.compile(rb'(?:^|[;\s])filename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 LINE_END, HEAD_END = b"\r\n", b"\r\n\r\n"
 
 
 class FormError(ValueError):
-    """What came is no such form; the message says why."""
+    """The body is not a valid form; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormField:
-    """One field."""
+    """One form field."""
 
     value: bytes
     file_name: str | None = None
 
 
 def read_form(body: bytes, content_type: bytes) -> dict[str, FormField]:
-    """Read the fields by name; of two with one name the last counts."""
+    """Return the fields by name; the last field of a name wins."""
     kind, _, parameter = content_type.partition(b"boundary=")
     boundary = parameter.split(b";")[0].strip().strip(b'"')
     if not kind.strip().lower().startswith(b"multipart/form-data") or not boundary:
-        raise FormError("A file is uploaded as multipart/form-data with a boundary.")
+        raise FormError("Upload the file as multipart/form-data with a boundary.")
     mark = b"--" + boundary
     at = 0 if body.startswith(mark) else body.find(LINE_END + mark) + len(LINE_END)
     parts: dict[str, FormField] = {}
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         if not body.startswith(mark, at):
-            raise FormError("The form does not begin with its boundary.")
+            raise FormError("The form does not start with its boundary.")
         at += len(mark)
         if body.startswith(b"--", at):
             return parts
-        start = body.find(HEAD_END, at, at + LONGEST_HEAD) + len(HEAD_END)
+        start = body.find(HEAD_END, at, at + MAX_PART_HEAD_BYTES) + len(HEAD_END)
         end = body.find(LINE_END + mark, start - len(LINE_END))
         if start < len(HEAD_END) or end < 0:
-            raise FormError("The form has no end.")
+            raise FormError("The form has no closing boundary.")
         name, part = _part(body[at:start], body[start:end])
         parts[name] = part
         at = end + len(LINE_END)
-    raise FormError(f"The form has more than {MOST_PARTS} parts.")
+    raise FormError(f"The form has more than {MAX_PARTS} parts.")
 
 
 def _part(head: bytes, value: bytes) -> tuple[str, FormField]:

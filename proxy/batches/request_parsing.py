@@ -1,4 +1,4 @@
-"""What clients ask of files and batches, read; and what is refused of it, in OpenAI's words."""
+"""Parsing and validation of API requests, with OpenAI's error texts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from proxy.config.batches import BatchesConfig
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.request import Request
 
-LONGEST_BODY = 64 << 10  # of what creates a batch
-LONGEST_NAME = 255
-PAGE, LARGEST_PAGE = 20, 100
-FILES_PAGE, LARGEST_FILES_PAGE = 1000, 10_000
+MAX_BODY_BYTES = 64 << 10  # of a request that creates a batch
+MAX_NAME_CHARS = 255
+PAGE, MAX_PAGE = 20, 100
+FILES_PAGE, MAX_FILES_PAGE = 1000, 10_000
 WINDOW = re.compile(r"([1-9]\d{0,4})([smhd])", re.ASCII)
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DAY_S = 86_400.0
-METADATA_KEYS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
+MAX_METADATA_KEYS, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 512
 
 
 class RefusedRequestError(Exception):
-    """A request that is refused."""
+    """A request that the API refuses."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -38,7 +38,7 @@ class RefusedRequestError(Exception):
 
 
 def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
-    """Read an uploaded file: its name and its content."""
+    """Return the name and the content of an uploaded file."""
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:
@@ -49,26 +49,26 @@ def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
     purpose = parts["purpose"].value.decode("utf-8", "replace")[:100]
     if purpose != INPUT:
         raise RefusedRequestError(
-            400, f"{purpose!r}: the one purpose of files here is 'batch'.", "purpose"
+            400, f"{purpose!r}: files here have the purpose 'batch'.", "purpose"
         )
     file = parts["file"]
     if len(file.value) > settings.max_file_bytes:
-        message = f"The file has {len(file.value)} bytes; it may have {settings.max_file_bytes}."
+        message = f"The file has {len(file.value)} bytes; the limit is {settings.max_file_bytes}."
         raise RefusedRequestError(413, message, "file", "file_too_large")
     if not file.value:
         raise RefusedRequestError(400, "The file is empty.", "file")
-    return (file.file_name or "upload.jsonl")[:LONGEST_NAME], file.value
+    return (file.file_name or "upload.jsonl")[:MAX_NAME_CHARS], file.value
 
 
 def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
-    """Read what is to become a batch."""
+    """Return the batch that a request describes."""
     fields = _fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:
             raise RefusedRequestError(400, f"Missing required parameter: '{name}'.", name)
     endpoint, window = fields["endpoint"], fields["completion_window"]
     if endpoint not in ENDPOINTS:
-        message = f"{endpoint[:100]!r} takes no batches; valid: {', '.join(ENDPOINTS)}."
+        message = f"{endpoint[:100]!r} does not support batches; valid: {', '.join(ENDPOINTS)}."
         raise RefusedRequestError(400, message, "endpoint")
     return Batch(
         new_id("batch_"),
@@ -84,8 +84,8 @@ def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    if len(body) > LONGEST_BODY:
-        raise RefusedRequestError(413, f"This body has at most {LONGEST_BODY} bytes.")
+    if len(body) > MAX_BODY_BYTES:
+        raise RefusedRequestError(413, f"The body exceeds {MAX_BODY_BYTES} bytes.")
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -95,15 +95,15 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _seconds(window: str, most_days: float) -> float:
+def _seconds(window: str, max_days: float) -> float:
     param = "completion_window"
     match = WINDOW.fullmatch(window)
     if match is None:
-        message = f"{window[:40]!r}: write a number and one of s, m, h and d, as 24h."
+        message = f"{window[:40]!r} is not a number with the unit s, m, h or d; example: 24h."
         raise RefusedRequestError(400, message, param)
     seconds = int(match[1]) * UNIT_S[match[2]]
-    if seconds > most_days * DAY_S:
-        message = f"{window!r}: at most {most_days:g} days, for which batches are kept."
+    if seconds > max_days * DAY_S:
+        message = f"{window!r} exceeds {max_days:g} days, the time that batches are kept."
         raise RefusedRequestError(400, message, param)
     return float(seconds)
 
@@ -113,33 +113,36 @@ def _metadata(given: object) -> dict[str, str] | None:
         return None
     if (
         type(given) is not dict
-        or len(given) > METADATA_KEYS
-        or any(len(key) > METADATA_KEY for key in given)
-        or any(type(each) is not str or len(each) > METADATA_VALUE for each in given.values())
+        or len(given) > MAX_METADATA_KEYS
+        or any(len(key) > MAX_METADATA_KEY_CHARS for key in given)
+        or any(
+            type(value) is not str or len(value) > MAX_METADATA_VALUE_CHARS
+            for value in given.values()
+        )
     ):
         message = (
-            f"'metadata' has at most {METADATA_KEYS} keys of {METADATA_KEY} characters, and their "
-            f"values are strings of at most {METADATA_VALUE}."
+            f"'metadata' has at most {MAX_METADATA_KEYS} keys of {MAX_METADATA_KEY_CHARS} "
+            f"characters; values are strings of at most {MAX_METADATA_VALUE_CHARS} characters."
         )
         raise RefusedRequestError(400, message, "metadata")
     return given
 
 
 def page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
-    """Read which part of a list is wanted; of files, also of which purpose."""
+    """Return the requested page of a list, and for files the purpose filter."""
     query = request.head.target.partition(b"?")[2].decode("latin-1")
     try:
-        asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
+        fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
     except ValueError:
         raise RefusedRequestError(400, "The query has more than 16 fields.") from None
-    usual, most = (FILES_PAGE, LARGEST_FILES_PAGE) if of_files else (PAGE, LARGEST_PAGE)
-    limit = asked.get("limit", str(usual))
+    usual, most = (FILES_PAGE, MAX_FILES_PAGE) if of_files else (PAGE, MAX_PAGE)
+    limit = fields.get("limit", str(usual))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= most):
         raise RefusedRequestError(
-            400, f"{limit[:20]!r}: 'limit' is a number from 1 to {most}.", "limit"
+            400, f"{limit[:20]!r}: 'limit' must be a number from 1 to {most}.", "limit"
         )
-    order = asked.get("order", "desc")
+    order = fields.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RefusedRequestError(400, f"{order[:20]!r}: 'order' is asc or desc.", "order")
-    after = asked.get("after")
-    return ListPage(int(limit), after, oldest_first=order == "asc"), asked.get("purpose")
+        raise RefusedRequestError(400, f"{order[:20]!r}: 'order' must be 'asc' or 'desc'.", "order")
+    after = fields.get("after")
+    return ListPage(int(limit), after, oldest_first=order == "asc"), fields.get("purpose")

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's clients expect to be shown them."""
+"""JSON objects of files and batches, as OpenAI's clients expect them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 
 from proxy.batches.types import Batch, File, InputProblem, Json, Status
 
-# When it came to a state, by the name OpenAI gives that.
+# OpenAI's field name for the time when a batch reached a status.
 TIMES = {
     Status.IN_PROGRESS: "in_progress_at",
     Status.FINALIZING: "finalizing_at",
@@ -21,7 +21,7 @@ TIMES = {
 
 
 def file_shown(file: File) -> Json:
-    """Show a file."""
+    """Return a file as JSON."""
     return {
         "id": file.id,
         "object": "file",
@@ -35,7 +35,7 @@ def file_shown(file: File) -> Json:
 
 
 def batch_shown(batch: Batch) -> Json:
-    """Show a batch."""
+    """Return a batch as JSON."""
     times = {name: batch.at.get(status) for status, name in TIMES.items()}
     return {
         "id": batch.id,
@@ -63,14 +63,19 @@ def _errors(complaints: Sequence[InputProblem]) -> Json | None:
     if not complaints:
         return None
     data = [
-        {"code": each.code, "line": each.line, "message": each.message, "param": each.param}
-        for each in complaints
+        {
+            "code": problem.code,
+            "line": problem.line,
+            "message": problem.message,
+            "param": problem.param,
+        }
+        for problem in complaints
     ]
     return {"object": "list", "data": data}
 
 
 def listed(shown: Sequence[Json], limit: int) -> bytes:
-    """Show a page of a list, of which one more than asked for was read."""
+    """Return one page of a list; `shown` may have one item more than `limit`."""
     data = shown[:limit]
     page = {
         "object": "list",

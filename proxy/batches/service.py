@@ -1,4 +1,4 @@
-"""Batches of one router: the store, the desk and the lane, started and stopped together."""
+"""The batch service of one router: starts and stops the store, the API and the scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from proxy.batches.api import BatchApi
 from proxy.batches.scheduler import BatchScheduler
-from proxy.batches.storage.store import StoreLimits
+from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store_thread import StoreThread
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ DAY_S = 86_400.0
 
 
 class Batches:
-    """To be started before the router listens, and stopped before its data path closes."""
+    """The batch service.
+
+    Start it before the router listens; stop it before the data path closes.
+    """
 
     def __init__(
         self,
@@ -37,19 +40,19 @@ class Batches:
     ) -> None:
         self.keeper = StoreThread(path, *_kept(settings))
         self.lane = BatchScheduler(wire, self.keeper, settings, path, wall)
-        self._desk = BatchApi(wire, self.keeper, self.lane, settings, wall)
+        self._api = BatchApi(wire, self.keeper, self.lane, settings, wall)
         self._wire = wire
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the store, and begin; raises `ProxyError` where the folder can't be used."""
+        """Open the store and start the scheduler; raise `ProxyError` if the folder is unusable."""
         await self.keeper.open()
-        self._wire.desk = self._desk
+        self._wire.desk = self._api
         self._wire.metrics.batches = self.lane.counts
         self._task = asyncio.create_task(self.lane.run(), name="batches")
 
     async def stop(self) -> None:
-        """Let go of what is under way, keep what has come back, and close."""
+        """Cut open API requests, cancel lines in flight, save results and close the store."""
         if self._task is None:
             return
         for visit in list(self._wire.visits):
@@ -57,19 +60,18 @@ class Batches:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
-        with suppress(Exception):  # those lines are run again, then
+        with suppress(Exception):  # without saved results the lines run again
             await self.lane.save()
         await self.keeper.close()
 
     def reconfigure(self, settings: BatchesConfig) -> None:
-        """Take new limits; the folder stays."""
-        self.lane.settings = self._desk.settings = settings
+        """Apply new settings; the folder cannot change."""
+        self.lane.settings = self._api.settings = settings
         self.keeper.keep_for(*_kept(settings))
         self.lane.purge_soon()
 
 
 def _kept(settings: BatchesConfig) -> tuple[float, StoreLimits]:
-    """Say how long things are kept, and how much."""
     bounds = StoreLimits(
         settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
     )

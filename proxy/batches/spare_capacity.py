@@ -1,7 +1,7 @@
-"""Whether there is room that nobody else wants now.
+"""Decides whether workers have capacity that no other request needs.
 
-A line is of the class that goes in the gaps, and would wait for one in the router's queue. It is
-held back before that: what waits there takes memory and places from others.
+Batch lines have the lowest class. The router could queue them, but queued lines use memory and
+queue places that other requests need. So the scheduler holds lines back until there is capacity.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.core.tenants.tenants import Tenant
 
-LEFT = 0.5  # of each of a tenant's limits, for what it asks itself
-# The smallest there is: how large a line is will be known when it is read.
-SMALLEST = RequestInfo("", "", "", 0, 0, 0, 0, 0)
+RESERVED_SHARE = 0.5  # share of each tenant limit that is reserved for the tenant's other requests
+# A minimal request: a line's size is known only once it is parsed.
+MINIMAL_REQUEST = RequestInfo("", "", "", 0, 0, 0, 0, 0)
 
 
-def gap(router: Router, model: str, now: float, size: int = 0) -> bool:
-    """Whether a model has a worker to spare, and nobody of it waits in the queue.
+def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) -> bool:
+    """Return True if a worker for the model has spare capacity and no request for it is queued.
 
-    What no worker is for may go as well, to be refused as any other such request, once nobody is
-    waited for any more to say what it is for. `size`: the bytes of a line, of which only this is
-    heeded, that a long one needs a prefill worker.
+    Also True for a model that no worker serves, once all workers have listed their models, so that
+    the router refuses the line. `size`, in bytes, only decides if a line needs a prefill worker.
     """
     fleet = router.fleet
     known = fleet.models()
@@ -39,17 +38,19 @@ def gap(router: Router, model: str, now: float, size: int = 0) -> bool:
     if router.queue.has(model):
         return False
     fair, pool = router.settings.fairness, fleet.pool(model)
-    free = [w for w in pool.all if w.takes(now) and leaves_room(w, SMALLEST, now, fair)]
+    free = [w for w in pool.all if w.takes(now) and leaves_room(w, MINIMAL_REQUEST, now, fair)]
     if not free or not pool.prefills:
         return bool(free)
-    if any(p.takes(now) and leaves_room(p, SMALLEST, now, fair) for p in pool.prefills):
+    if any(p.takes(now) and leaves_room(p, MINIMAL_REQUEST, now, fair) for p in pool.prefills):
         return True
     return not all(stops_decodes(w, int(size / BYTES_PER_TOKEN), fair) for w in free)
 
 
 def within_limits(tenant: Tenant, now: float) -> bool:
-    """Whether a line would leave its tenant enough of its limits for people of its own."""
-    ledger, most = tenant.ledger, tenant.spec.limits.concurrency
-    if most is not None and ledger.running + ledger.elsewhere >= max(LEFT * most, 1):
+    """Return True if sending a line leaves the tenant enough of its limits for other requests."""
+    ledger, max_concurrency = tenant.ledger, tenant.spec.limits.concurrency
+    if max_concurrency is not None and ledger.running + ledger.elsewhere >= max(
+        RESERVED_SHARE * max_concurrency, 1
+    ):
         return False
-    return all(state is None or state[1] > LEFT * state[0] for state in ledger.left(now))
+    return all(state is None or state[1] > RESERVED_SHARE * state[0] for state in ledger.left(now))

@@ -1,11 +1,11 @@
-"""What a batch is made of.
+"""Types of the batch API: files, batches, lines and results.
 
     validating -> in_progress -> finalizing -> completed
         |             |  \
         v             v   +-> cancelling -> cancelled
       failed       expired
 
-The states and their names are OpenAI's.
+The statuses and their names are OpenAI's.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any
 from proxy.errors import ProxyError
 
 INPUT, OUTPUT = "batch", "batch_output"  # the purposes of files, in OpenAI's words
-LONGEST_ID = 512  # of a line, given by the client
+MAX_CUSTOM_ID_CHARS = 512  # maximum length of a line's custom_id
 
 
 class DiskError(ProxyError):
-    """The store's folder can't be used now; the message names the folder and a remedy."""
+    """The store's folder is unusable; the message names the folder and a remedy."""
 
 
 class StoreFullError(DiskError):
-    """The disk did not take what was to be kept; nothing of it was kept."""
+    """The disk or a limit has no space left; nothing of the write was kept."""
 
 
 class TenantLimitError(ProxyError):
-    """A tenant has as much as one may have."""
+    """A tenant reached one of its limits."""
 
     def __init__(self, message: str, *, later: bool) -> None:
         super().__init__(message)
-        self.later = later  # it may come again with the same
+        self.later = later  # the same request may succeed later
 
 
 class InUseError(ProxyError):
-    """A file that a batch still reads."""
+    """A file that an active batch reads cannot be deleted."""
 
 
 class Status(StrEnum):
-    """How far a batch is."""
+    """The status of a batch."""
 
     VALIDATING = "validating"
-    FAILED = "failed"  # its input can't be run; nothing was
+    FAILED = "failed"  # the input is invalid; no line ran
     IN_PROGRESS = "in_progress"
     FINALIZING = "finalizing"
     COMPLETED = "completed"
@@ -53,13 +53,13 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-# Somebody has still to do something about them.
+# Batches in these statuses still need work.
 ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
 
 
 @dataclass(frozen=True, slots=True)
 class InputProblem:
-    """What is wrong with an input file."""
+    """One error in an input file."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ class InputProblem:
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One request of an input file: where in the file its body is."""
+    """One request of an input file, with the position of its body in the file."""
 
     number: int
     custom_id: str
@@ -80,7 +80,7 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """A line to be run."""
+    """A line to run."""
 
     batch: str
     number: int
@@ -91,20 +91,20 @@ class LineJob:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of a line: an answer, or why there is none."""
+    """The outcome of a line: a response, or an error code and message."""
 
     batch: str
     number: int
     custom_id: str
     request_id: str
-    status: int = 0  # of the answer; 0 where there is none
+    status: int = 0  # of the response; 0 without a response
     body: bytes = b""
     code: str = ""
     message: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether it belongs in the output file, not in the error file."""
+        """True if the result belongs in the output file; False for the error file."""
         return 200 <= self.status < 300
 
 
@@ -119,19 +119,19 @@ class File:
     created: float
     expires: float
     bytes: int
-    batch: str | None = None  # whose results it shows
-    ok: bool = True  # of those, the answers; else the failures
+    batch: str | None = None  # the batch of the results in the file
+    ok: bool = True  # True: the batch's responses; False: its errors
 
 
 @dataclass(slots=True)
 class Batch:
-    """A batch. Times are seconds since 1970; None where it has not come to that."""
+    """A batch. Times are in seconds since 1970."""
 
     id: str
     tenant: str
     endpoint: str
     input: str
-    window: str  # as the client said it
+    window: str  # as given by the client, for example 24h
     status: Status
     created: float
     expires: float
@@ -142,11 +142,11 @@ class Batch:
     failed: int = 0
     output: str | None = None
     error: str | None = None
-    at: dict[str, float] = field(default_factory=dict)  # when it came to each state
+    at: dict[str, float] = field(default_factory=dict)  # time at which each status was reached
 
     @property
     def active(self) -> bool:
-        """Whether it is not over."""
+        """True if the batch has not ended."""
         return self.status in ACTIVE
 
 

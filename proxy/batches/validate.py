@@ -1,4 +1,4 @@
-"""An input file's lines, and what can be wrong with them, in OpenAI's words."""
+"""Validation of a batch's input file, with OpenAI's error texts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128_digest
 
-from proxy.batches.types import LONGEST_ID, InputLine, InputProblem
+from proxy.batches.types import MAX_CUSTOM_ID_CHARS, InputLine, InputProblem
 from proxy.core.model.route_table import ROUTES, PromptFields
 from proxy.core.request.json_edit import TooManyMembersError, members
 
-# What a batch may ask for: paths that take one JSON body and give one answer.
-SHAPES = (
+# Batches may use paths that take one JSON body and return one response.
+BATCH_SHAPES = (
     PromptFields.CHAT,
     PromptFields.PROMPT,
     PromptFields.INPUT,
@@ -21,15 +21,17 @@ SHAPES = (
     PromptFields.PAIRS,
 )
 ENDPOINTS = tuple(
-    path for path, route in ROUTES.items() if path.startswith("/v1/") and route.shape in SHAPES
+    path
+    for path, route in ROUTES.items()
+    if path.startswith("/v1/") and route.shape in BATCH_SHAPES
 )
-MOST_COMPLAINTS = 100
-# Read in one go, milliseconds beside the event loop.
+MAX_PROBLEMS = 100
+# Validated in one slice, which takes milliseconds.
 SLICE_BYTES, SLICE_LINES = 256 << 10, 1000
 
 
 class InputFileCheck:
-    """Reads a file of so many bytes, a slice at a time: `take` is to be given what is `wanted`."""
+    """Validates an input file in slices: pass `take` the bytes that `wanted` names."""
 
     def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
         self.complaints: list[InputProblem] = []
@@ -39,22 +41,24 @@ class InputFileCheck:
         self._max_lines = max_lines
         self._at = self._number = 0
         self._slice = SLICE_BYTES
-        self._ids: set[bytes] = set()  # hashes: of the ids themselves there may be a great deal
+        # Hashes of custom_ids; the ids themselves could need much memory.
+        self._ids: set[bytes] = set()
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to read, or enough is wrong."""
-        return self._at >= self._size or len(self.complaints) >= MOST_COMPLAINTS
+        """True if the file is read, or has too many errors to go on."""
+        return self._at >= self._size or len(self.complaints) >= MAX_PROBLEMS
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """From where, and how much."""
+        """The next slice's offset and size in bytes."""
         return self._at, min(self._slice, self._size - self._at)
 
     def take(self, piece: bytes) -> list[InputLine]:
-        """Read the lines that end in a piece; returns those that are right by themselves.
+        """Validate the lines that end in a slice and return the valid ones.
 
-        Where none does, twice as much is wanted. Of many short ones not all are read.
+        If no line ends in the slice, the next slice is twice as large. A slice with many short
+        lines is only read in part.
         """
         begun = self._at
         is_last = begun + len(piece) >= self._size
@@ -71,7 +75,7 @@ class InputFileCheck:
         if is_last and at >= end:
             self._at = self._size
         if self.over and not self.total and not self.complaints:
-            self.complaints.append(InputProblem("empty_file", "The input file has no lines."))
+            self.complaints.append(InputProblem("empty_file", "The input file is empty."))
         return found
 
     def _read(self, raw: bytes, start: int) -> Iterator[InputLine]:
@@ -90,13 +94,13 @@ class InputFileCheck:
                 self._ids.add(known)
                 yield line
                 return
-            message = f"The custom_id {line.custom_id[:100]!r} was used by an earlier line."
+            message = f"The custom_id {line.custom_id[:100]!r} is already used by an earlier line."
             line = InputProblem("duplicate_custom_id", message, self._number, "custom_id")
         self.complaints.append(line)
 
 
 def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine | InputProblem:
-    """Read one line, which starts at that byte of the file."""
+    """Validate one line, which starts at byte `start` of the file."""
     try:
         fields: Any = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -104,8 +108,8 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine |
         return InputProblem("invalid_json_line", message, number)
     if type(fields) is not dict:
         return InputProblem("invalid_json_line", "This line is not a JSON object.", number)
-    if (wrong := _wrong(fields, endpoint)) is not None:
-        code, param, message = wrong
+    if (problem := _problem(fields, endpoint)) is not None:
+        code, param, message = problem
         return InputProblem(code, message, number, param)
     try:
         where = [member for member in members(raw) if member.name == b"body"][-1]
@@ -121,22 +125,21 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine |
     )
 
 
-def _wrong(fields: dict[str, Any], endpoint: str) -> tuple[str, str, str] | None:
-    """Find the first thing wrong: code, parameter and words."""
+def _problem(fields: dict[str, Any], endpoint: str) -> tuple[str, str, str] | None:
     for name in ("custom_id", "method", "url", "body"):
         if fields.get(name) is None:
             return "missing_required_parameter", name, f"Missing required parameter: '{name}'."
     custom_id, body = fields["custom_id"], fields["body"]
-    if type(custom_id) is not str or not 0 < len(custom_id) <= LONGEST_ID:
-        message = f"'custom_id' must be a string of 1 to {LONGEST_ID} characters."
+    if type(custom_id) is not str or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
         return "invalid_custom_id", "custom_id", message
     if fields["method"] != "POST":
         return "invalid_method", "method", "'method' must be 'POST'."
     if fields["url"] != endpoint:
         message = "The URL provided for this request does not match the batch endpoint."
-        return "invalid_url", "url", f"{message} That is {endpoint}."
+        return "invalid_url", "url", f"{message} The batch endpoint is {endpoint}."
     if type(body) is not dict:
         return "invalid_body", "body", "'body' must be a JSON object."
     if body.get("stream"):
-        return "invalid_body", "body.stream", "A batch's answers are not streamed: leave it out."
+        return "invalid_body", "body.stream", "Batches do not support streaming; remove 'stream'."
     return None

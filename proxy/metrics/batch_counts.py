@@ -1,4 +1,4 @@
-"""What is counted of batches, and how a scrape shows it."""
+"""Counters of batches and their metrics."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections import Counter
 
 from proxy.metrics.exposition import Family, MetricsPage
 
-ACTIVE = Family("proxy_batches", "gauge", "Batches that are not over, by state.", ("status",))
+ACTIVE = Family("proxy_batches", "gauge", "Active batches, by status.", ("status",))
 LINES = Family(
     "proxy_batch_lines",
     "counter",
-    "Lines of batches by what became of them; sent_again counts tries.",
+    "Batch lines by outcome; sent_again counts repeated attempts.",
     ("outcome",),
 )
-IN_FLIGHT = Family("proxy_batch_lines_in_flight", "gauge", "Lines of batches on their way.")
+IN_FLIGHT = Family("proxy_batch_lines_in_flight", "gauge", "Batch lines in flight.")
 PAUSED = Family(
-    "proxy_batches_paused", "gauge", "Whether no line is begun because results can't be kept."
+    "proxy_batches_paused", "gauge", "1 while no line is sent because results cannot be stored."
 )
 COMPLETED, FAILED, SENT_AGAIN = "completed", "failed", "sent_again"
 
 
 class BatchCounts:
-    """Of the one lane that runs for a folder; elsewhere all of it stays at zero."""
+    """Counters of the process that schedules the folder; zero in other processes."""
 
     def __init__(self) -> None:
         self.active: Counter[str] = Counter()
@@ -30,7 +30,7 @@ class BatchCounts:
         self.paused = False
 
     def show(self, page: MetricsPage) -> None:
-        """Write all of it."""
+        """Add the metrics to a page."""
         page.values(ACTIVE, (((status,), count) for status, count in self.active.items()))
         page.values(LINES, (((outcome,), count) for outcome, count in self.lines.items()))
         page.values(IN_FLIGHT, [((), self.in_flight)])

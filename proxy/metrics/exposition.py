@@ -1,8 +1,8 @@
-"""Metrics as text, in Prometheus's format and in OpenMetrics'.
+"""Metrics as text, in Prometheus's format and in OpenMetrics.
 
-Written by hand because every stream waits while that is done: a line takes 1 to 3 us, where a
-library's writer takes 10. And in slices, between which streams go on: a fleet of a thousand workers
-has tens of thousands of lines.
+Streams wait while a page is written. This writer takes 1 to 3 us per line, a library 10, and it
+yields in slices between which streams continue: a fleet of a thousand workers has tens of thousands
+of lines.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from proxy.metrics.histogram import Histogram
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-OTHER = "other"  # the label of whatever has no series of its own
-SLICE = 500  # lines that are written at a time, and the rest of a histogram
+OTHER = "other"  # label value for everything without a series of its own
+SLICE_LINES = 500  # lines per slice; a histogram is never split
 
 
 class Family(NamedTuple):
-    """A metric: what it is called, what it means, how its series are told apart."""
+    """A metric: its name, type, help text and label names."""
 
-    name: str  # a counter's without `_total`
+    name: str  # without `_total` for counters
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
 
 
 class MetricsPage:
-    """One answer to a scrape: what it is to tell, and then how it is written."""
+    """One response to a scrape: first the values are added, then it is written."""
 
     def __init__(self, *, openmetrics: bool) -> None:
         self.kind = OPENMETRICS if openmetrics else TEXT
         self._openmetrics = openmetrics
-        self._told: list[tuple[Family, list[tuple[Sequence[object], float | Histogram]]]] = []
+        self._families: list[tuple[Family, list[tuple[Sequence[object], float | Histogram]]]] = []
 
     def values(self, family: Family, rows: Iterable[tuple[Sequence[object], float]]) -> None:
-        """Tell a counter or a gauge: label values and the number, for each series."""
-        self._told.append((family, [*rows]))
+        """Add a counter or a gauge: label values and the number of each series."""
+        self._families.append((family, [*rows]))
 
     def histograms(
         self, family: Family, rows: Iterable[tuple[Sequence[object], Histogram]]
     ) -> None:
-        """Tell a histogram: label values and the counts, for each series."""
-        self._told.append((family, [*rows]))
+        """Add a histogram: label values and the counts of each series."""
+        self._families.append((family, [*rows]))
 
     def slices(self) -> Iterator[bytes]:
-        """Write the page piece by piece; between two of them whoever asks may do something else."""
+        """Yield the page in pieces; the caller may do other work between them."""
         lines: list[str] = []
-        for family, rows in self._told:
+        for family, rows in self._families:
             name = self._head(family, lines)
             for labels, value in rows:
                 own = pairs(family.labels, labels)
@@ -57,7 +57,7 @@ class MetricsPage:
                     self._histogram(name, own, value, lines)
                 else:
                     lines.append(f"{name}{braces(own)} {number(value)}")
-                if len(lines) >= SLICE:
+                if len(lines) >= SLICE_LINES:
                     lines.append("")
                     yield "\n".join(lines).encode()
                     lines.clear()
@@ -78,9 +78,8 @@ class MetricsPage:
         lines.append(f"{name}_count{braces(own)} {counts[-1]}")
 
     def _head(self, family: Family, lines: list[str]) -> str:
-        """Announce a family; return the name that its samples have."""
         total = f"{family.name}_total" if family.kind == "counter" else family.name
-        # The two formats name counters differently here, and alike in the samples.
+        # OpenMetrics headers omit a counter's `_total`; samples have it in both formats.
         announced = family.name if self._openmetrics else total
         lines.append(f"# HELP {announced} {family.help}")
         lines.append(f"# TYPE {announced} {family.kind}")
@@ -88,20 +87,20 @@ class MetricsPage:
 
 
 def pairs(names: Sequence[str], values: Sequence[object]) -> str:
-    """Write labels as they stand between the braces."""
+    """Return labels as text, without braces."""
     return ",".join(
         [f'{name}="{escape(str(value))}"' for name, value in zip(names, values, strict=True)]
     )
 
 
 def braces(labels: str) -> str:
-    """Put braces around labels, if there are any."""
+    """Put braces around labels; return "" if there are none."""
     return f"{{{labels}}}" if labels else ""
 
 
-@lru_cache(maxsize=8192)  # names of workers and models come again and again
+@lru_cache(maxsize=8192)  # worker and model names repeat
 def escape(value: str) -> str:
-    """Escape what would end a label's value; what is no UTF-8 is replaced."""
+    """Escape a label value; replace what is not valid UTF-8."""
     if value.isalnum():
         return value
     value = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -109,7 +108,7 @@ def escape(value: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number: whole ones without a point."""
+    """Format a number; whole numbers have no decimal point."""
     if isinstance(value, int):
         return str(int(value))
     return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text := repr(value), text)

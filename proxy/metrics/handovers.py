@@ -1,4 +1,4 @@
-"""What is counted of hand-overs: how they end, how long their legs and transfers take."""
+"""Counters of hand-overs: outcomes, and durations of legs and transfers."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAY_EVERY_S = 60.0
+LOG_INTERVAL_S = 60.0
 ANY = "any"  # decode worker; in metrics
 
 
 class HandoverCounters:
-    """All counts of one router's."""
+    """Counters of one router process."""
 
     def __init__(self, label: Callable[[str], str]) -> None:
         self.ends: dict[str, int] = {}
         self.warmups: dict[str, int] = {}
         self.bars: dict[tuple[str, str], int] = {}  # by prefill and decode worker
-        self.legs: dict[str, int] = {}  # that are done, by prefill worker
-        self.tokens: dict[str, int] = {}  # transferred, by model, as far as is known
-        self.prefills: dict[str, Histogram] = {}  # by model, as those that follow
+        self.legs: dict[str, int] = {}  # completed prefill legs, by prefill worker
+        self.tokens: dict[str, int] = {}  # transferred tokens, by model, if known
+        self.prefills: dict[str, Histogram] = {}  # by model, like the next two
         self.transfers: dict[str, Histogram] = {}
         self.predicted: dict[str, Histogram] = {}
         self._label = label
 
     def ended(self, how: str) -> None:
-        """Count an end."""
+        """Count an outcome."""
         self.ends[how] = self.ends.get(how, 0) + 1
 
     def barred(self, prefill: str, decode: str) -> None:
-        """Count that a link, or a prefill worker, is left alone for a while."""
+        """Count that a link or a prefill worker is excluded for a while."""
         key = prefill, decode
         self.bars[key] = self.bars.get(key, 0) + 1
 
     def forget(self, stay: set[str]) -> None:
-        """Drop those of workers that are no more; each is a name of its own in Kubernetes."""
+        """Drop the counters of removed workers; in Kubernetes every new pod has a new name."""
         if not stay.issuperset(self.legs):
             self.legs = {worker: n for worker, n in self.legs.items() if worker in stay}
         stay = {*stay, ANY}
@@ -51,7 +51,7 @@ class HandoverCounters:
             self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
 
     def forget_models(self, gone: set[str]) -> None:
-        """Drop what was counted of models."""
+        """Drop the counters of models."""
         for table in (self.tokens, self.prefills, self.transfers, self.predicted):
             for model in gone & table.keys():
                 del table[model]
@@ -61,7 +61,7 @@ class HandoverCounters:
         self.warmups[how] = self.warmups.get(how, 0) + 1
 
     def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
-        """Count a prefill leg that is done."""
+        """Count a completed prefill leg."""
         how = "prefilled_bare" if bare else "prefilled"
         self.ends[how] = self.ends.get(how, 0) + 1
         if (first := lease.prefill) is not None:
@@ -71,7 +71,10 @@ class HandoverCounters:
             self.legs[name] = self.legs.get(name, 0) + 1
 
     def transferred(self, lease: Lease, now: float) -> None:
-        """Count a decode leg whose first token has come: the transfer, less a step of decoding."""
+        """Count a decode leg's first token and observe the transfer time.
+
+        The transfer time is the time to the first token minus one decode step.
+        """
         handover = self.arrived(lease)
         if handover is None:
             return
@@ -81,7 +84,10 @@ class HandoverCounters:
         self._of(self.predicted, lease).observe(handover.transfer_s)
 
     def arrived(self, lease: Lease) -> HandoverDecision | None:
-        """Count a transfer; where there is no stream, nobody knows how long it took."""
+        """Count a transfer.
+
+        Without a stream its duration is unknown.
+        """
         handover = lease.decision.handover
         if handover is None or not handover.tokens:
             return None
@@ -99,15 +105,15 @@ class HandoverCounters:
 
 
 class FallbackLog:
-    """Says in the log, now and then, how many were served whole for want of a prefill worker."""
+    """Logs how many requests were not handed over for lack of a prefill worker."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._told = 0
+        self._logged = 0
         self._next = 0.0
 
     def look(self, now: float) -> None:
-        """See whether there were any since this was said last."""
+        """Log new fallbacks since the last log line."""
         if now < self._next:
             return
         counts = self._router.handovers
@@ -115,9 +121,10 @@ class FallbackLog:
             counts.get((model, HandoverVerdict.NO_PREFILL), 0)
             for model in self._router.fleet.models()
         )
-        if total > self._told:
+        if total > self._logged:
             logger.warning(
-                "no prefill worker is up: %d requests were served whole", total - self._told
+                "no prefill worker is up: %d requests were served without a hand-over",
+                total - self._logged,
             )
-            self._told = total
-            self._next = now + SAY_EVERY_S
+            self._logged = total
+            self._next = now + LOG_INTERVAL_S

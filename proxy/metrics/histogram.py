@@ -1,4 +1,4 @@
-"""A histogram that costs a quarter of a microsecond to feed."""
+"""A histogram; one observation takes a quarter of a microsecond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DURATION_BOUNDS = (
 PHASE_BOUNDS = (
     0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
-# Of clients that left with nothing: the targets that boards offer, and what time-outs often are.
+# For clients that left without a token: dashboard targets and common timeouts.
 LEFT_BOUNDS = (0.5, 1.0, 2.5, 3.0, 5.0, 10.0, 30.0, 60.0)
 LAG_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 WAIT_BOUNDS = (
@@ -29,7 +29,7 @@ WAIT_BOUNDS = (
 
 
 class Histogram:
-    """Counts per bucket, and the sum; a value on a bound belongs to the bucket below it."""
+    """Counts per bucket, and the sum; a value equal to a bound belongs to the bucket below."""
 
     __slots__ = ("bounds", "counts", "exemplars", "total")
 
@@ -37,7 +37,7 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
-        # By bucket, the last traced request there: its value, its trace, and when it was.
+        # Last traced request by bucket: value, trace id and time.
         self.exemplars: dict[int, tuple[float, str, float]] | None = None
 
     def observe(self, value: float) -> None:
@@ -46,11 +46,11 @@ class Histogram:
         self.total += value
 
     def exemplify(self, value: float, trace: str, at: float) -> None:
-        """Name a trace for a value that was observed."""
+        """Attach a trace id to an observed value."""
         if self.exemplars is None:
             self.exemplars = {}
         self.exemplars[bisect_left(self.bounds, value)] = value, trace, at
 
     def cumulative(self) -> list[int]:
-        """Count what is at or below each bound, and everything last."""
+        """Return the counts at or below each bound; the last is the total."""
         return list(accumulate(self.counts))

@@ -1,7 +1,7 @@
-"""Requests of which no first token is ever seen, so that no time to first token tells of them.
+"""Histograms of requests without an observed first token.
 
-Clients that leave before there is one, and answers that are not streamed. A fleet whose worker
-hangs looks as quick as ever to whoever asks those that stayed.
+Their client left before the first token, or their response is not streamed. Without these
+histograms, a fleet with a hung worker would look fast.
 """
 
 from __future__ import annotations
@@ -17,57 +17,58 @@ from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-# More of these than so many, and those of workers that left are dropped. Where nobody has, workers
-# that are new have one name.
-MOST = 1000
-LOOK_EVERY_S = 60.0
+# Above this many series, those of removed workers are dropped. If none can be dropped, new workers
+# share the label `other`.
+MAX_SERIES = 1000
+CLEANUP_INTERVAL_S = 60.0
 
 LEFT = Family(
     "proxy_left_seconds",
     "histogram",
-    "How long clients had waited that left before there was any of their answer, by the worker "
-    "that they waited for; of a hand-over the one whose leg it was.",
+    "Waiting time of clients that left before their response began, by the worker that they "
+    "waited for; for a hand-over, the worker of the current leg.",
     ("worker", "pool", "model", "class", "stream"),
 )
 WHOLE = Family(
     "proxy_whole_answer_seconds",
     "histogram",
-    "From a request's arrival to the end of its answer, of answers that are not streamed.",
+    "Time from arrival to the end of the response, for responses that are not streamed.",
     ("pool", "model", "class"),
 )
 Key = tuple[str, str, str, str, str]
 
 
 class NoFirstToken:
-    """What is counted of them; models have the names that all families show."""
+    """Histograms of these requests, with the model labels of all metrics."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.left: dict[tuple[str, ...], Histogram] = {}
         self.whole: dict[tuple[str, ...], Histogram] = {}
         self._workers = workers
-        self._next_look = 0.0
+        self._next_cleanup = 0.0
 
     def gone(
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
-        """Count a client that left with nothing."""
+        """Observe a client that left without a token."""
         key = worker, pool, model, size, "true" if stream else "false"
         found = self.left.get(key) or self._new(key)
         found.observe(seconds)
         if not stream:
-            self._whole(pool, model, size)  # or its share of such answers would be of nothing
+            # Creates the series, so that a share of such responses has a divisor.
+            self._whole(pool, model, size)
 
     def answered(self, pool: str, model: str, size: str, seconds: float) -> None:
-        """Count an answer that came in one piece."""
+        """Observe a response that was not streamed."""
         self._whole(pool, model, size).observe(seconds)
 
     def forget_models(self, gone: set[str]) -> None:
-        """Drop what was counted of models."""
-        self.left = {key: each for key, each in self.left.items() if key[2] not in gone}
-        self.whole = {key: each for key, each in self.whole.items() if key[1] not in gone}
+        """Drop the histograms of models."""
+        self.left = {key: seen for key, seen in self.left.items() if key[2] not in gone}
+        self.whole = {key: seen for key, seen in self.whole.items() if key[1] not in gone}
 
     def show(self, page: MetricsPage) -> None:
-        """Write all of it."""
+        """Add the metrics to a page."""
         page.histograms(LEFT, self.left.items())
         page.histograms(WHOLE, self.whole.items())
 
@@ -78,11 +79,11 @@ class NoFirstToken:
         return found
 
     def _new(self, key: Key) -> Histogram:
-        if len(self.left) >= MOST and (now := time.monotonic()) >= self._next_look:
-            self._next_look = now + LOOK_EVERY_S
+        if len(self.left) >= MAX_SERIES and (now := time.monotonic()) >= self._next_cleanup:
+            self._next_cleanup = now + CLEANUP_INTERVAL_S
             stay = {worker.name for worker in self._workers} | {NONE, OTHER}
             self.left = {each: found for each, found in self.left.items() if each[0] in stay}
-        if len(self.left) >= MOST and key[0] != NONE:
+        if len(self.left) >= MAX_SERIES and key[0] != NONE:
             key = (OTHER, *key[1:])
         if (found := self.left.get(key)) is None:
             found = self.left[key] = Histogram(LEFT_BOUNDS)

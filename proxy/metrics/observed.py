@@ -1,4 +1,4 @@
-"""A request as metrics, logs, traces and the status page see it, and the recorder of that page."""
+"""The request and the recorder as metrics, logs, traces and the status page see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ObservedRequest(Protocol):
-    """A request as the data path keeps it."""
+    """A request on the data path."""
 
     ask: RequestInfo | None
     decision: Decision | None
@@ -30,27 +30,27 @@ class ObservedRequest(Protocol):
 
     @property
     def id(self) -> str:
-        """The client's name for it, or else ours."""
+        """The client's request id, or a generated one."""
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose it is, be it read or not."""
+        """The request's tenant."""
 
     @property
     def in_the_gaps(self) -> bool:
-        """Whether it is of those that wait for room that nobody else wants."""
+        """True for a request of the batch class, which only uses spare capacity."""
 
     @property
     def trace(self) -> Trace | None:
-        """Its own part of that trace, where requests are traced."""
+        """The request's span, if it is traced."""
 
     @property
     def trace_id(self) -> str:
-        """The trace that it belongs to, if any."""
+        """The trace id; empty without a trace."""
 
 
 class Recorder(Protocol):
-    """What the status page records of requests while it is open."""
+    """Records requests for the status page while it is open."""
 
     def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
         """Record the time of tokens."""

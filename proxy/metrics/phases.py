@@ -1,9 +1,8 @@
-"""Where the time of streamed requests goes, as far as a router sees it.
+"""Where the time of streamed requests goes, as the router sees it.
 
-The phases of one pool, model and class add up to its times to first token and, with `decode`, to
-the whole of its requests. An engine's own queue is in none alone: from outside, a request that
-waits there looks like one that is prefilled. Of what is not streamed no first token is seen, so
-that nobody can say when it was prefilled.
+The phases of a pool, model and class sum up to its time to first token and, with `decode`, to the
+whole duration. An engine's queue looks like prefill from outside. Without a stream, prefill and
+decode cannot be told apart.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ PREFILL_LEG, TRANSFER, DECODE = "prefill_leg", "transfer", "decode"
 PHASES = Family(
     "proxy_phase_seconds",
     "histogram",
-    "Phases of requests whose first token was seen; every one of these has a `queue`.",
+    "Phases of requests whose first token was seen; every such request has a `queue` phase.",
     ("pool", "model", "class", "phase"),
 )
 
 
 class Phases:
-    """Of requests that share pool, model and class."""
+    """Phase histograms of one pool, model and class."""
 
     __slots__ = ("seen",)
 
@@ -40,11 +39,12 @@ class Phases:
         *,
         fetched: bool,
     ) -> None:
-        """Count a request; times are from its arrival, but those of its queue and prefill leg.
+        """Observe a request's phases.
 
-        `placed_s`: until it was given to the worker that answered. `leg_s` is None where that one
-        did all of it; where it did not, `fetched` says whether there were blocks to fetch, or it
-        had to prefill all the same.
+        `placed_s` (until the answering worker got it), `ttft_s` and `duration_s` count from the
+        arrival; `queue_s` and `leg_s` are durations. `leg_s` is the prefill leg, None without a
+        hand-over. `fetched` is False if the decode worker had no blocks to fetch and prefilled
+        itself.
         """
         self._of(QUEUE).observe(queue_s)
         if (lost_s := placed_s - queue_s) > 0.0:
@@ -63,7 +63,7 @@ class Phases:
 
 
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:
-    """Write them."""
+    """Add the metrics to a page."""
     page.histograms(
         PHASES,
         (((*key, phase), seen) for key, each in table.items() for phase, seen in each.seen.items()),

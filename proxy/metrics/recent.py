@@ -1,4 +1,4 @@
-"""The last requests and where they went, for somebody who asks why."""
+"""The last requests and where they were sent, for troubleshooting."""
 
 from __future__ import annotations
 
@@ -10,60 +10,62 @@ from dataclasses import dataclass
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.types import Reason, RequestInfo
 
-# A minute at 6,000 requests a minute, which is what the status page begins with; some 6 MB.
-KEPT = 6000
-# Clients choose ids and models: thousands of huge ones must not be kept.
+# One minute at 6,000 requests a minute, which the status page starts with; about 6 MB.
+MAX_ENTRIES = 6000
+# Clients choose ids and model names; long ones are cut to bound the memory.
 MAX_TEXT = 200
 
 
 @dataclass(slots=True)
 class RecentRequest:
-    """One request that was answered."""
+    """One finished request."""
 
     id: str
-    time: float  # when it was answered, seconds since 1970
+    time: float  # end of the response, seconds since 1970
     model: str
     route: str
-    worker: str | None  # None: refused
+    worker: str | None  # None if refused
     reason: Reason
     status: int
     body_bytes: int
     prompt_tokens: int
-    counted: bool  # whether a worker counted them; else an estimate
-    output_tokens: int | None  # the most it was allowed
-    predicted_ttft_s: float | None  # counted from when it was placed
-    ttft_s: float | None  # counted from its arrival
+    counted: bool  # True if a worker counted them, False for an estimate
+    output_tokens: int | None  # the request's output limit
+    predicted_ttft_s: float | None  # from the placement
+    ttft_s: float | None  # from the arrival
     queue_s: float
     duration_s: float
-    prefill_worker: str | None = None  # of a hand-over; `worker` is the one that decodes
-    prefill_s: float | None = None  # predicted, as is the next
+    prefill_worker: str | None = None  # set for a hand-over
+    prefill_s: float | None = None  # predicted, like the next
     transfer_s: float | None = None
-    transferred_s: float | None = None  # as it was seen, where the answer is a stream
-    size: str = ""  # its class, as metrics have it
+    transferred_s: float | None = None  # as observed, if the response is a stream
+    size: str = ""  # its class label
     tenant: str | None = None
-    handover: str | None = None  # whether it was handed over, or why not
+    handover: str | None = None  # the hand-over verdict
 
 
-# Its values in their order: to make an `RecentRequest` costs more, and hardly one is ever read.
+# A RecentRequest's fields in order: a tuple is cheaper to create, and few rows are ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
     str, str | None, str | None,
 ]  # fmt: skip
 
-Halves = tuple[str | None, float | None, float | None, float | None]
-NO_HALVES: Halves = (None, None, None, None)
+HandoverFields = tuple[str | None, float | None, float | None, float | None]
+NO_HANDOVER: HandoverFields = (None, None, None, None)
 
 
 class RecentRequests:
-    """A ring of them; the newest push out the oldest."""
+    """A ring buffer of the last requests."""
 
-    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.time) -> None:
-        self._rows: deque[Row] = deque(maxlen=kept)
+    def __init__(
+        self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._rows: deque[Row] = deque(maxlen=max_entries)
         self._clock = clock
 
     def __len__(self) -> int:
-        """Count what is kept."""
+        """Return the number of entries."""
         return len(self._rows)
 
     def add(
@@ -77,14 +79,14 @@ class RecentRequests:
         duration_s: float,
         queue_s: float,
     ) -> None:
-        """Keep an answered request; one that was refused has no decision."""
+        """Add a finished request; a refused request has no decision."""
         worker = predicted_s = whether = None
-        halves = NO_HALVES
+        legs = NO_HANDOVER
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
             whether = decision.whether or None
             if (handover := decision.handover) is not None:
-                halves = (
+                legs = (
                     handover.prefill.name, handover.prefill_s, handover.transfer_s,
                     handover.transferred_s,
                 )  # fmt: skip
@@ -92,7 +94,7 @@ class RecentRequests:
             (
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
                 status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
-                predicted_s, ttft_s, queue_s, duration_s, *halves, size,
+                predicted_s, ttft_s, queue_s, duration_s, *legs, size,
                 None if ask.tenant is None else ask.tenant.name, whether,
             )
         )  # fmt: skip
@@ -106,7 +108,7 @@ class RecentRequests:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> Iterator[RecentRequest]:
-        """Yield up to `limit` entries that match, newest first."""
+        """Yield up to `limit` matching entries, newest first."""
         for row in reversed(self._rows):
             if limit <= 0:
                 return

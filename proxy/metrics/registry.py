@@ -1,9 +1,8 @@
-"""What the router counts while it works.
+"""The router's counters.
 
-Fed from the data path, so plain integers in plain tables: `request_done` takes 1 us, 2 where a
-stream has phases, and a gap between tokens 0.2 us, where a label lookup of a metrics library alone
-takes more. What others count already (decisions, charges, breakers) is read from them when somebody
-scrapes.
+The data path feeds plain integers in plain tables: `request_done` takes 1 us, or 2 us for a stream
+with phases, and a gap between tokens 0.2 us. A metrics library's label lookup alone takes longer.
+Values that other objects keep (decisions, charges, breakers) are read at each scrape.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ if TYPE_CHECKING:
     from proxy.metrics.observed import ObservedRequest, Recorder
 
 MAX_MODELS = 100
-# More series of this kind than so many, and those of workers that left are dropped. Where nobody
-# has, workers that are new have one name.
+# Above this many series, those of removed workers are dropped. If none can be dropped, new workers
+# share the label `other`.
 MAX_SERIES = 20_000
-LOOK_EVERY_S = 60.0  # whether somebody has left; to look takes milliseconds
+CLEANUP_INTERVAL_S = 60.0  # the search for removed workers takes milliseconds
 
-# route, model, worker, pool, reason, status, class
+# Route, model, worker, pool, reason, status, class.
 RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
-PoolCount = tuple[str, bool, int]  # a pool that is discovered, whether that works, how many
-# The class of a request: of those that are meant to wait, neither that of shorts nor that of longs.
+PoolCount = tuple[str, bool, int]  # a discovered pool, whether discovery works, number of workers
+# Class labels of requests.
 SHORT, LONG, BATCH = "short", "long", "batch"
 BATCHES = Rank.BATCH
-CLIENT_GONE = 499  # as nginx calls it; in metrics alone
+CLIENT_GONE = 499  # nginx's code for a client disconnect; used in metrics only
 FAULTY = 400
 
 
 class Series:
-    """Requests that share all their labels, and the histograms that they feed."""
+    """Requests that share all labels, and the histograms that they feed."""
 
     __slots__ = ("count", "duration", "model", "phases", "predicted", "tpot", "ttft", "wait")
 
@@ -71,7 +70,7 @@ class Series:
         phases: Phases,
     ) -> None:
         self.count = 0
-        self.model = model  # as all families show it
+        self.model = model  # the label of all families
         self.ttft = ttft
         self.predicted = predicted
         self.tpot = tpot
@@ -81,7 +80,7 @@ class Series:
 
 
 def class_of(ask: RequestInfo | None) -> str:
-    """Return the class of a request; of one that was never read there is none."""
+    """Return the class label of a request; `none` if the request was never parsed."""
     if ask is None:
         return NONE
     if ask.rank is BATCHES:
@@ -92,32 +91,31 @@ def class_of(ask: RequestInfo | None) -> str:
 def histogram(
     table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Find or make the histogram of these labels."""
+    """Return the histogram of these labels; create it if it is missing."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found
 
 
 class Metrics:
-    """All counts of one router."""
+    """The counters of one router process."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = RecentRequests()
-        self.live: Recorder | None = None  # while somebody looks at the status page
-        self.keeps_prompts = False  # whether whoever is told of ends wants them
-        self.begin_trace: Callable[[bytes | None], Trace] | None = None  # where there is tracing
-        # Who is told of each request that is over: the log, traces.
+        self.live: Recorder | None = None  # set while the status page is open
+        self.keeps_prompts = False  # True if an observer of finished requests needs the prompts
+        self.begin_trace: Callable[[bytes | None], Trace] | None = None  # set if tracing is on
+        # Called for each finished request: the log, traces.
         self.at_end: tuple[Callable[[ObservedRequest, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
-        self.connects_failed = 0  # because this machine had no room
-        # Replaced by whoever owns the connections.
+        self.connects_failed = 0  # because this machine had no free files, ports or memory
+        # Replaced by their owners.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
         self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
-        self.log_lines_dropped: Callable[[], int] = int  # replaced by whoever writes the log
-        # Replaced by whoever looks for workers.
+        self.log_lines_dropped: Callable[[], int] = int
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
-        self.batches: BatchCounts | None = None  # set where batches are on
+        self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}
@@ -132,7 +130,7 @@ class Metrics:
         self.tenants = TenantCounts(router.tenants)
         self.unseen = NoFirstToken(router.fleet)
         self._models: set[str] = set()
-        self._next_look = 0.0
+        self._next_cleanup = 0.0
 
     def request_done(
         self,
@@ -155,14 +153,15 @@ class Metrics:
         *,
         fetched: bool = False,
     ) -> None:
-        """Count a request that was answered.
+        """Count a finished request.
 
-        `worker` and `pool` (its role) are `none` if it was refused, `size` (its class) if it was
-        never read. `ttft_s`, from its arrival, is None where no first token was seen; the
-        prediction, counted from there too, counts only beside a real one. `tpot_s` is the mean
-        time between its tokens, None where there were not two. `stream` is None where nothing was
-        to be computed; `leg` is another worker and pool than these that a client waited for.
-        The rest is for `Phases`.
+        `worker` and `pool` (the worker's role) are `none` for a refused request; `size` (the class)
+        is `none` for an unparsed request.
+        `ttft_s` and `predicted_ttft_s` count from the arrival. `ttft_s` is None if no first token
+        was seen; then the prediction is not observed.
+        `tpot_s` is the mean time between tokens; None with fewer than two tokens. `stream` is None
+        if the request needed no generation. `leg` names the worker and pool of the current leg if
+        it is not `worker`. The other arguments are for `Phases`.
         """
         key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
@@ -185,44 +184,44 @@ class Metrics:
                 self.unseen.answered(pool, series.model, size, duration_s)
 
     def traced(self, pool: str, model: str, size: str, ttft_s: float, trace: str) -> None:
-        """Name the trace of a request that was counted, beside its time to first token."""
+        """Attach a trace id to the time to first token of a counted request."""
         if (found := self.ttft.get((pool, self.model_label(model), size))) is not None:
             found.exemplify(ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
-        """Find what is to be fed with the times between two events of a stream."""
+        """Return the histogram for the times between two events of a stream."""
         return histogram(self.gaps, (pool, size), GAP_BOUNDS)
 
     def retried(self, worker: str, why: str) -> None:
-        """Count a leg that failed on `worker` and is tried elsewhere; `why` is of a fixed few."""
+        """Count a leg that failed on `worker` and is retried; `why` has few possible values."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
     def handover_failed(self, lease: Lease, *, was_asked: bool) -> None:
-        """Count a hand-over that failed before the client got anything.
+        """Count a hand-over that failed before the client got a byte.
 
-        `was_asked`: a decode worker. Between the legs it is given up without that.
+        `was_asked` is True if the request was sent to the decode worker.
         """
         after = "decode_failed" if was_asked else "given_up"
         self.handovers.ended(after if lease.sent else "prefill_failed")
 
     def handover_left(self, lease: Lease) -> None:
-        """Count a hand-over whose client left."""
+        """Count a hand-over that ended because the client left."""
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, how: str) -> None:
-        """Count what became of a hand-over, or of what one left behind; `how` is of a few."""
+        """Count the outcome of a hand-over or of abandoned blocks; `how` has few values."""
         self.handovers.ended(how)
 
     def model_label(self, model: str) -> str:
-        """Return a model's name as all families show it; those that clients make up are `other`."""
+        """Return the label of a model; `other` for models that no worker serves."""
         known = self._models
         if model in known:
             return model
         serves = self.router.fleet.serves
         if not serves(model):
             return OTHER
-        if len(known) >= MAX_MODELS and self._may_look():
+        if len(known) >= MAX_MODELS and self._cleanup_due():
             self._forget_models({each for each in known if not serves(each)})
         if len(known) >= MAX_MODELS:
             return OTHER
@@ -230,15 +229,15 @@ class Metrics:
         return model
 
     def _series(self, key: RequestKey) -> Series:
-        """Find or make a series, with names that a client made up folded into `other`."""
+        """Return or create a series; names that clients invent become `other`."""
         route, model, worker, pool, reason, status, size = key
         model = self.model_label(model)
         route = route if route in BY_NAME else OTHER
         key = route, model, worker, pool, str(reason), status, size
         if (series := self.requests.get(key)) is not None:
             return series
-        if len(self.requests) >= MAX_SERIES and self._may_look():
-            self._drop_workers_that_left()
+        if len(self.requests) >= MAX_SERIES and self._cleanup_due():
+            self._drop_removed_workers()
         if len(self.requests) >= MAX_SERIES:
             worker = OTHER if worker != NONE else NONE
             key = route, model, worker, pool, str(reason), status, size
@@ -256,23 +255,22 @@ class Metrics:
         self.requests[key] = series
         return series
 
-    def _may_look(self) -> bool:
-        """Whether it is time to look who has left."""
-        if (now := time.monotonic()) < self._next_look:
+    def _cleanup_due(self) -> bool:
+        if (now := time.monotonic()) < self._next_cleanup:
             return False
-        self._next_look = now + LOOK_EVERY_S
+        self._next_cleanup = now + CLEANUP_INTERVAL_S
         return True
 
-    def _drop_workers_that_left(self) -> None:
+    def _drop_removed_workers(self) -> None:
         stay = {worker.name for worker in self.router.fleet} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
 
     def _forget_models(self, gone: set[str]) -> None:
-        """Drop what was counted of models that nobody serves any more."""
         self._models -= gone
         router = self.router
-        # Replaced, for somebody may be reading them; left there, they were `other` from now on.
+        # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
+        # would become `other`.
         router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
         router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
         self.handovers.forget_models(gone)

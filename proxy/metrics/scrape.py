@@ -1,4 +1,4 @@
-"""What a scrape shows: the counts of `Metrics`, and the state of the router at that moment."""
+"""The metrics page: the counters of `Metrics`, and the router's state at the scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.metrics import phases
-from proxy.metrics.exposition import SLICE, Family, MetricsPage
+from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ BUILD = Family("proxy_build_info", "gauge", "The router's version; always 1.", (
 REQUESTS = Family(
     "proxy_requests",
     "counter",
-    "Requests answered, by where they went, why, and the status the client got.",
+    "Finished requests, by route, model, worker, reason of the decision, status and class.",
     ("route", "model", "worker", "reason", "status", "class"),
 )
 RETRIES = Family(
     "proxy_retries",
     "counter",
-    "Requests that failed on a worker before its first byte and were sent elsewhere.",
+    "Requests that failed on a worker before its first byte and were sent to another worker.",
     ("worker", "why"),
 )
 DECISIONS = Family(
@@ -44,66 +44,66 @@ DECISIONS = Family(
 NO_ROOM = Family(
     "proxy_connects_without_room",
     "counter",
-    "Connections to workers that this machine had no files, ports or memory for.",
+    "Connections to workers that failed because this machine had no free files, ports or memory.",
 )
-PROCESSES = Family("proxy_processes", "gauge", "Processes of the router that serve.")
+PROCESSES = Family("proxy_processes", "gauge", "Router processes that serve.")
 RESTARTS = Family(
     "proxy_process_restarts",
     "counter",
-    "Processes of the router that ended and were begun again.",
+    "Router processes that ended and were restarted.",
 )
-QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
+QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests in the router's queue.")
 QUEUE_LIMIT = Family(
-    "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
+    "proxy_queue_limit_requests", "gauge", "Maximum number of requests in the router's queue."
 )
-QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of the bodies that wait in the router.")
+QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of request bodies in the router's queue.")
 LOG_DROPPED = Family(
     "proxy_log_lines_dropped",
     "counter",
-    "Lines of the log not written, because whoever reads it is too slow, or its disk full.",
+    "Log lines dropped because the log's reader is too slow or its disk is full.",
 )
 LOOP_LAG = Family(
     "proxy_loop_lag_seconds",
     "histogram",
-    "How late the router's event loop is, asked 5 times a second.",
+    "Lag of the router's event loop, measured 5 times a second.",
 )
-CLIENTS = Family("proxy_client_connections", "gauge", "Open connections of clients.")
+CLIENTS = Family("proxy_client_connections", "gauge", "Open client connections.")
 UPSTREAM = Family(
     "proxy_upstream_connections", "gauge", "Open connections to workers.", ("worker", "state")
 )
 DISCOVERY_UP = Family(
-    "proxy_discovery_up", "gauge", "Whether it is told who is in a pool.", ("name",)
+    "proxy_discovery_up", "gauge", "1 if discovery knows the workers of the pool.", ("name",)
 )
-DISCOVERED = Family("proxy_discovery_workers", "gauge", "Workers found in a pool.", ("name",))
+DISCOVERED = Family("proxy_discovery_workers", "gauge", "Workers discovered in a pool.", ("name",))
 BYTES_PER_TOKEN = Family(
     "proxy_bytes_per_token",
     "gauge",
-    "Bytes of prompt text per token, learnt from usage and counts.",
+    "Bytes of prompt text per token, learned from usage and token counts.",
     ("model", "route"),
 )
 
 TTFT = Family(
     "proxy_ttft_seconds",
     "histogram",
-    "From a request's arrival to its first token, wait in the router included.",
+    "Time from a request's arrival to its first token, including the router's queue.",
     ("pool", "model", "class"),
 )
 PREDICTED_TTFT = Family(
     "proxy_predicted_ttft_seconds",
     "histogram",
-    "The same as predicted when it was placed, for requests that had a first token.",
+    "Time to first token as predicted at placement, for requests that had a first token.",
     ("pool", "model", "class"),
 )
 TPOT = Family(
     "proxy_time_per_output_token_seconds",
     "histogram",
-    "Mean time between a stream's tokens, of each request that had two.",
+    "Mean time between a stream's tokens, for requests with at least two tokens.",
     ("pool", "model", "class"),
 )
 DURATIONS = Family(
     "proxy_request_duration_seconds",
     "histogram",
-    "From a request's arrival to the last byte of its answer.",
+    "Time from a request's arrival to the last byte of its response.",
     ("pool", "route", "class"),
 )
 WAITS = Family(
@@ -115,7 +115,7 @@ WAITS = Family(
 GAPS = Family(
     "proxy_inter_token_latency_seconds",
     "histogram",
-    "Time between two events of a stream, as they came from the worker.",
+    "Time between two events of a stream, as received from the worker.",
     ("pool", "class"),
 )
 
@@ -123,101 +123,111 @@ GAPS = Family(
 HANDOVER_DECISIONS = Family(
     "proxy_handover_decisions",
     "counter",
-    "Requests by whether they were handed over from a prefill to a decode worker, or why not.",
+    "Requests by hand-over verdict: handed over from a prefill to a decode worker, or why not.",
     ("model", "why"),
 )
 HANDOVERS = Family(
     "proxy_handovers",
     "counter",
-    "Hand-overs by how far they got, and blocks that were released or left to expire.",
+    "Hand-overs by outcome, and KV blocks that were released or left to expire.",
     ("outcome",),
 )
 WARMUPS = Family(
     "proxy_handover_warmups",
     "counter",
-    "Connections between prefill and decode workers that the router had made.",
+    "Warm-ups of connections between prefill and decode workers, by outcome.",
     ("outcome",),
 )
 PREFILL_LEGS = Family(
-    "proxy_prefill_legs", "counter", "Prefills of hand-overs that a worker has done.", ("worker",)
+    "proxy_prefill_legs",
+    "counter",
+    "Prefill legs of hand-overs that a worker completed.",
+    ("worker",),
 )
 BARS = Family(
     "proxy_handover_bars",
     "counter",
-    "Times that two workers were given no hand-over for a while, because some had failed in a row.",
+    "Times that a pair of workers was excluded from hand-overs after consecutive failures.",
     ("prefill", "decode"),
 )
 TRANSFER_TOKENS = Family(
-    "proxy_transfer_tokens", "counter", "Prompt tokens handed over, estimated.", ("model",)
+    "proxy_transfer_tokens", "counter", "Prompt tokens handed over (estimate).", ("model",)
 )
 TRANSFER_BYTES = Family(
     "proxy_transfer_bytes",
     "counter",
-    "Bytes of KV cache that a worker has fetched or sent, where it says so.",
+    "Bytes of KV cache that a worker fetched or sent, if the worker reports it.",
     ("worker", "role"),
 )
 PREFILL_LEG = Family(
-    "proxy_prefill_leg_seconds", "histogram", "From a prefill's start to its answer.", ("model",)
+    "proxy_prefill_leg_seconds",
+    "histogram",
+    "Time from the start of a prefill leg to its response.",
+    ("model",),
 )
 TRANSFER = Family(
     "proxy_transfer_seconds",
     "histogram",
-    "From a decode leg's start to its first token, less the time of a step.",
+    "Time from the start of a decode leg to its first token, minus one decode step.",
     ("model",),
 )
 PREDICTED_TRANSFER = Family(
     "proxy_predicted_transfer_seconds",
     "histogram",
-    "The same as predicted when it was placed.",
+    "Transfer time as predicted at placement.",
     ("model",),
 )
 
 
 def gauge(name: str, text: str) -> Family:
-    """Describe a gauge that each worker has."""
+    """Return a gauge with one series for each worker."""
     return Family(f"proxy_worker_{name}", "gauge", text, WORKER)
 
 
 INFLIGHT = gauge("inflight_requests", "Requests charged to the worker.")
-PREFILL = gauge("prefill_tokens", "Prompt tokens charged that it has yet to prefill.")
-DECODE = gauge("decode_tokens", "Output tokens charged that it has yet to write.")
-KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its cache.")
-PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
-KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
-SEATS = gauge(
-    "seats_taken_ratio",
-    "Share of the sequences that it runs at once that are there; 0 where nothing tells how many.",
+PREFILL = gauge("prefill_tokens", "Prompt tokens charged to the worker that are not yet prefilled.")
+DECODE = gauge("decode_tokens", "Output tokens charged to the worker that are not yet generated.")
+KV = gauge("kv_tokens", "KV cache tokens that the requests charged to the worker may use.")
+PINNED = gauge(
+    "held_prompts", "Prefilled prompts whose KV blocks decode workers have not yet fetched."
 )
-KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
-UP = gauge("up", "Whether its probes succeed, and its own model is among those that it lists.")
-BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
+KV_USAGE = gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
+SLOTS = gauge(
+    "seats_taken_ratio",
+    "Share of the worker's slots (max_num_seqs) in use; 0 if the number of slots is unknown.",
+)
+KV_CAPACITY = gauge(
+    "kv_capacity_tokens", "Capacity of the KV cache in tokens, if the worker reports it."
+)
+UP = gauge("up", "1 if the worker's probes succeed and the worker lists its configured model.")
+BREAKER = gauge("breaker_open", "1 if the worker gets no requests because requests failed on it.")
 BREAKER_STATE = Family(
     "proxy_worker_breaker_state",
     "gauge",
-    "How its breaker is, if not closed: busy where that is what the worker says, else open, or "
-    "half_open, when one request may pass on trial. Always 1.",
+    "State of a breaker that is not closed: busy if the worker reported overload, otherwise open, "
+    "or half_open when one trial request may pass. Always 1.",
     (*WORKER, "state"),
 )
 OPENINGS = Family(
     "proxy_breaker_openings",
     "counter",
-    "Times that its breaker opened, because it failed or was busy; not those that a trial failed.",
+    "Times that the breaker opened because the worker failed or was busy; failed trials excluded.",
     (*WORKER, "why"),
 )
 PANIC = Family(
     "proxy_pool_panic",
     "gauge",
-    "Whether breakers are ignored, because fewer of a model's workers than panic_threshold are "
-    "well; pool: serve, or prefill for workers that do nothing else.",
+    "1 while breakers are ignored because fewer of a model's workers than panic_threshold are "
+    "healthy; pool is prefill for prefill workers, otherwise serve.",
     ("model", "pool"),
 )
 PANICS = Family(
     "proxy_pool_panics",
     "counter",
-    "Times that the breakers of a model's workers began to be ignored.",
+    "Times that the router began to ignore the breakers of a model's workers.",
     ("model", "pool"),
 )
-DRAINING = gauge("draining", "Whether it is given nothing new.")
+DRAINING = gauge("draining", "1 while the worker is drained and gets no new requests.")
 
 process = ProcessCollector(registry=None)
 
@@ -225,7 +235,7 @@ process = ProcessCollector(registry=None)
 async def write_page(metrics: Metrics, openmetrics: bool = False) -> tuple[bytes, str]:
     """Return the page and its content type.
 
-    The page is written in slices, between which the event loop serves streams.
+    The event loop serves streams between the slices of the page.
     """
     page, pieces = MetricsPage(openmetrics=openmetrics), []
     for piece in slices(metrics, page):
@@ -235,7 +245,7 @@ async def write_page(metrics: Metrics, openmetrics: bool = False) -> tuple[bytes
 
 
 def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
-    """Write all families piece by piece; meanwhile what they tell of may change."""
+    """Yield pieces of the page; counters may change between two pieces."""
     _name_models(metrics)
     page.values(BUILD, [((VERSION,), 1)])
     for _ in _requests(page, metrics):
@@ -255,7 +265,7 @@ def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
 
 
 def _name_models(metrics: Metrics) -> None:
-    # Before anything is told: to make room for new ones may drop what was counted of others.
+    # First of all, because making room for new models may drop the counters of others.
     for model in {model for model, _ in metrics.router.decisions}:
         metrics.model_label(model)
 
@@ -265,7 +275,7 @@ def _requests(page: MetricsPage, metrics: Metrics) -> Iterator[None]:
     for number, (key, series) in enumerate([*metrics.requests.items()]):
         route, model, worker, _, reason, status, size = key
         requests[route, model, worker, reason, str(status), size] += series.count
-        if number % SLICE == SLICE - 1:
+        if number % SLICE_LINES == SLICE_LINES - 1:
             yield
     page.values(REQUESTS, requests.items())
 
@@ -306,10 +316,10 @@ def _handovers(page: MetricsPage, metrics: Metrics) -> None:
     page.values(BARS, found.bars.items())
     page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))
     page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
-    told = [
+    reported = [
         (w, w.gauges.extra["kv_bytes"]) for w in fleet if w.gauges and "kv_bytes" in w.gauges.extra
     ]
-    page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in told))
+    page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in reported))
     for family, table in (
         (PREFILL_LEG, found.prefills),
         (TRANSFER, found.transfers),
@@ -327,7 +337,7 @@ def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     now = time.monotonic()
-    page.values(SEATS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
+    page.values(SLOTS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up and not w.strays) for labels, w in rows))
     page.values(BREAKER, ((labels, w.barred) for labels, w in rows))
@@ -348,14 +358,15 @@ def _panics(page: MetricsPage, metrics: Metrics) -> None:
 
 
 def _state(breaker: Breaker, now: float) -> str:
-    # On trial, too: with few requests one that is busy mostly is, and it is no failure then either.
+    # Also in half_open: with few requests a busy worker's breaker is mostly half_open.
     return BUSY if breaker.busy else breaker.state(now).value
 
 
 def _router(page: MetricsPage, metrics: Metrics) -> None:
     queue = metrics.router.queue
     page.values(PROCESSES, [((), 1)])
-    page.values(RESTARTS, [((), 0)])  # of a router of one process somebody else takes care
+    # A single process is restarted from outside, for example by systemd.
+    page.values(RESTARTS, [((), 0)])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])
@@ -369,10 +380,10 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(DISCOVERED, (((name,), count) for name, _, count in found))
     if metrics.batches is not None:
         metrics.batches.show(page)
-    page.values(BYTES_PER_TOKEN, _learnt(metrics))
+    page.values(BYTES_PER_TOKEN, _bytes_per_token(metrics))
 
 
-def _learnt(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
+def _bytes_per_token(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
     for route, model in dict.fromkeys((key[0], key[1]) for key in metrics.requests):
         found = metrics.router.sizer.prior(model, route).bytes_per_token
         if found is not None:

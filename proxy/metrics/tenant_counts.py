@@ -1,8 +1,8 @@
-"""What is counted of each tenant, and how a scrape shows it.
+"""Counters of tenants and their metrics.
 
-Names are the operator's, so there are only so many; beyond `MOST` they share one, `other`, so that
-nobody's scrape grows with a list of customers. Who left keeps its name: were another given its
-place, what was counted of the two would have to fall, or be added to `other`'s.
+Tenant names come from the operator, so their number is bounded; beyond `MAX_TENANTS` tenants share
+the label `other`. A removed tenant keeps its label. If another tenant got the label, counters would
+have to decrease or move to `other`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant, Tenants
 
-MOST = 100
+MAX_TENANTS = 100
 
 REQUESTS = Family(
     "proxy_tenant_requests",
     "counter",
-    "Requests of a tenant, by the status it got.",
+    "Finished requests of a tenant, by status.",
     ("tenant", "class", "status"),
 )
 TOKENS = Family(
     "proxy_tenant_tokens",
     "counter",
-    "Tokens of a tenant's prompts and of the answers it got, as workers count them or estimated.",
+    "Tokens of a tenant's prompts and responses, counted by workers or estimated.",
     ("tenant", "kind"),
 )
 LIMITED = Family(
     "proxy_tenant_limited",
     "counter",
-    "Requests that met a limit of their tenant.",
+    "Requests that reached a limit of their tenant.",
     ("tenant", "limit"),
 )
 INFLIGHT = Family(
     "proxy_tenant_inflight_requests",
     "gauge",
-    "Requests of a tenant in flight, those that wait included.",
+    "Requests of a tenant in flight, including queued requests.",
     ("tenant",),
 )
 WAITING = Family(
@@ -48,7 +48,7 @@ WAITING = Family(
 TTFT = Family(
     "proxy_tenant_ttft_seconds",
     "histogram",
-    "From a request's arrival to its first token, by tenant.",
+    "Time from a request's arrival to its first token, by tenant.",
     ("tenant", "class"),
 )
 WAITS = Family(
@@ -61,7 +61,7 @@ Key = tuple[str, str]  # tenant and class
 
 
 class TenantCounts:
-    """Counts that outlive their tenants, as counters must."""
+    """Counters that outlive their tenants, because counters must not decrease."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
@@ -74,13 +74,13 @@ class TenantCounts:
         """Return a tenant's name as all families show it."""
         if name in self._names:
             return name
-        if len(self._names) >= MOST:
+        if len(self._names) >= MAX_TENANTS:
             return OTHER
         self._names.add(name)
         return name
 
     def ended(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
-        """Count a request that is over."""
+        """Count a finished request."""
         name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
         self._requests[name, rank, status] += 1
         key = name, rank
@@ -93,9 +93,9 @@ class TenantCounts:
             self._ttft[key].observe(ttft_s)
 
     def show(self, page: MetricsPage) -> None:
-        """Write all of it."""
+        """Add the metrics to a page."""
         if not self._tenants.totals:
-            return  # there never were any
+            return  # no tenant was ever configured
         running: Counter[str] = Counter()
         waiting: Counter[str] = Counter()
         for tenant in self._tenants:
@@ -104,8 +104,8 @@ class TenantCounts:
             waiting[name] += tenant.waiting
         tokens: Counter[tuple[str, str]] = Counter()
         limited: Counter[tuple[str, str]] = Counter()
-        for each, totals in self._tenants.totals.items():
-            name = self.name(each)
+        for tenant_name, totals in self._tenants.totals.items():
+            name = self.name(tenant_name)
             tokens[name, "prompt"] += totals.prompt_tokens
             tokens[name, "output"] += totals.output_tokens
             for limit, count in totals.limited.items():

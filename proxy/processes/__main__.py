@@ -1,6 +1,6 @@
 """One process of a router, as its supervisor starts it: `python -m proxy.processes INDEX FD FD FD`.
 
-The file descriptors are the table's, the line to the supervisor, and the admin port's socket.
+The file descriptors are the shared table's, the supervisor channel's and the admin port's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proxy.processes.server_process import serve
 
 
 def main() -> int:
-    """Serve until told to end."""
+    """Serve until the supervisor ends this process."""
     index, table, line, admin = map(int, sys.argv[1:])
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s [{index}] %(message)s"

@@ -1,6 +1,6 @@
-"""A line between the supervisor and one of its processes, over a pair of sockets nobody else has.
+"""A message channel between the supervisor and one process, over a private socket pair.
 
-That it is lost tells each of the other's end, whatever that was.
+A lost connection tells each end that the other has exited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTH = Struct("!I")
 
 
 class Channel(asyncio.Protocol):
-    """One end."""
+    """One end of the channel."""
 
     def __init__(self, heard: Callable[[Message], None], lost: Callable[[], None]) -> None:
         self._heard = heard
@@ -33,49 +33,52 @@ class Channel(asyncio.Protocol):
     async def open(
         cls, sock: socket.socket, heard: Callable[[Message], None], lost: Callable[[], None]
     ) -> Channel:
-        """Begin to listen on a socket."""
+        """Start receiving on a socket."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_connection(lambda: cls(heard, lost), sock=sock)
         return channel
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other end has not taken yet."""
+        """Bytes that the other end has not read."""
         return self._transport.get_write_buffer_size()
 
     def say(self, message: Message) -> None:
-        """Send a message; to an end that is lost, nothing."""
+        """Send a message; do nothing if the connection is lost."""
         if not self._transport.is_closing():
             data = pickle.dumps(message)
             self._transport.write(LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
-        """Hang up once everything is sent."""
+        """Close the connection after everything is sent."""
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the line."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take whole messages."""
+        """Decode complete messages."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
             if len(buffer) < end:
                 return
-            message = pickle.loads(buffer[LENGTH.size : end])  # noqa: S301  # from our own process
+            # Sent by the router's own process.
+            message = pickle.loads(buffer[LENGTH.size : end])  # noqa: S301
             del buffer[:end]
             self.take(message)
 
     def take(self, message: Message) -> None:
-        """Hear one; what can't be done with it must not end the line, nor whoever hears it."""
+        """Handle a message; an error in its handler must not close the channel."""
         try:
             self._heard(message)
         except Exception:
-            logger.exception("a message of another process: %s", type(message).__name__)
+            logger.exception(
+                "handling a message of another process failed: %s", type(message).__name__
+            )
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Say so."""
+        """Notify the owner."""
         self._lost()

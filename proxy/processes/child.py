@@ -1,7 +1,8 @@
-"""A process of the router, as its supervisor sees it."""
+"""A router process as its supervisor sees it, and garbage collection in router processes."""
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Child:
-    """One process, from its beginning to its end."""
+    """One router process, from its start to its exit."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
         self.index = index
@@ -20,9 +21,15 @@ class Child:
         self.channel: Channel
         self.joined = False
         self.serving = False
-        self.missed = False  # something of what the leader said
+        self.missed = False  # True if it did not get some of the leader's changes
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
-        """Name it, as logs do."""
+        """Return the name for logs."""
         return f"router process {self.index} ({self.process.pid})"
+
+
+def freeze_objects() -> None:
+    """Exclude all current objects from garbage collection; call it once everything is set up."""
+    gc.collect()
+    gc.freeze()

@@ -1,8 +1,7 @@
-"""Every process's fleet is the leader's.
+"""Replicates the leader's fleet in every process.
 
-The leader alone probes, discovers and is told by operators. What has changed of its workers it says
-a few times a second; the others become that. What is said is how things are, not what happened: one
-who comes late, or missed something, is as well off as the rest.
+Only the leader probes, discovers workers and handles admin requests. A few times a second it sends
+its workers' new states, not events, so a process that joins late or misses a message catches up.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from proxy.core.learned.latency import PARTS, LatencyModel
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.shared.load import SharedLoad, WorkerRows
-from proxy.processes.shared.shared_memory import MOST_WORKERS
+from proxy.processes.shared.shared_memory import MAX_WORKERS
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Place = tuple[int, float]  # a row, and since when
+Place = tuple[int, float]  # row in the shared table, and the time of its assignment
 
 
 class FleetReplica:
-    """Tells of a fleet, or makes one what is told."""
+    """Sends the leader's fleet, or applies what the leader sends."""
 
     def __init__(
         self,
@@ -44,28 +43,28 @@ class FleetReplica:
         self._sharing = sharing
         self._rows = WorkerRows(sharing, clock)
         self._places: dict[Worker, Place] = {}
-        self._said: dict[Worker, tuple[object, ...]] = {}
+        self._sent: dict[Worker, tuple[object, ...]] = {}
         self._warm: set[tuple[str, float, str, float]] = set()
-        self._seen = (-1, -1)  # versions of links and fleet, when these were looked at last
+        self._seen = (-1, -1)  # versions of links and fleet at the last check
         self._full = False
 
-    # Of who leads
+    # Leader
 
     def lead(self) -> None:
-        """Go on from here."""
+        """Continue as leader from the replicated state."""
         self._rows.adopt(self._places)
         self._discovery.adopt(self._found)
 
     def forget(self) -> None:
-        """Say everything anew: somebody has joined."""
-        self._said.clear()
+        """Send send_all with the next message, because a process joined."""
+        self._sent.clear()
         self._warm.clear()
         self._seen = (-1, -1)
         self._found = {}
         self._full = True
 
     def changes(self) -> WorkersChanged | None:
-        """Say what has changed since this was asked last."""
+        """Return the changes since the last call; None without changes."""
         gone = [worker for worker in self._places if self._fleet.get(worker.name) is not worker]
         for worker in gone:
             self._rows.leave(worker)
@@ -74,7 +73,7 @@ class FleetReplica:
         for worker in self._fleet:
             if worker not in self._places:
                 self._give(worker)
-            brief = (
+            state = (
                 worker.spec,
                 worker.up,
                 worker.probed,
@@ -86,27 +85,26 @@ class FleetReplica:
                 worker.told_max_model_len,
                 id(worker.gauges),
             )
-            if self._said.get(worker) != brief:
-                self._said[worker] = brief
+            if self._sent.get(worker) != state:
+                self._sent[worker] = state
                 known.append(self._known(worker))
         warm = self._warmed()
-        everything, self._full = self._full, False
+        send_all, self._full = self._full, False
         found = self._discovery.known()
-        news = None if found == self._found else found
+        discovered = None if found == self._found else found
         self._found = found
-        if not (known or gone or warm or everything or news):
+        if not (known or gone or warm or send_all or discovered):
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet)
-        return WorkersChanged(tuple(known), names, everything, warm, news)
+        return WorkersChanged(tuple(known), names, send_all, warm, discovered)
 
     def _give(self, worker: Worker) -> None:
         place = self._rows.of(worker)
         if place is None:
             logger.error(
-                "worker %s: there are more than %d; what is charged to it is not shared between "
-                "processes",
+                "worker %s: more than %d workers; its charges are not shared between processes",
                 worker.name,
-                MOST_WORKERS,
+                MAX_WORKERS,
             )
             place = -1, 0.0
         self._take_place(worker, place)
@@ -148,46 +146,45 @@ class FleetReplica:
                         found.append((prefill.name, decode.name))
         return tuple(found)
 
-    # Of the others
+    # Followers
 
-    def take(self, told: WorkersChanged) -> None:
-        """Become what the leader says."""
-        gone = set(told.gone)
-        if told.all:
+    def take(self, changes: WorkersChanged) -> None:
+        """Apply the leader's changes."""
+        gone = set(changes.gone)
+        if changes.all:
             gone |= {worker.name for worker in self._fleet}
-            gone -= {known.spec.name for known in told.known}
-        self._swap(gone, told.known)
-        for known in told.known:
+            gone -= {known.spec.name for known in changes.known}
+        self._swap(gone, changes.known)
+        for known in changes.known:
             if (worker := self._fleet.get(known.spec.name)) is not None:
                 self._take(worker, known)
         if gone:
             self._router.links.keep({*self._fleet})
-        if told.found is not None:
-            self._found = told.found
-        for first, second in told.warm:
+        if changes.found is not None:
+            self._found = changes.found
+        for first, second in changes.warm:
             prefill, decode = self._fleet.get(first), self._fleet.get(second)
             if prefill is not None and decode is not None:
                 self._router.links.warm(prefill, decode)
 
-    def _swap(self, names: Collection[str], told: Iterable[KnownWorker]) -> None:
-        """Take out who is gone and in who is new, all at once: there may be a thousand."""
+    def _swap(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
+        """Remove and add workers in one operation, because there may be a thousand."""
         fleet = self._fleet
         gone = [worker for name in names if (worker := fleet.get(name)) is not None]
-        come = []
-        for known in told:
+        added = []
+        for known in known_workers:
             worker = fleet.get(known.spec.name)
             if worker is None or self._is_another(worker, known):
-                come.append(known.spec)
+                added.append(known.spec)
                 if worker is not None:
                     gone.append(worker)
-        if not (gone or come):
+        if not (gone or added):
             return
-        fleet.swap(gone, come)
+        fleet.swap(gone, added)
         for worker in gone:
             self._leave(worker)
 
     def _is_another(self, worker: Worker, known: KnownWorker) -> bool:
-        """Whether this is a namesake."""
         place = _place(known)
         return not worker.is_meant_by(known.spec) or self._places.get(worker, place) != place
 
@@ -200,9 +197,9 @@ class FleetReplica:
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
-        told = known.models, known.told_max_model_len, known.origins
-        if told != (worker.models, worker.told_max_model_len, worker.origins):
-            fleet.set_served(spec.name, *told)
+        served = known.models, known.told_max_model_len, known.origins
+        if served != (worker.models, worker.told_max_model_len, worker.origins):
+            fleet.set_served(spec.name, *served)
         if known.gauges is None:
             fleet.forget_gauges(worker)
         elif not worker.gauges or known.gauges.at > worker.gauges.at:
@@ -223,7 +220,7 @@ class FleetReplica:
 
     def _leave(self, worker: Worker) -> None:
         self._places.pop(worker, None)
-        self._said.pop(worker, None)
+        self._sent.pop(worker, None)
         self._sharing.leave(worker)
 
 

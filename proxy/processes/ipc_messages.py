@@ -1,7 +1,7 @@
-"""What the supervisor and its processes say to each other.
+"""Messages between the supervisor and the router processes.
 
-The supervisor begins a process, has one of them lead, and passes on what the leader says of the
-workers; all else is asked of everybody and answered.
+The supervisor starts processes, appoints a leader and forwards the leader's changes of workers.
+Everything else is a question to all processes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.discovery.endpoints import Endpoints
 from proxy.setup.secrets import SecretKeys
 
-Address = tuple[int, Any]  # a socket's family, and what it is bound to
+Address = tuple[int, Any]  # socket family and bound address
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The supervisor's first words."""
+    """The first message: everything that a process needs to start."""
 
     processes: int
     started_with: FleetConfig
-    config: FleetConfig  # as it was read last
-    keys: SecretKeys  # and what the files that it names held then
+    config: FleetConfig  # as last read
+    keys: SecretKeys  # read together with `config`
     source: Path | None
     read: Callable[[Path], FleetConfig]
     addresses: tuple[Address, ...]
@@ -34,27 +34,27 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A process is there: it can lead, or be told who the workers are."""
+    """The process can become leader or receive the leader's workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A process listens."""
+    """The process listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Probe, discover, have the admin port, and tell the others who the workers are."""
+    """Become leader: probe, discover, serve the admin port and send changes of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """To the leader: read the fleet file again."""
+    """Ask the leader to read the fleet file again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigReloaded:
-    """The leader did; the others are to take it, and the keys that it read."""
+    """The leader read the file; the other processes apply the file and its keys."""
 
     config: FleetConfig
     keys: SecretKeys
@@ -62,10 +62,10 @@ class ConfigReloaded:
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """A worker as the leader knows it."""
+    """A worker's state in the leader."""
 
     spec: WorkerSpec
-    row: int | None  # in the table; None: its charges are not shared
+    row: int | None  # row in the shared table; None if charges are not shared
     since: float
     up: bool
     probed: bool
@@ -75,36 +75,36 @@ class KnownWorker:
     models: tuple[str, ...]
     told_max_model_len: int | None
     gauges: Gauges | None
-    pace: tuple[float, ...] | None  # None: nothing was learnt
+    pace: tuple[float, ...] | None  # None if nothing is learned yet
     origins: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """What the leader says of workers: those that changed, and who is gone; or all there are."""
+    """Changed and removed workers of the leader, or all its workers."""
 
     known: tuple[KnownWorker, ...]
     gone: tuple[str, ...] = ()
     all: bool = False
-    warm: tuple[tuple[str, str], ...] = ()  # pairs between which transfers are ready
-    found: Mapping[str, Endpoints] | None = None  # by discovery, where that has changed
+    warm: tuple[tuple[str, str], ...] = ()  # pairs with a warm connection
+    found: Mapping[str, Endpoints] | None = None  # discovered endpoints, if changed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponses:
-    """Stored responses, the workers that hold them, and whose they are; for all others."""
+    """Stored responses with their workers and tenants, for the other processes."""
 
     responses: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take nothing new, let requests finish, end."""
+    """Refuse new requests, let requests in flight finish, and exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End now."""
+    """Exit at once."""
 
 
 What = Literal["page", "decisions", "minute", "logs"]
@@ -112,7 +112,7 @@ What = Literal["page", "decisions", "minute", "logs"]
 
 @dataclass(frozen=True, slots=True)
 class IpcQuestion:
-    """A question to all processes; the supervisor puts it, and for a page gives the sum."""
+    """A question to all processes; the supervisor collects the answers."""
 
     number: int
     what: What
@@ -121,7 +121,7 @@ class IpcQuestion:
 
 @dataclass(frozen=True, slots=True)
 class IpcAnswer:
-    """An answer, to a question of that number."""
+    """The answer to the question with that number."""
 
     number: int
     found: Any
@@ -129,7 +129,7 @@ class IpcAnswer:
 
 @dataclass(frozen=True, slots=True)
 class IpcNoAnswer:
-    """To that question there will be no answer; why is in the log of whoever has none."""
+    """The process cannot answer the question; its log has the reason."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""Questions that a supervisor puts to its processes, and has answered in time or not at all."""
+"""Questions of the supervisor to its processes, with a timeout."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 4.0  # that a question may take: a page of a thousand workers is written in slices
+ANSWER_S = 4.0  # timeout; a metrics page for a thousand workers is written in slices
 
 
 @dataclass(slots=True)
 class PendingQuestion:
-    """A question, until all have answered it."""
+    """A question with outstanding answers."""
 
     missing: set[int]
     answers: dict[int, Any] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def without(self, index: int) -> None:
-        """Wait no longer for that process."""
+        """Stop waiting for a process."""
         self.missing.discard(index)
         if not self.missing:
             self.complete.set()
 
 
 class PendingQuestions:
-    """Those under way."""
+    """All questions with outstanding answers."""
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingQuestion] = {}
 
     async def put(self, question: IpcQuestion, children: Sequence[Child]) -> dict[int, Any]:
-        """Ask these; those that do not answer in time are left out. No two have one number."""
+        """Ask these processes and return the answers in time, by process index.
+
+        Each question needs a unique number.
+        """
         number = question.number
         pending = self._pending[number] = PendingQuestion({child.index for child in children})
         for child in children:
@@ -58,20 +61,20 @@ class PendingQuestions:
         return {child.index: answers[child.index] for child in children if child.index in answers}
 
     def answered(self, index: int, number: int, found: object) -> None:
-        """Hear what one says."""
+        """Record an answer."""
         if (pending := self._pending.get(number)) is not None:
             pending.answers[index] = found
             pending.without(index)
 
     def unanswered(self, index: int, number: int) -> None:
-        """Hear that one has nothing to say."""
+        """Record that a process cannot answer."""
         if (pending := self._pending.get(number)) is not None:
             pending.without(index)
 
     def gone(self, index: int) -> None:
-        """Wait for nothing from a process that is no more, and take nothing that it said.
+        """Drop an exited process and its answers.
 
-        What it counted is counted as of the past by now.
+        Its last counters are already part of the totals of exited processes.
         """
         for pending in self._pending.values():
             pending.answers.pop(index, None)

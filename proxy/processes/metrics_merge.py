@@ -1,8 +1,8 @@
-"""Many processes' metrics as one page.
+"""Merges the metrics pages of several processes.
 
-Counters and histograms add up, those of processes that are no more too: a sum must never fall, or
-whoever reads it takes that for a restart and the whole of it for new. Gauges add where each process
-has a part; what all of them know alike is taken from the leader.
+Counters and histograms are summed, including those of exited processes: a decrease of a sum would
+look like a counter reset. Gauges are summed if each process has its own part; otherwise the
+leader's value is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from proxy.core.model.types import NONE
 from proxy.metrics.exposition import OPENMETRICS, OTHER, TEXT, number
 from proxy.metrics.handovers import ANY
 
-# Each process has its own part of these.
-ADDED = frozenset(
+# Gauges that are summed.
+SUMMED = frozenset(
     [
         "proxy_batch_lines_in_flight",
         "proxy_batches",
@@ -35,23 +35,24 @@ ADDED = frozenset(
         "process_virtual_memory_bytes",
     ]
 )
-# Told in a label, and each process may be about to hear of another: one of them is shown.
-LEADERS = frozenset(["proxy_worker_breaker_state"])
-# Counters that are no process's own: workers tell them, to everybody; or processes one another.
-ALIKE = frozenset(
+# The value is in a label, and processes may differ for a moment, so only the leader's series are
+# used.
+LEADER_ONLY = frozenset(["proxy_worker_breaker_state"])
+# Counters that are the same in every process, because workers report them or processes share them.
+SHARED = frozenset(
     ["proxy_transfer_bytes_total", "proxy_breaker_openings_total", "proxy_pool_panics_total"]
 )
 
-FLEET = "proxy_worker_up"  # has a series for each worker that there is
-NOBODYS = frozenset([NONE, OTHER, ANY])
-# A quote in a label's value is escaped, so this is never part of one.
+FLEET = "proxy_worker_up"  # has one series for each worker
+PLACEHOLDERS = frozenset([NONE, OTHER, ANY])
+# A quote in a label value is escaped, so this does not match within a value.
 NAMED = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
 BOUND = re.compile(r'(?:^|,)le="[^"]*"}$|}$')
 
 
 @dataclass(slots=True)
 class MergedFamily:
-    """A metric, its series in the order they were told."""
+    """A metric with its series in their original order."""
 
     kind: str
     help: str
@@ -59,14 +60,14 @@ class MergedFamily:
 
 
 Page = dict[str, MergedFamily]
-NOTHING = MergedFamily("untyped", "")
+EMPTY = MergedFamily("untyped", "")
 
 
 def read(text: str) -> Page:
-    """Read a page in Prometheus's format, as we write it."""
+    """Parse a page in Prometheus's format, as written by `exposition`."""
     page: Page = {}
     family = MergedFamily("untyped", "")
-    for line in text.split("\n"):  # names may have what else ends lines
+    for line in text.split("\n"):  # names may contain other line separators
         if line.startswith("# HELP "):
             _, _, name, explained = line.split(" ", 3)
             family = page[name] = MergedFamily("untyped", explained)
@@ -79,55 +80,55 @@ def read(text: str) -> Page:
 
 
 def add_up(pages: Iterable[Page]) -> Page:
-    """Make one page of many; the leader's comes first."""
+    """Return the sum of several pages; the leader's page comes first."""
     total: Page = {}
     for page in pages:
         for name, family in page.items():
-            if name in LEADERS and name in total:
+            if name in LEADER_ONLY and name in total:
                 continue
             found = total.setdefault(name, MergedFamily(family.kind, family.help))
-            adds = family.kind != "gauge" or name in ADDED
+            adds = family.kind != "gauge" or name in SUMMED
             for series, value in family.series.items():
                 if series not in found.series:
                     found.series[series] = value
-                elif adds and name not in ALIKE:
+                elif adds and name not in SHARED:
                     found.series[series] += value
     return total
 
 
-def lasting(page: Page) -> Page:
-    """Return what counts on when a process is gone."""
+def permanent(page: Page) -> Page:
+    """Return the families of an exited process that stay in the sums."""
     return {
         name: family
         for name, family in page.items()
-        if family.kind != "gauge" and name not in ALIKE
+        if family.kind != "gauge" and name not in SHARED
     }
 
 
-def less(page: Page, other: Page) -> Page:
-    """Leave out series that another page has too."""
+def missing_in(page: Page, other: Page) -> Page:
+    """Return the series of a page that another page does not have."""
     left: Page = {}
     for name, family in page.items():
-        told = other.get(name, NOTHING).series
-        if not family.series.keys() <= told.keys():
-            series = {each: value for each, value in family.series.items() if each not in told}
+        known = other.get(name, EMPTY).series
+        if not family.series.keys() <= known.keys():
+            series = {each: value for each, value in family.series.items() if each not in known}
             left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
 
 def dropped(before: Page, now: Page) -> Page:
-    """Return what a process has dropped, be it that it has begun to count that anew.
+    """Return the series that a process dropped or restarted since its last page.
 
-    Of a histogram all series, or its buckets would not be in order. Its sum tells nothing: it may
-    fall by a rounding error.
+    A histogram is returned as a whole, so that its buckets stay ordered. Its `_sum` is ignored,
+    because it may decrease by a rounding error.
     """
     gone: Page = {}
     for name, family in before.items():
-        told, total = now.get(name, NOTHING).series, f"{name}_sum"
+        current, total = now.get(name, EMPTY).series, f"{name}_sum"
         fell = {
             _labels(each)
             for each, value in family.series.items()
-            if told.get(each, -inf) < value and not each.startswith(total)
+            if current.get(each, -inf) < value and not each.startswith(total)
         }
         if fell:
             series = {each: n for each, n in family.series.items() if _labels(each) in fell}
@@ -136,24 +137,23 @@ def dropped(before: Page, now: Page) -> Page:
 
 
 def _labels(series: str) -> str:
-    """Return what the parts of one histogram have in common."""
     return BOUND.sub("", series.partition("{")[2])
 
 
-def without_strangers(past: Page, present: Page) -> Page:
-    """Leave out series of workers that are gone, unless a process that is there has them too.
+def without_removed_workers(past: Page, present: Page) -> Page:
+    """Return the past without series of removed workers that no process shows any more.
 
-    Those would fall, and not end. Where no worker is known, as may be while all begin anew, all
-    stay.
+    Series that a process still shows stay, because their sum must not decrease. If no worker is
+    known, for example after a restart of all processes, all series stay.
     """
-    workers = present.get(FLEET, NOTHING).series
+    workers = present.get(FLEET, EMPTY).series
     fleet = {name for series in workers for name in NAMED.findall(series)}
     if not fleet:
         return past
-    known = fleet | NOBODYS
+    known = fleet | PLACEHOLDERS
     left: Page = {}
     for name, family in past.items():
-        shown = present.get(name, NOTHING).series
+        shown = present.get(name, EMPTY).series
         series = {
             each: value
             for each, value in family.series.items()
@@ -164,7 +164,7 @@ def without_strangers(past: Page, present: Page) -> Page:
 
 
 def write(page: Page, *, openmetrics: bool) -> tuple[bytes, str]:
-    """Write a page, in either format; return it with its content type."""
+    """Return a page in either format, and its content type."""
     lines: list[str] = []
     for name, family in page.items():
         counts = family.kind == "counter" and openmetrics

@@ -1,9 +1,8 @@
-"""The metrics of all processes together, of those that are late or no more too.
+"""The metrics of all processes together, including late and exited processes.
 
-What the dead counted of workers that are gone as well is dropped once no process shows it: each pod
-is a name of its own, and nobody else would ever forget it. Processes drop such series one by one,
-each when it looks; until the last one has, what the others counted stays in the sum, or it would
-fall.
+Exited processes' counters about removed workers are dropped once no running process shows the
+worker. Otherwise they would pile up, because each pod has a new name. Until the last process drops
+a series, its full value stays in the sum, which must not decrease.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class MetricsTotals:
-    """What each process said last, and what it, or one that ended, said once and no more."""
+    """The last page of each process, and counters that no process reports any more."""
 
     def __init__(self) -> None:
         self._pages: dict[int, metrics_merge.Page] = {}
-        self._asked: dict[int, int] = {}  # the number of the question that each of these answers
+        self._question_of: dict[int, int] = {}  # question number of each page
         self._past: metrics_merge.Page = {}
 
     def gone(self, index: int) -> None:
-        """Keep what a process had counted when it ended."""
-        self._asked.pop(index, None)
+        """Keep the final counters of an exited process."""
+        self._question_of.pop(index, None)
         last = self._pages.pop(index, None)
         if last is not None:
-            self._past = metrics_merge.add_up([self._past, metrics_merge.lasting(last)])
+            self._past = metrics_merge.add_up([self._past, metrics_merge.permanent(last)])
 
     def page(
         self,
@@ -41,21 +40,21 @@ class MetricsTotals:
         restarts: int,
         openmetrics: bool,
     ) -> tuple[bytes, str]:
-        """Add up what those that are there say now, or said last where they did not answer.
+        """Return the merged page; late processes count with their last page.
 
-        `number` grows with each question, as they may be answered in another order.
+        `number` grows with each question; answers may arrive out of order.
         """
         dropped = [
-            self._told(index, number, metrics_merge.read(text)) for index, text in found.items()
+            self._store(index, number, metrics_merge.read(text)) for index, text in found.items()
         ]
-        # The leader's first.
+        # The leader's page comes first.
         order = [*found, *(index for index in self._pages if index not in found)]
         total = metrics_merge.add_up(self._pages[index] for index in order)
-        if no_more := metrics_merge.add_up(dropped):
-            self._past = metrics_merge.add_up([self._past, no_more])
-            self._past = metrics_merge.less(self._past, metrics_merge.less(no_more, total))
+        if lost := metrics_merge.add_up(dropped):
+            self._past = metrics_merge.add_up([self._past, lost])
+            self._past = metrics_merge.missing_in(self._past, metrics_merge.missing_in(lost, total))
         if self._past:
-            self._past = metrics_merge.without_strangers(self._past, total)
+            self._past = metrics_merge.without_removed_workers(self._past, total)
             total = metrics_merge.add_up([total, self._past])
         for family, name, value in (
             (PROCESSES, PROCESSES.name, serving),
@@ -64,10 +63,12 @@ class MetricsTotals:
             total[name] = metrics_merge.MergedFamily(family.kind, family.help, {name: value})
         return metrics_merge.write(total, openmetrics=openmetrics)
 
-    def _told(self, index: int, number: int, page: metrics_merge.Page) -> metrics_merge.Page:
-        """Take what a process says now; return what it has dropped, as far as that counts on."""
-        if self._asked.get(index, 0) > number:
+    def _store(self, index: int, number: int, page: metrics_merge.Page) -> metrics_merge.Page:
+        """Store a process's page and return the counters that it dropped."""
+        if self._question_of.get(index, 0) > number:
             return {}
-        self._asked[index] = number
+        self._question_of[index] = number
         before, self._pages[index] = self._pages.get(index), page
-        return {} if before is None else metrics_merge.dropped(metrics_merge.lasting(before), page)
+        return (
+            {} if before is None else metrics_merge.dropped(metrics_merge.permanent(before), page)
+        )

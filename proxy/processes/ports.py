@@ -1,4 +1,4 @@
-"""The ports of a router of many processes, which its supervisor keeps while they come and go."""
+"""The ports of a router of several processes, held by the supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ports:
-    """The clients' port, taken by name only, and the operators', which is one socket for all."""
+    """The client port, reserved for the processes, and the admin port's shared socket."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -25,17 +25,17 @@ class Ports:
 
     @property
     def admin_port(self) -> int:
-        """Where operators find the router."""
+        """The admin port."""
         port: int = self.admin.getsockname()[1]
         return port
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """What each process is to listen on for itself."""
+        """The addresses that each process listens on."""
         return tuple((each.family, each.getsockname()) for each in self._shared)
 
     async def take(self, router: RouterConfig) -> None:
-        """Take them, so that nobody else can have them; raise OSError if somebody has."""
+        """Reserve the ports; raise `OSError` if one is in use."""
         try:
             await self._take(router)
         except OSError:
@@ -47,7 +47,7 @@ class Ports:
         found = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
         self.port = router.port
         for family, _, _, _, address in dict.fromkeys(found):
-            # A second router would join us if SO_REUSEPORT were all: first as if alone.
+            # SO_REUSEPORT alone would let a second router share the port, so first bind without it.
             with self._bound(family, address, shared=False) as alone:
                 self.port = alone.getsockname()[1]
             shared = self._kept.enter_context(self._bound(family, address, shared=True))
@@ -71,6 +71,6 @@ class Ports:
         return bound
 
     def let_go(self) -> None:
-        """Have others take them."""
+        """Release the ports."""
         self._shared.clear()
         self._kept.close()

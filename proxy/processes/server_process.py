@@ -1,4 +1,4 @@
-"""One of the processes that serve: a router, the table, and a line to the supervisor."""
+"""A router process: the app, the shared table and the channel to the supervisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proxy.errors import ProxyError
 from proxy.metrics.recent import RecentRequest
 from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
-from proxy.processes.collector import settle
+from proxy.processes.child import freeze_objects
 from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (
     Address,
@@ -50,14 +50,15 @@ from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 
 logger = logging.getLogger(__name__)
 
-IDLE_S, WAITING_S = 0.05, 0.005  # between two looks; those in the queue wait for what others free
-PROBED_S = 1.0  # for the first probes
-ANSWER_S = 5.0  # the supervisor has one sooner
-FAILED = 1
+# Between two looks; shorter with queued requests, which wait for capacity that others free.
+IDLE_INTERVAL_S, QUEUED_INTERVAL_S = 0.05, 0.005
+FIRST_PROBES_S = 1.0  # wait for the first probes
+ANSWER_TIMEOUT_S = 5.0  # longer than the supervisor's timeout
+EXIT_FAILURE = 1
 
 
 class ServerProcess:
-    """A process among its siblings."""
+    """One of several router processes."""
 
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
@@ -85,19 +86,19 @@ class ServerProcess:
         router.others_remember = self._remember
         fleet.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
-        self._mirror = FleetReplica(router, self.app.discovery, self._sharing, clock)
+        self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
         self._numbers = count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listens = False
         self.ended = asyncio.Event()
         self.failed = False
 
     async def run(self, admin: socket.socket) -> None:
-        """Serve until `ended`."""
+        """Serve until `ended` is set."""
         self.app.open_admin(admin)
         self._channel.say(Joined())
         watching = asyncio.create_task(self._watch())
@@ -109,94 +110,93 @@ class ServerProcess:
             await asyncio.gather(watching, *self._tasks, return_exceptions=True)
 
     def heard(self, message: Message) -> None:
-        """Do as the supervisor says."""
+        """Handle a message of the supervisor."""
         match message:
             case Lead():
                 self._lead()
             case WorkersChanged():
                 if not self.app.leads:
                     self.app.hide_keys(known.spec for known in message.known)
-                    self._mirror.take(message)
-                    self._begin_to_listen()
+                    self._replica.take(message)
+                    self._start_listening()
             case Joined():
-                self._mirror.forget()
+                self._replica.forget()
                 self._channel.say(StoredResponses(tuple(self.app.router.remembered())))
             case StoredResponses(responses):
                 for response in responses:
                     self.app.router.recall(*response)
             case Reload():
-                self._soon(reload(self.app))
+                self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
                 try:
                     self.app.take(config, keys)
                 except ProxyError as error:
-                    logger.error("process %d goes on as it was:\n%s", self._index, error)
+                    logger.error("process %d keeps its configuration:\n%s", self._index, error)
             case Drain():
                 self.drain()
             case Stop():
-                self._soon(self._stop())
+                self._run_in_background(self._stop())
             case IpcQuestion():
-                self._soon(self._tell_answer(message))
+                self._run_in_background(self._send_answer(message))
             case IpcAnswer(number, found):
-                asked = self._asked.pop(number, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(found)
+                answer = self._pending.pop(number, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(found)
 
     def drain(self) -> None:
-        """Let requests finish, and end."""
-        self._soon(self._drain())
+        """Let requests finish, then exit."""
+        self._run_in_background(self._drain())
 
     def orphaned(self) -> None:
-        """Drain, because the supervisor is gone; its next one needs the ports at once."""
+        """Drain because the supervisor is gone; release the ports at once for the next one."""
         if not self.ended.is_set():
-            logger.warning("the supervisor is gone: draining")
+            logger.warning("the supervisor exited; draining")
             self.app.close_admin()
             self.drain()
 
-    # As the app needs it
+    # Interface for the app
 
     def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
-        """Have the others take what was read."""
+        """Send a reloaded file and its keys to the other processes."""
         self._channel.say(ConfigReloaded(config, keys))
 
-    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[RecentRequest]:
-        """Return the last requests of all processes, the newest first."""
-        found = await self._ask("decisions", (limit, dict(wanted)))
+    async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
+        """Return the last requests of all processes, newest first."""
+        found = await self._ask("decisions", (limit, dict(filters)))
         entries: list[RecentRequest] = [entry for each in found for entry in each]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
     async def page(self, openmetrics: bool) -> tuple[bytes, str]:
-        """Return the sum of all processes' metrics."""
+        """Return the merged metrics of all processes."""
         found: tuple[bytes, str] = await self._ask("page", openmetrics)
         return found
 
-    async def minute(self, wanted: UpdateRequest) -> list[LiveUpdate]:
-        """Return what is new in all processes, for the status page."""
-        found: list[LiveUpdate] = await self._ask("minute", wanted)
+    async def minute(self, filters: UpdateRequest) -> list[LiveUpdate]:
+        """Return the status page's update of all processes."""
+        found: list[LiveUpdate] = await self._ask("minute", filters)
         return found
 
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
-        """Have all processes log otherwise."""
+        """Change the log settings of all processes."""
         await self._ask("logs", (requests, dict(levels)))
 
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
         self._channel.say(IpcQuestion(number, what, given))
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await asked
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
         finally:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
 
-    async def _tell_answer(self, question: IpcQuestion) -> None:
-        """Answer, or say that there will be no answer; this process goes on, whatever it is."""
+    async def _send_answer(self, question: IpcQuestion) -> None:
         try:
             found = await self._answer(question.what, question.given)
             self._channel.say(IpcAnswer(question.number, found))
         except Exception:
-            logger.exception("process %d has no answer: %s", self._index, question.what)
+            logger.exception("process %d cannot answer: %s", self._index, question.what)
             self._channel.say(IpcNoAnswer(question.number))
 
     async def _answer(self, what: What, given: Any) -> object:
@@ -208,43 +208,45 @@ class ServerProcess:
         if what == "logs":
             self.app.logs.change(*given)
             return None
-        limit, wanted = given
-        return list(self.app.recent.newest(limit, **wanted))
+        limit, filters = given
+        return list(self.app.recent.newest(limit, **filters))
 
     def _remember(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.say(StoredResponses(((response_id, worker, tenant),)))
 
-    # What it does
+    # Tasks
 
     def _lead(self) -> None:
-        self._mirror.lead()
+        self._replica.lead()
         self.app.lead()
         logger.info("process %d leads", self._index)
-        self._tell()
-        self._begin_to_listen()
+        self._send_changes()
+        self._start_listening()
 
-    def _tell(self) -> None:
-        if (changes := self._mirror.changes()) is not None:
+    def _send_changes(self) -> None:
+        if (changes := self._replica.changes()) is not None:
             self._channel.say(changes)
 
-    def _begin_to_listen(self) -> None:
+    def _start_listening(self) -> None:
         if not self._listens:
             self._listens = True
-            self._soon(self._listen())
+            self._run_in_background(self._listen())
 
     async def _listen(self) -> None:
-        """Listen once workers are known: who comes after a crash of all would be refused else."""
-        give_up = self._clock() + PROBED_S
-        while self._clock() < give_up:  # probes tell nobody of their end
+        """Listen once the workers are probed.
+
+        After a crash of all processes, clients would otherwise be refused.
+        """
+        give_up = self._clock() + FIRST_PROBES_S
+        while self._clock() < give_up:  # there is no event for the end of a probe
             if all(worker.probed for worker in self.app.fleet):
                 break
-            await asyncio.sleep(WAITING_S)
+            await asyncio.sleep(QUEUED_INTERVAL_S)
         await self.app.listen([bound(address) for address in self._addresses])
-        settle()
+        freeze_objects()
         self._channel.say(Serving())
 
     async def _watch(self) -> None:
-        """Look around: for what others say, and for what they should be told."""
         wire, sharing = self.app.wire, self._sharing
         seen = 0
         while True:
@@ -257,13 +259,13 @@ class ServerProcess:
                 wire.settle(now)
             seen = sharing.changes
             if self.app.leads:
-                self._tell()
+                self._send_changes()
             self._queues.came.clear()
             if wire.queued:
-                await asyncio.sleep(WAITING_S)
+                await asyncio.sleep(QUEUED_INTERVAL_S)
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._queues.came.wait(), IDLE_S)
+                    await asyncio.wait_for(self._queues.came.wait(), IDLE_INTERVAL_S)
 
     async def _drain(self) -> None:
         await self.app.drain()
@@ -273,8 +275,8 @@ class ServerProcess:
         await self.app.stop()
         self.ended.set()
 
-    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside all else; this process does not outlive its failure."""
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task in the background; this process ends if the task fails."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -283,13 +285,13 @@ class ServerProcess:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        logger.error("this process ends: %s", error, exc_info=error)
+        logger.error("a task failed, this process exits: %s", error, exc_info=error)
         self.failed = True
         self.ended.set()
 
 
 def bound(address: Address) -> socket.socket:
-    """Make a socket beside those of the other processes."""
+    """Return a socket that shares its address with the other processes."""
     family, at = address
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -302,7 +304,7 @@ def bound(address: Address) -> socket.socket:
 
 
 async def serve(index: int, table: int, line: socket.socket, admin: socket.socket) -> int:
-    """Serve as one of the processes until told to end; return the exit status."""
+    """Serve as one of several processes until told to exit; return the exit status."""
     loop = asyncio.get_running_loop()
     begun: asyncio.Future[Begin | None] = loop.create_future()
     member: ServerProcess | None = None
@@ -322,20 +324,20 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
         elif not begun.done():
             begun.set_result(None)
 
-    # A terminal's Ctrl-C, and its closing, reach every process; the supervisor says what is meant.
+    # A terminal sends Ctrl-C and its hangup to every process; the supervisor decides what happens.
     for number in (signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, _ignore)
     channel = await Channel.open(line, heard, lost)
     begin = await begun
     if begin is None:
-        return FAILED
+        return EXIT_FAILURE
     member = ServerProcess(begin, index, table, channel)
     loop.add_signal_handler(signal.SIGTERM, member.drain)
     for message in early:
         channel.take(message)
     await member.run(admin)
     channel.close()
-    return FAILED if member.failed else 0
+    return EXIT_FAILURE if member.failed else 0
 
 
 def _ignore() -> None:

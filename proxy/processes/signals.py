@@ -1,6 +1,6 @@
-"""What signals do to a router, be it one process or many.
+"""Signal handling of a router, with one or several processes.
 
-SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second one stops at once.
+SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second signal stops at once.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ INTERRUPTED = 130
 
 
 class Reloadable(Protocol):
-    """Whoever takes a fleet file."""
+    """A service that can read the fleet file again."""
 
     async def reload(self) -> object:
-        """Read it again."""
+        """Read the fleet file again."""
 
 
 class Service(Reloadable, Protocol):
-    """What is started, and ended by signals."""
+    """A service that is started here and ended by signals."""
 
     @property
     def drain_s(self) -> float:
-        """How long requests have to finish."""
+        """How long requests may take to finish during a drain, in seconds."""
 
     async def start(self) -> None:
-        """Serve; raise where that can't be."""
+        """Start serving; raise on failure."""
 
     async def drain(self) -> None:
-        """Take nothing new, let requests in flight finish, and stop."""
+        """Refuse new requests, let requests in flight finish, and stop."""
 
     async def stop(self) -> None:
-        """Stop now."""
+        """Stop at once."""
 
 
 async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> int:
-    """Start a service and end it as signals say; return the exit status."""
+    """Run a service until a signal ends it; return the exit status."""
     loop = asyncio.get_running_loop()
-    asked: list[signal.Signals] = []
+    received: list[signal.Signals] = []
     first, second = asyncio.Event(), asyncio.Event()
 
     def leave(number: signal.Signals) -> None:
-        (second if asked else first).set()
-        asked.append(number)
+        (second if received else first).set()
+        received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(leave, number))
-    reloads: set[asyncio.Task[None]] = set()  # or nobody would keep them
+    reloads: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
 
     def hang_up() -> None:
         task = loop.create_task(reload(service))
@@ -75,11 +75,11 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
         drained = False
     if not drained:
         await service.stop()
-    return INTERRUPTED if asked[0] is signal.SIGINT else 0
+    return INTERRUPTED if received[0] is signal.SIGINT else 0
 
 
 async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
-    """Whether work is done before its end is called for; if not, it is given up."""
+    """Return True if `work` finishes before `end`; otherwise cancel `work`."""
     try:
         await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -93,10 +93,10 @@ async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
 
 
 async def reload(service: Reloadable) -> None:
-    """Have the fleet file read again; whatever is wrong with it is logged."""
+    """Read the fleet file again and log errors."""
     try:
         await service.reload()
     except ProxyError as error:
-        logger.error("the fleet file was not taken:\n%s", error)
+        logger.error("the fleet file was not reloaded:\n%s", error)
     except Exception:
-        logger.exception("the fleet file was not taken")
+        logger.exception("the fleet file was not reloaded")

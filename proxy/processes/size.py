@@ -1,4 +1,4 @@
-"""How many processes a router has."""
+"""The number of router processes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
 
-MOST_BY_ITSELF = 8
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in so many, or `max`
+MAX_AUTOMATIC_PROCESSES = 8
+CPU_QUOTA_FILE = Path(
+    "/sys/fs/cgroup/cpu.max"
+)  # quota and period in microseconds; the quota may be `max`
 
 
 def how_many(config: FleetConfig) -> int:
-    """Return how many processes a fleet file asks for, here."""
+    """Return the number of processes that a fleet file asks for on this machine."""
     asked = config.router.processes
     if isinstance(asked, int):
         return asked
-    return min(processors(), MOST_BY_ITSELF)
+    return min(processors(), MAX_AUTOMATIC_PROCESSES)
 
 
 def processors() -> int:
-    """Return how many processors this process may keep busy: a container may have less than all."""
+    """Return the number of usable processors; a container may have a quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
-        quota, period = QUOTA.read_text().split()
+        quota, period = CPU_QUOTA_FILE.read_text().split()
         return allowed if quota == "max" else max(min(allowed, int(quota) // int(period)), 1)
     except (OSError, ValueError):
         return allowed

@@ -1,13 +1,13 @@
-"""Starts the processes of a router, keeps them alive, and carries what they say to each other.
+"""Starts the router processes, restarts them, and forwards their messages.
 
-    supervisor -+- process 0, which leads     each listens on the port for itself (SO_REUSEPORT),
-                +- process 1                  and shares the table with all others
+    supervisor -+- process 0, the leader     each listens on the port (SO_REUSEPORT)
+                +- process 1                 and shares the table with the others
 
-It serves nobody itself. A process that dies is begun again, after pauses that grow while it dies
-young, and what it had charged is released at once; if it led, another one leads. One whose loop
-stands still for long is killed: its share of the connections would wait for ever. So is one that
-has begun and does not come to serve. When the supervisor goes, in whatever way, its processes hear
-the line go dead, let go of the ports, and drain; the next one waits for the ports a little.
+The supervisor serves no requests. A process that exits is restarted; pauses grow if it exits soon
+after its start. Its charges are released at once, and another process becomes leader if necessary.
+A process that hangs or does not start to serve is killed.
+When the supervisor exits, its processes see the closed channel, release the ports and drain. The
+next supervisor waits for the ports.
 """
 
 from __future__ import annotations
@@ -47,26 +47,24 @@ from proxy.processes.ipc_messages import (
 from proxy.processes.ipc_requests import PendingQuestions
 from proxy.processes.metrics_totals import MetricsTotals
 from proxy.processes.ports import Ports
-from proxy.processes.shared.shared_memory import ALIVE, SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.size import how_many
+from proxy.processes.watchdog import kill_hung
 from proxy.setup.app import url_of
 from proxy.setup.secrets import SecretKeys
 from proxy.wire.bind import once_free
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-GROWN_S = 60.0  # one that dies later than that is begun again as the first time
-GRACE_S = 5.0  # for what was told to end
-STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
-BORN_S = 120.0  # that one may take from its beginning until it serves, on whatever machine
-MOST_LATE = 5  # looks that one may come late, before it was the machine that stood still
-NOBODYS = 0  # a question whose answer nobody waits for
-MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
+STABLE_S = 60.0  # a process that ran longer restarts with the first pause
+EXIT_TIMEOUT_S = 5.0  # for processes to exit
+NO_SENDER = 0  # number of a question without a waiting sender
+MAX_UNSENT_BYTES = 8 << 20  # unread bytes after which a process gets no more changes of workers
 
 
 class Supervisor:
-    """See the module's text."""
+    """Starts, watches and connects the router processes."""
 
     def __init__(
         self,
@@ -91,12 +89,12 @@ class Supervisor:
         self._all_serve = asyncio.Event()
         self._questions = PendingQuestions()
         self._totals = MetricsTotals()
-        self._numbers = count(1)  # of questions
-        self._logs: IpcQuestion | None = None  # what was changed of them since the file was read
+        self._numbers = count(1)  # numbers of questions
+        self._logs: IpcQuestion | None = None  # log settings changed since the last reload
 
     @property
     def pids(self) -> list[int]:
-        """The processes that are there."""
+        """The process ids."""
         return [child.process.pid for child in self._children.values()]
 
     @property
@@ -105,27 +103,27 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL for clients."""
         return url_of(self._config.router.host, self._ports.port, self._config.router.tls)
 
     @property
     def admin_url(self) -> str:
-        """Where operators find it."""
+        """The URL of the admin API."""
         admin = self._config.router.admin
         return url_of(admin.host, self._ports.admin_port, admin.tls)
 
     @property
     def drain_s(self) -> float:
-        """How long requests have to finish."""
+        """The time for requests to finish, in seconds."""
         return self._config.router.drain_s
 
     async def start(self) -> None:
-        """Begin all, and wait until they serve; raise if one does not."""
+        """Start all processes and wait until they serve; raise `ProxyError` on failure."""
         await self._take_ports()
         self._table = SharedTable.make(self.processes)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
-        watching = asyncio.create_task(self._watch())
-        watching.add_done_callback(_complain)
+        watching = asyncio.create_task(kill_hung(self._children, self._table))
+        watching.add_done_callback(_log_failure)
         self._tasks.add(watching)
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -135,10 +133,10 @@ class Supervisor:
             await self.stop()
             if errors:
                 raise ProxyError(
-                    f"a process of the router can't begin: {errors[0]}; raise the limit it names, "
-                    "or give fewer router.processes"
+                    f"a router process cannot start: {errors[0]}; raise the limit it names, or "
+                    "lower router.processes"
                 )
-            raise ProxyError("a process of the router ended before it served; it has said why")
+            raise ProxyError("a router process exited before it served; see its log")
 
     async def _take_ports(self) -> None:
         router = self._config.router
@@ -146,26 +144,26 @@ class Supervisor:
             await once_free(lambda: self._ports.take(router), router.drain_notice_s)
         except OSError as error:
             raise ProxyError(
-                f"the router can't listen: {error}; choose another host or port under `router`"
+                f"the router cannot listen: {error}; choose another host or port under `router`"
             ) from None
 
     async def drain(self) -> None:
-        """Let requests finish, and end."""
+        """Let requests finish, then end all processes."""
         self._ending = True
         self._say_all(Drain())
-        patience = self._config.router.drain_s + GRACE_S
-        await asyncio.wait(self._keepers, timeout=patience)
+        timeout_s = self._config.router.drain_s + EXIT_TIMEOUT_S
+        await asyncio.wait(self._keepers, timeout=timeout_s)
         await self.stop()
 
     async def stop(self) -> None:
-        """End all now."""
+        """End all processes at once."""
         self._ending = True
         self._say_all(Stop())
         pending = [keeper for keeper in self._keepers if not keeper.done()]
         if pending:
-            _, pending_set = await asyncio.wait(pending, timeout=GRACE_S)
+            _, pending_set = await asyncio.wait(pending, timeout=EXIT_TIMEOUT_S)
             for child in list(self._children.values()) if pending_set else ():
-                logger.warning("%s does not end; it is killed", child)
+                logger.warning("%s does not exit; killing it", child)
                 child.process.kill()
             await asyncio.gather(*pending, return_exceptions=True)
         for task in self._tasks:
@@ -174,48 +172,49 @@ class Supervisor:
         self._ports.let_go()
 
     async def reload(self) -> None:
-        """Have the fleet file read again, if there is nothing wrong with it that we can tell."""
+        """Have the leader read the fleet file again, after a check of the file."""
         if self._source is not None:
             await asyncio.to_thread(self._read, self._source)
         if self._leader is not None:
             self._leader.channel.say(Reload())
         else:
-            logger.error("nothing was read again: no process leads at this moment; try again")
+            logger.error("the fleet file was not reloaded: no process is leader now; try again")
 
-    # The processes
+    # Processes
 
     async def _keep(self, index: int) -> None:
-        """Have a process of that index, for as long as there is to be one."""
         pause_s = FIRST_PAUSE_S
         while not self._ending:
             try:
                 child = await self._begin(index)
-            except OSError as error:  # no memory, processes or files, which may pass
+            except OSError as error:  # no memory, processes or files; may be temporary
                 if not self._all_serve.is_set():
                     raise
-                what = f"router process {index} can't begin"
-                logger.error("%s: %s; tried again in %g s", what, error, pause_s)
+                what = f"router process {index} cannot start"
+                logger.error("%s: %s; trying again in %g s", what, error, pause_s)
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 2, MAX_PAUSE_S)
                 continue
             status = await child.process.wait()
             self._gone(child)
             if self._ending:
                 return
             if not (child.serving or self._all_serve.is_set()):
-                return  # it never will: see `start`
-            if child.serving and time.monotonic() - child.began > GROWN_S:
+                return  # a failed start; `start` raises an error
+            if child.serving and time.monotonic() - child.began > STABLE_S:
                 pause_s = FIRST_PAUSE_S
-            logger.error("%s ended (%s); another begins in %g s", child, _how(status), pause_s)
+            logger.error(
+                "%s exited (%s); restarting in %g s", child, _describe_exit(status), pause_s
+            )
             self.restarts += 1
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     async def _begin(self, index: int) -> Child:
         ours, theirs = socket.socketpair()
         given = [self._table.fd, theirs.fileno(), self._ports.admin.fileno()]
         command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
-        # As this process finds its modules, and from nowhere else.
+        # The child must import the same modules as this process.
         path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
@@ -244,26 +243,6 @@ class Supervisor:
             child.channel.say(Stop())
         return child
 
-    async def _watch(self) -> None:
-        """Kill those whose loop stands still, or never began, unless all did, this one too."""
-        looked = since = time.monotonic()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
-            if now - looked > MOST_LATE * LOOK_S:
-                since = now
-            looked = now
-            for child in self._children.values():
-                alive_at = self._table.sheet(child.index).count(ALIVE)
-                if not child.serving:
-                    if max(child.began, since) < now - BORN_S:
-                        born_s = now - child.began
-                        logger.error("%s does not serve after %d s; it is killed", child, born_s)
-                        child.process.kill()
-                elif alive_at and max(alive_at, since) < now - STILL_S:
-                    logger.error("%s stood still for %d s; it is killed", child, now - alive_at)
-                    child.process.kill()
-
     def _gone(self, child: Child) -> None:
         child.channel.close()
         del self._children[child.index]
@@ -275,7 +254,7 @@ class Supervisor:
             self._elect()
 
     def _elect(self) -> None:
-        """Have one lead who knows the workers; at first, whoever comes first."""
+        """Appoint a leader: a process that serves if possible, otherwise the first that joined."""
         if self._leader is not None or self._ending:
             return
         able = [child for child in self._children.values() if child.joined]
@@ -284,7 +263,7 @@ class Supervisor:
             self._leader = able[0]
             self._leader.channel.say(Lead())
 
-    # What they say
+    # Messages
 
     def _heard(self, child: Child, message: Message) -> None:
         match message:
@@ -318,11 +297,11 @@ class Supervisor:
                 self._questions.unanswered(child.index, number)
 
     def _pass_on(self, child: Child, message: WorkersChanged) -> None:
-        """Tell a process of workers, unless it has not read what it was told before."""
-        if child.channel.unsent >= MUCH:
+        """Forward changes of workers, unless the process has too much unread."""
+        if child.channel.unsent >= MAX_UNSENT_BYTES:
             child.missed = True
         elif child.missed and not message.all:
-            self._to_leader(Joined())  # to be told everything
+            self._to_leader(Joined())  # asks the leader for everything
         else:
             child.missed = False
             child.channel.say(message)
@@ -336,11 +315,11 @@ class Supervisor:
             if child is not but:
                 child.channel.say(message)
 
-    # What they ask
+    # Questions
 
     async def _ask(self, child: Child, question: IpcQuestion) -> None:
-        """Put a question to all, and give whoever asked the answers, the leader's first."""
-        number = next(self._numbers)  # each process that asks has numbers of its own
+        """Collect the answers of all processes and send them to the sender, the leader's first."""
+        number = next(self._numbers)  # senders use their own numbers
         found = await self.gather(IpcQuestion(number, question.what, question.given))
         answer: object = [*found.values()]
         if question.what == "page":
@@ -354,28 +333,27 @@ class Supervisor:
         child.channel.say(IpcAnswer(question.number, answer))
 
     def _note_logs(self, change: IpcQuestion) -> None:
-        """Keep what is to be logged for processes that begin later; tell those that do now."""
+        """Remember log settings for processes that start later; send them to starting processes."""
         requests, levels = change.given
         if self._logs is not None:
             earlier, others = self._logs.given
             requests, levels = earlier if requests is None else requests, {**others, **levels}
-        self._logs = IpcQuestion(NOBODYS, "logs", (requests, levels))
+        self._logs = IpcQuestion(NO_SENDER, "logs", (requests, levels))
         for child in self._children.values():
             if not child.serving:
                 child.channel.say(self._logs)
 
     async def gather(self, question: IpcQuestion) -> dict[int, Any]:
-        """Ask all that serve, the leader first; who does not answer in time is left out."""
+        """Ask all serving processes, the leader first; late answers are left out."""
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))
         return await self._questions.put(question, children)
 
 
-def _complain(watching: asyncio.Task[None]) -> None:
+def _log_failure(watching: asyncio.Task[None]) -> None:
     if not watching.cancelled() and (error := watching.exception()) is not None:
-        logger.error("nobody watches the processes any more: %s", error, exc_info=error)
+        logger.error("the processes are no longer watched: %s", error, exc_info=error)
 
 
-def _how(status: int) -> str:
-    """Say how a process ended."""
+def _describe_exit(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,7 +1,7 @@
-"""What a router is made of, from one fleet file: listens, leads, reloads, drains and stops.
+"""Builds a router from a fleet file, and starts, reloads, drains and stops it.
 
-Where one process serves, it listens and leads. Where several do (`proxy/processes`), all of them
-listen and one of them leads: it alone probes, discovers, warms up and has the admin port.
+A single process listens and leads. With several processes (`proxy/processes`) all listen and one
+leads: only the leader probes, discovers, warms up and serves the admin port.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from proxy.setup.secrets import SecretKeys
 from proxy.setup.tenancy import (
     admission_settings,
     fairness_settings,
-    keep_strangers_out,
+    refuse_anonymous_access,
     take_tenants,
 )
 from proxy.status_page.live import LiveView
@@ -58,21 +58,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25
+WATCH_INTERVAL_S = 0.25
 
 
 class SiblingProcesses(Protocol):
-    """Other processes that serve the same fleet on the same port."""
+    """The other processes that serve the same fleet on the same port."""
 
     def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
-        """Have them take what was read."""
+        """Send a reloaded file and its keys to the siblings."""
 
-    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[RecentRequest]:
-        """Return the last requests of all, newest first."""
+    async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
+        """Return the last requests of all processes, newest first."""
 
 
 class App:
-    """A router and its surroundings, from one fleet file."""
+    """A router with everything around it, from one fleet file."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class App:
         source: Path | None = None,
         *,
         read: Callable[[Path], FleetConfig] = load,
-        started_with: FleetConfig | None = None,  # where the file was read again since
-        keys: SecretKeys | None = None,  # where they were read already
+        started_with: FleetConfig | None = None,  # set if the file was reloaded since the start
+        keys: SecretKeys | None = None,  # set if they are already read
     ) -> None:
         self.config = config
         self.source = source
-        self._read = read  # the file again, as it was read the first time
+        self._read = read  # reads the file with the same overrides as the first time
         self._started_with = started_with or config
         config = as_started(config, self._started_with)
         probe = config.router.probe
@@ -96,15 +96,18 @@ class App:
         keys = self._keys = keys or SecretKeys.read(config, str(source))
         take_tenants(self.router.tenants, config, keys.tenants)
         self.metrics = Metrics(self.router)
-        moves = connector(config.transfer) if config.transfer is not None else None
-        self.wire = WireServer(self.router, wire_settings(config), self.metrics, connector=moves)
+        kv_connector = connector(config.transfer) if config.transfer is not None else None
+        self.wire = WireServer(
+            self.router, wire_settings(config), self.metrics, connector=kv_connector
+        )
         self.prober = Prober(self.router, probe)
         self.balance = Balance(self.router)
         self.warmup: Warmup | None = None
-        if moves is not None and config.transfer is not None and config.transfer.warmup:
-            from proxy.health.warmup import Warmup  # it reads in a client library of 10 MB
+        if kv_connector is not None and config.transfer is not None and config.transfer.warmup:
+            # Imports an HTTP client library that takes 10 MB.
+            from proxy.health.warmup import Warmup
 
-            self.warmup = Warmup(self.router, moves, self.metrics.handovers)
+            self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)
         self.discovery = Discovery(self.fleet, config, keys.pools, _spec)
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
@@ -116,7 +119,7 @@ class App:
             self.metrics.begin_trace = self.tracing.begin
             self.metrics.at_end += (self.tracing.ended,)
         self.batches = self._batches(config.router.batches)
-        self.siblings: SiblingProcesses | None = None  # other processes that serve the same
+        self.siblings: SiblingProcesses | None = None  # set in a router of several processes
         self.leads = False
         self._admin_key = AdminKey()
         self._admin_key.take(keys.admin)
@@ -128,10 +131,10 @@ class App:
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._reloading = asyncio.Lock()  # or an older file might be taken after a newer one
+        self._reloading = asyncio.Lock()  # keeps an older file from replacing a newer one
 
     def _batches(self, config: BatchesConfig) -> Batches | None:
-        """Make what keeps batches; SQLite and all of that, where it is off, is not even read in."""
+        """Create the batch service; import SQLite only if batches are on."""
         if config.path is None:
             return None
         from proxy.batches.service import Batches
@@ -139,7 +142,7 @@ class App:
         return Batches(self.wire, config, config.path)
 
     async def start(self) -> None:
-        """Listen on both ports and begin to probe."""
+        """Listen on both ports and start probing."""
         try:
             router = self.config.router
             admin = partial(admin_socket, router.admin.host, router.admin.port)
@@ -148,7 +151,7 @@ class App:
         except OSError as error:
             await self.stop()
             raise ProxyError(
-                f"the router can't listen: {error}; choose another host or port under `router`"
+                f"the router cannot listen: {error}; choose another host or port under `router`"
             ) from None
         except ProxyError:
             await self.stop()
@@ -156,11 +159,11 @@ class App:
         self.lead()
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
-        """Listen for clients, on sockets of the caller's if there are any."""
-        remembering = self._minute.run(self.wire.clock)
-        self._tasks.append(asyncio.create_task(remembering, name="the last minute"))
-        if self._started_with.transfer is not None:  # each process has served its own
-            self._tasks.append(asyncio.create_task(self._tell_aggregated(), name="served whole"))
+        """Listen for clients, on the given sockets if any."""
+        snapshots = self._minute.run(self.wire.clock)
+        self._tasks.append(asyncio.create_task(snapshots, name="the last minute"))
+        if self._started_with.transfer is not None:  # each process counts its own requests
+            self._tasks.append(asyncio.create_task(self._log_fallbacks(), name="fallbacks"))
         if self.batches is not None:
             await self.batches.start()
         router = self.config.router
@@ -171,13 +174,16 @@ class App:
             await once_free(alone, router.drain_notice_s)
 
     def open_admin(self, sock: socket.socket) -> None:
-        """Have the admin port, which others may listen on too; it is served once this leads."""
+        """Create the admin server on a socket that other processes may share.
+
+        It is served once this process leads.
+        """
         app = admin_app(self, key=self._admin_key)
         tls = self._admin_tls.context if self._admin_tls else None
         self._admin = AdminServer(app, sock, tls=tls)
 
     def lead(self) -> None:
-        """Begin what one process alone does."""
+        """Start the tasks of the leader."""
         self.leads = True
         self.fleet.witness = BreakerLog()
         self._tasks += [
@@ -187,36 +193,36 @@ class App:
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
         if self._started_with.transfer is not None:
-            self._tasks.append(asyncio.create_task(self._watch_sides(), name="sides"))
+            self._tasks.append(asyncio.create_task(self._watch_balance(), name="balance"))
         if self._admin is not None:
             self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
 
-    async def _watch_sides(self) -> None:
+    async def _watch_balance(self) -> None:
         while True:
             self.balance.look(self.wire.clock())
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
-    async def _tell_aggregated(self) -> None:
-        aggregated = FallbackLog(self.router)
+    async def _log_fallbacks(self) -> None:
+        fallbacks = FallbackLog(self.router)
         while True:
-            aggregated.look(self.wire.clock())
-            await asyncio.sleep(LOOK_S)
+            fallbacks.look(self.wire.clock())
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL for clients."""
         return url_of(self.config.router.host, self.wire.port, self._started_with.router.tls)
 
     @property
     def admin_url(self) -> str:
-        """Where operators find it."""
+        """The URL of the admin API."""
         admin = self.config.router.admin
         port = self._admin.port if self._admin else admin.port
         return url_of(admin.host, port, self._started_with.router.admin.tls)
 
     @property
     def recent(self) -> RecentRequests:
-        """The last requests."""
+        """The last requests of this process."""
         return self.metrics.recent
 
     async def decisions(
@@ -228,73 +234,73 @@ class App:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> list[RecentRequest]:
-        """Return the last requests that are so, newest first."""
-        wanted: dict[str, Any] = {
+        """Return the last requests that match the filters, newest first."""
+        filters: dict[str, Any] = {
             "model": model,
             "worker": worker,
             "reason": reason,
             "status": status,
         }
         if self.siblings is not None:
-            return await self.siblings.decisions(limit, wanted)
-        return list(self.recent.newest(limit, **wanted))
+            return await self.siblings.decisions(limit, filters)
+        return list(self.recent.newest(limit, **filters))
 
     def add_worker(self, worker: WorkerConfig) -> None:
-        """Take in a worker until the next reload."""
+        """Add a worker until the next reload."""
         spec = _spec(worker, self.config)
-        to_worker(spec.tls)  # files that can't be used are whose fault that asks, now
+        to_worker(spec.tls)  # an unusable TLS file is an error of this call
         self.hide_keys([spec])
         self.fleet.add(spec)
 
     def hide_keys(self, workers: Iterable[WorkerSpec]) -> None:
-        """Keep keys of workers out of the log that no file tells of."""
+        """Hide workers' keys that are not in the fleet file from the log."""
         self.logs.hide(spec.api_key for spec in workers if spec.api_key is not None)
 
     def remove_worker(self, name: str) -> None:
-        """Take out a worker until the next reload; its requests in flight finish."""
+        """Remove a worker until the next reload; its requests in flight finish."""
         self.fleet.remove(name)
 
     async def reload(self) -> list[str]:
-        """Read the fleet file again; return what will change only with the next start.
+        """Read the fleet file again and return the settings that need a restart.
 
-        A file that can't be used changes nothing. It is read in a thread: a thousand workers take
-        half a second, for which no stream should stand still.
+        An invalid file changes nothing. The file is read in a thread, because a thousand workers
+        take half a second, which would stall streams.
         """
         if self.source is None:
-            raise ProxyError("this router was not started from a file; there is nothing to reload")
+            raise ProxyError("the router was not started from a file; there is nothing to reload")
         async with self._reloading:
-            late = self.take(await asyncio.to_thread(self._read_again, self.source))
+            changed = self.take(await asyncio.to_thread(self._read_again, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
-        logger.info("read %s again: %d workers", self.source, len(self.fleet))
-        if late:
-            logger.warning("%s: the change takes a restart", ", ".join(late))
-        return late
+        logger.info("reloaded %s: %d workers", self.source, len(self.fleet))
+        if changed:
+            logger.warning("%s: the change needs a restart", ", ".join(changed))
+        return changed
 
     def take(self, config: FleetConfig, keys: SecretKeys | None = None) -> list[str]:
-        """Become what a fleet file says; return what will change only with the next start.
+        """Apply a fleet file and return the settings that need a restart.
 
-        `keys` are those that it names, where they were read already.
+        `keys` are the file's keys if they are already read.
         """
-        late = takes_a_restart(config, self._started_with)
+        changed = takes_a_restart(config, self._started_with)
         follows = self.siblings is not None and not self.leads
         try:
             check_tls(config, str(self.source))
         except ConfigError as error:
-            # Who leads has read them. What another finds half-written must not keep it from the
-            # rest: it would go on with keys and limits that its siblings have no more.
+            # The leader has read these files. A process that finds a file half-written still
+            # applies the rest, so that its keys and limits do not differ from its siblings'.
             if not follows:
                 raise
-            logger.error("of TLS stays what was read before:\n%s", error)
-        said, config = config, as_started(config, self._started_with)
+            logger.error("TLS files keep their previous content:\n%s", error)
+        new_config, config = config, as_started(config, self._started_with)
         keys = keys or SecretKeys.read(config, str(self.source))
-        keep_strangers_out(config, config.router.host, str(self.source))
+        refuse_anonymous_access(config, config.router.host, str(self.source))
         found = self.discovery.reconfigure(config, keys.pools)
-        # Nothing can fail any more.
-        self.config, self._keys = said, keys
+        # From here on nothing can fail.
+        self.config, self._keys = new_config, keys
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
-        # Who follows is told by the leader who the workers are.
+        # Followers get their workers from the leader.
         workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
@@ -311,17 +317,17 @@ class App:
         self.logs.reconfigure(config, keys.plain)
         if self.batches is not None:
             self.batches.reconfigure(config.router.batches)
-        return late
+        return changed
 
     def _read_again(self, source: Path) -> FleetConfig:
-        """Read the file, and give workers without a URL the one that they were started with."""
+        """Read the file; workers without a URL keep the URL that they were started with."""
         config = self._read(source)
         known = {worker.name: worker.url for worker in self.config.workers}
         workers: list[WorkerConfig] = []
         problems: list[Problem] = []
         for index, worker in enumerate(config.workers):
             if worker.url is None and known.get(worker.name) is None:
-                why = "is missing, and a reload starts no worker; give it, or restart"
+                why = "missing, and a reload starts no worker; set it, or restart"
                 problems.append(Problem(f"workers[{index}].url", why))
             workers.append(worker.model_copy(update={"url": worker.url or known.get(worker.name)}))
         if problems:
@@ -330,21 +336,21 @@ class App:
 
     @property
     def drain_s(self) -> float:
-        """How long requests have to finish, once it drains."""
+        """How long requests may take to finish during a drain, in seconds."""
         return self.config.router.drain_s
 
     def close_admin(self) -> None:
-        """Have the admin port no more: another router may be waiting for it."""
+        """Close the admin port, because another router may be waiting for it."""
         if self._admin is not None:
             self._admin.stop()
 
     async def drain(self) -> None:
-        """Take nothing new, let requests in flight finish, and stop."""
+        """Refuse new requests, let requests in flight finish, and stop."""
         await self.wire.drain(self.drain_s)
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop now."""
+        """Stop at once."""
         self.live.close()
         if self.batches is not None:
             await self.batches.stop()
@@ -360,7 +366,7 @@ class App:
 
 
 def specs(config: FleetConfig) -> list[WorkerSpec]:
-    """Tell the core of the workers."""
+    """Return the core's worker specs."""
     return [_spec(worker, config) for worker in config.workers]
 
 
@@ -379,7 +385,7 @@ def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
 
 
 def router_settings(config: FleetConfig) -> RouterSettings:
-    """Tell the core what the file says about routing."""
+    """Return the core's routing settings."""
     routing, router = config.routing, config.router
     above = routing.disaggregate_above
     return RouterSettings(
@@ -408,7 +414,7 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 
 
 def wire_settings(config: FleetConfig) -> WireSettings:
-    """Tell the data path its limits."""
+    """Return the data path's settings."""
     router = config.router
     return WireSettings(
         refuses_pages=is_loopback(router.host) and not router.allow_anonymous,
@@ -421,6 +427,6 @@ def wire_settings(config: FleetConfig) -> WireSettings:
 
 
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:
-    """Write where somebody listens."""
+    """Return the URL of a listening address."""
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

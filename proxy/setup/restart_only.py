@@ -1,4 +1,4 @@
-"""What of a fleet file only a start can change, and how much of a later one holds until then."""
+"""Settings of the fleet file that only a restart can change."""
 
 from __future__ import annotations
 
@@ -8,39 +8,45 @@ if TYPE_CHECKING:
     from proxy.config import FleetConfig, TlsConfig, WorkerConfig
     from proxy.config.admin import AdminConfig
 
-BOUND = ("host", "port", "tls", "admin", "processes", "tracing")  # of the block `router`
-# Of a worker that `up` starts; and its model's name.
+RESTART_ONLY = (
+    "host",
+    "port",
+    "tls",
+    "admin",
+    "processes",
+    "tracing",
+)  # settings of the `router` block
+# Settings that `up` passes to the workers that it starts, besides the model name.
 LAUNCHED = ("launch", "url", "role", "max_model_len", "api_key")
 
 
 def as_started(config: FleetConfig, started: FleetConfig) -> FleetConfig:
-    """Return a later fleet file, with what only a start can change as it was at the start.
+    """Return a later fleet file with its restart-only settings as at the start.
 
-    Whether a port speaks TLS, or the admin API wants a key, is such a thing. In which files
-    certificates and keys are is not: those of the start may be there no longer.
+    Whether a port uses TLS and whether the admin API needs a key are restart-only. The paths of
+    certificates and keys are not: the files from the start may no longer exist.
     """
     router, before = config.router, started.router
-    held = {
-        **{name: getattr(before, name) for name in BOUND},
+    effective = {
+        **{name: getattr(before, name) for name in RESTART_ONLY},
         "tls": _shown(router.tls, before.tls),
         "admin": _admin(router.admin, before.admin),
         "batches": router.batches.model_copy(update={"path": before.batches.path}),
     }
-    # Legs are under way that the connector has begun: that one stays.
+    # Hand-overs in flight use the connector.
     return config.model_copy(
-        update={"router": router.model_copy(update=held), "transfer": started.transfer}
+        update={"router": router.model_copy(update=effective), "transfer": started.transfer}
     )
 
 
-def _launched_otherwise(
+def _changed_launch(
     config: FleetConfig, worker: WorkerConfig, started: FleetConfig, before: WorkerConfig | None
 ) -> list[str]:
-    """Name what of a worker `up` gave it when it began, and would give it otherwise now."""
     if before is None:
         return ["launch"] if worker.launch else []
-    same = {"url"} if worker.url is None else set()  # any port
-    told = [n for n in LAUNCHED if n not in same and getattr(worker, n) != getattr(before, n)]
-    return told + ["model"] * (config.model_of(worker) != started.model_of(before))
+    same = {"url"} if worker.url is None else set()  # `up` chose any port
+    changed = [n for n in LAUNCHED if n not in same and getattr(worker, n) != getattr(before, n)]
+    return changed + ["model"] * (config.model_of(worker) != started.model_of(before))
 
 
 def _admin(now: AdminConfig, before: AdminConfig) -> AdminConfig:
@@ -63,23 +69,23 @@ def _shown(now: TlsConfig | None, before: TlsConfig | None) -> TlsConfig | None:
 
 
 def takes_a_restart(config: FleetConfig, started: FleetConfig) -> list[str]:
-    """Say what of a later fleet file will change only with the next start."""
-    held = as_started(config, started)
-    late = [
+    """Return the paths of changed settings that need a restart."""
+    effective = as_started(config, started)
+    changed = [
         f"router.{name}"
-        for name in BOUND
-        if getattr(config.router, name) != getattr(held.router, name)
+        for name in RESTART_ONLY
+        if getattr(config.router, name) != getattr(effective.router, name)
     ]
-    if config.router.batches.path != held.router.batches.path:
-        late.append("router.batches.path")
-    if config.transfer != held.transfer:
-        late.append("transfer")
+    if config.router.batches.path != effective.router.batches.path:
+        changed.append("router.batches.path")
+    if config.transfer != effective.transfer:
+        changed.append("transfer")
     launched = {worker.name: worker for worker in started.workers if worker.launch}
-    late += [
-        f"workers[{index}].{what}"
+    changed += [
+        f"workers[{index}].{setting}"
         for index, worker in enumerate(config.workers)
-        for what in _launched_otherwise(config, worker, started, launched.get(worker.name))
+        for setting in _changed_launch(config, worker, started, launched.get(worker.name))
     ]
     here = {worker.name for worker in config.workers}
     gone = [name for name in launched if name not in here]
-    return late + [f"workers: {name}, if `up` started it, still runs" for name in gone]
+    return changed + [f"workers: {name} keeps running if `up` started it" for name in gone]

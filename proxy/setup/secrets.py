@@ -1,7 +1,6 @@
-"""The keys that a fleet file only names: read once, from files and variables, for all processes.
+"""The keys that a fleet file refers to, read once for all processes.
 
-A process that is begun again is given what the others have. Files that have changed since are for
-the next reload, and one that is gone meanwhile keeps no process from beginning.
+A restarted process gets the keys that the others have. Changed files apply at the next reload.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SecretKeys:
-    """What was read."""
+    """The keys."""
 
-    tenants: Mapping[bytes, str]  # hashes, and whose each is
+    tenants: Mapping[bytes, str]  # tenant names by key hash
     admin: str | None = field(repr=False)
-    # Those that workers want, by the name of their pool.
+    # Keys for workers, by pool name.
     pools: Mapping[str, str | None] = field(repr=False)
 
     @classmethod
     def read(cls, config: FleetConfig, source: str) -> SecretKeys:
-        """Read them; raises `ProxyError`."""
+        """Read the keys; raise `ProxyError` on failure."""
         return cls(
             tenancy.read_keys(config, source),
             admin_key.key_of(config.router.admin, source),
@@ -38,5 +37,5 @@ class SecretKeys:
 
     @property
     def plain(self) -> list[str]:
-        """Those that are no hashes, and that no log may have."""
+        """The keys that are not hashes; logs must not contain them."""
         return [key for key in (self.admin, *self.pools.values()) if key is not None]

@@ -1,10 +1,10 @@
-"""The status page's viewers, and what they are told four times a second.
+"""Viewers of the status page, which get an update four times a second.
 
-What has changed is written once and given to all. A viewer that does not keep up misses what comes
-meanwhile and is told everything anew; one that takes nothing for long is let go. So nothing piles
-up, here or there. Where several processes serve, the one that leads has the viewers, and asks each
-for its part. Where a part is missing, or a process is gone or was begun anew, what was told of its
-requests may never end: then all are told everything anew too.
+Each update is encoded once. A slow viewer misses updates and then gets the full state; a viewer
+that reads nothing for long is disconnected. So no data piles up.
+
+With several processes the leader has the viewers and asks every process for its part. If a part is
+missing or a process restarted, ends of requests may be lost, so all viewers get the full state.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
     from proxy.status_page.snapshot import LiveCounts, LiveState
 
-BEAT_S = 0.25
-STATE_EVERY = 4  # beats
-MOST_VIEWERS = 8
-PATIENCE_S = 20.0
-AGAIN_S = 1.0
+BEAT_INTERVAL_S = 0.25
+STATE_EVERY_BEATS = 4  # in beats
+MAX_VIEWERS = 8
+READ_TIMEOUT_S = 20.0
+MIN_RESEND_INTERVAL_S = 1.0
 
 
 class Viewer:
-    """One page that is open."""
+    """One open page."""
 
     def __init__(self) -> None:
         self.ended = False
-        self.behind = True  # and needs everything
+        self.behind = True  # True if the viewer needs the full state
         self.taken_at = 0.0
         self._slot: bytes | None = None
         self._filled = asyncio.Event()
 
     @property
     def busy(self) -> bool:
-        """Whether it has yet to take what it was given last."""
+        """True if the viewer has not read its last message."""
         return self._slot is not None
 
     def give(self, message: bytes) -> None:
-        """Put something before it."""
+        """Queue a message for the viewer."""
         self._slot = message
         self._filled.set()
 
     async def take(self) -> bytes | None:
-        """Wait for something; None if this is the end."""
+        """Wait for a message; return None at the end."""
         await self._filled.wait()
         self._filled.clear()
         message, self._slot = self._slot, None
         return None if self.ended else message
 
     def end(self) -> None:
-        """Let it go."""
+        """Disconnect the viewer."""
         self.ended = True
         self._filled.set()
 
 
 class LiveView:
-    """What is shown of the last minute, and to whom."""
+    """The data of the last minute and its viewers."""
 
     def __init__(
         self,
@@ -76,27 +76,27 @@ class LiveView:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.notes = LiveRecorder(metrics, state.figures, clock, wall)
-        # Where several processes serve: asks them all for their parts.
+        # With several processes: collects the parts of all.
         self.ask_all: Callable[[UpdateRequest], Awaitable[list[LiveUpdate]]] | None = None
         self._state = state
         self._clock = clock
         self._zero = clock()
         self._run_id = os.urandom(4).hex()
         self._viewers: set[Viewer] = set()
-        self._heard: dict[str, int] = {}  # the last part of each process
-        self._told_again_at = -inf
+        self._part_numbers: dict[str, int] = {}  # number of each process's last part
+        self._resent_at = -inf
         self._beats = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def watched(self) -> bool:
-        """Whether anybody looks."""
+        """True if a page is open."""
         return bool(self._viewers)
 
     def join(self) -> Viewer | None:
-        """Open a page; None if too many are open."""
-        if len(self._viewers) >= MOST_VIEWERS or self._closed:
+        """Open a page; return None if too many are open."""
+        if len(self._viewers) >= MAX_VIEWERS or self._closed:
             return None
         viewer = Viewer()
         viewer.taken_at = self._clock()
@@ -112,7 +112,7 @@ class LiveView:
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """End all pages; they will try again by themselves."""
+        """End all pages; browsers reconnect by themselves."""
         self._closed = True
         for viewer in list(self._viewers):
             self.leave(viewer)
@@ -123,38 +123,40 @@ class LiveView:
         try:
             while self._viewers:
                 await self.beat()
-                await asyncio.sleep(BEAT_S)
+                await asyncio.sleep(BEAT_INTERVAL_S)
         finally:
             self.notes.end()
 
     async def beat(self) -> None:
-        """Tell every viewer what is new."""
+        """Send every viewer an update."""
         now = self._clock()
         whole = any(viewer.behind and not viewer.busy for viewer in self._viewers)
-        wanted = UpdateRequest(self._zero, whole, self._beats % STATE_EVERY == 0 or whole)
+        update_request = UpdateRequest(
+            self._zero, whole, self._beats % STATE_EVERY_BEATS == 0 or whole
+        )
         self._beats += 1
-        self._tell(now, await self._parts(now, wanted))
+        self._send(now, await self._parts(now, update_request))
 
-    async def _parts(self, now: float, wanted: UpdateRequest) -> list[LiveUpdate]:
+    async def _parts(self, now: float, update_request: UpdateRequest) -> list[LiveUpdate]:
         if self.ask_all is not None:
-            with suppress(TimeoutError):  # then at least our own
-                return await self.ask_all(wanted)
-        return [self.notes.part(now, wanted)]
+            with suppress(TimeoutError):  # this process's own part is better than nothing
+                return await self.ask_all(update_request)
+        return [self.notes.part(now, update_request)]
 
-    def _see_gaps(self, now: float, parts: list[LiveUpdate]) -> None:
-        """Have everything told anew where something can't have been told, but not all the time."""
-        heard = {part.source: part.number for part in parts}
-        if heard == {source: number + 1 for source, number in self._heard.items()}:
-            self._heard = heard
-        elif now >= self._told_again_at + AGAIN_S:
-            self._heard, self._told_again_at = heard, now
+    def _check_gaps(self, now: float, parts: list[LiveUpdate]) -> None:
+        """Mark all viewers for the full state if an update may be lost, at limited frequency."""
+        numbers = {part.source: part.number for part in parts}
+        if numbers == {source: number + 1 for source, number in self._part_numbers.items()}:
+            self._part_numbers = numbers
+        elif now >= self._resent_at + MIN_RESEND_INTERVAL_S:
+            self._part_numbers, self._resent_at = numbers, now
             for viewer in self._viewers:
                 viewer.behind = True
-        # Else what was heard of stays as it was: a gap is still one the next time.
+        # Otherwise `_part_numbers` stays as it is, so that the next beat sees the gap again.
 
-    def _tell(self, now: float, parts: list[LiveUpdate]) -> None:
-        self._see_gaps(now, parts)
-        news: dict[str, Any] = {
+    def _send(self, now: float, parts: list[LiveUpdate]) -> None:
+        self._check_gaps(now, parts)
+        update: dict[str, Any] = {
             "now": round((now - self._zero) * 1000),
             "rows": [row for part in parts for row in part.rows],
             "ticks": [tick for part in parts for tick in part.ticks],
@@ -162,25 +164,25 @@ class LiveView:
         }
         figures = [part.figures for part in parts if part.figures is not None]
         if figures:
-            news["state"] = self._state(now, figures)
-        message = event("news", news)
-        everything: bytes | None = None
+            update["state"] = self._state(now, figures)
+        message = event("news", update)
+        full_state: bytes | None = None
         for viewer in list(self._viewers):
             if viewer.busy:
                 viewer.behind = True
-                if now - viewer.taken_at > PATIENCE_S:
+                if now - viewer.taken_at > READ_TIMEOUT_S:
                     self.leave(viewer)
                 continue
             viewer.taken_at = now
             if not viewer.behind:
                 viewer.give(message)
             elif all(part.whole is not None for part in parts):
-                everything = everything or self._everything(now, parts, figures)
+                full_state = full_state or self._full_state(now, parts, figures)
                 viewer.behind = False
-                viewer.give(everything)
+                viewer.give(full_state)
 
-    def _everything(self, now: float, parts: list[LiveUpdate], figures: list[LiveCounts]) -> bytes:
-        told = {
+    def _full_state(self, now: float, parts: list[LiveUpdate], figures: list[LiveCounts]) -> bytes:
+        data = {
             "run": self._run_id,
             "fields": FIELDS,
             "now": round((now - self._zero) * 1000),
@@ -188,9 +190,9 @@ class LiveView:
             "ticks": [],
             "state": self._state(now, figures),
         }
-        return event("all", told)
+        return event("all", data)
 
 
 def event(name: str, data: object) -> bytes:
-    """Write a server-sent event."""
+    """Return a server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))

@@ -1,8 +1,7 @@
-"""What one process notes of its requests while somebody looks at the status page.
+"""Records the requests of one process while the status page is open.
 
-Then each token's time is noted, at most one for each 20 ms of a request, and so many in all; what
-was noted is given away whenever it is asked for. A process that has not been asked for a while
-notes nothing any more.
+It records at most one token time per 20 ms of a request, up to a limit. Each update hands the
+records over. A process that is not asked for updates stops recording.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from proxy.status_page.snapshot import LiveCounts
 
 WINDOW_S = 60.0
-TICK_S = 0.02  # a pixel of the picture is 50 ms
-MOST_TICKS = 16  # of a request in a beat; a late beat gets no more
-MOST_ROWS = 2000  # new in a beat
-KEPT = 6000  # of those that ended
-FORGET_S = 5.0
+MIN_TICK_INTERVAL_S = 0.02  # the page draws one pixel per 50 ms
+MAX_TICKS = 16  # token times of a request per beat, even if a beat is late
+MAX_ROWS = 2000  # new rows per beat
+MAX_ENDED = 6000  # ended requests that are kept
+STOP_AFTER_S = 5.0
 MAX_TEXT = 80
 NO_POOL = "none"
 
@@ -42,7 +41,7 @@ Row = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What is asked of a process: times counted from where, and whether the whole minute."""
+    """What an update contains: the zero of its times, the whole minute, figures."""
 
     zero: float
     whole: bool
@@ -51,19 +50,19 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class LiveUpdate:
-    """What one process tells."""
+    """One process's part of an update."""
 
-    source: str  # who tells; a process that was begun anew is another
-    number: int  # of its parts; where one is missing, so is what was in it
-    rows: list[Row]  # new and changed ones
-    ticks: list[list[int]]  # a row's number and when tokens passed
-    dropped: int  # rows that were too many
-    whole: list[Row] | None  # of the last minute, if it was wanted
+    source: str  # identifies the process; a restarted process has a new id
+    number: int  # sequence number; a gap means that data is lost
+    rows: list[Row]  # new and changed rows
+    ticks: list[list[int]]  # row numbers, each with its token times
+    dropped: int  # rows left out because of limits
+    whole: list[Row] | None  # rows of the last minute, if requested
     figures: LiveCounts | None
 
 
 class LiveRecorder:
-    """One process's."""
+    """The recorder of one process."""
 
     def __init__(
         self,
@@ -72,84 +71,83 @@ class LiveRecorder:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        # Of several processes which one this is, and how many there are.
+        # Index of this process and number of processes; row numbers must differ between processes.
         self.mark, self.marks = 0, 1
         self._metrics = metrics
         self._figures = figures
         self._clock = clock
         self._wall = wall
-        self._zero = clock()  # what times are counted from
+        self._zero = clock()  # zero of all times
         self._asked_at = -inf
-        self._looked_since = 0.0
+        self._recording_since = 0.0
         self._numbers = 0
-        self._ended: list[tuple[Row, list[int]]] = []  # since they were asked for last
-        self._rows: deque[Row] = deque(maxlen=KEPT)  # of those that ended while this was on
-        self._known: dict[int, tuple[object, ...]] = {}  # what was told of those under way
+        self._ended: list[tuple[Row, list[int]]] = []  # ended since the last update
+        self._rows: deque[Row] = deque(maxlen=MAX_ENDED)  # requests that ended while recording
+        self._reported: dict[int, tuple[object, ...]] = {}  # of requests in flight, by number
         self._dropped = 0
         self._source = os.urandom(4).hex()
         self._parts = 0
 
-    # For the data path, while somebody looks
+    # Called by the data path while recording
 
     def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
-        """Note that tokens passed."""
+        """Record the time of tokens."""
         ticks = seen.ticks
         if ticks is None:
             seen.ticks = [now]
-        elif not ticks or (now - ticks[-1] >= TICK_S and len(ticks) < MOST_TICKS):
+        elif not ticks or (now - ticks[-1] >= MIN_TICK_INTERVAL_S and len(ticks) < MAX_TICKS):
             ticks.append(now)
 
     def ended(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
-        """Note the end of a request; of one that was told of it is told whatever happens."""
-        told = self._known.pop(seen.number, None)
-        if told is None and len(self._ended) >= MOST_ROWS:
+        """Record the end of a request; a reported request's end is never left out."""
+        reported = self._reported.pop(seen.number, None)
+        if reported is None and len(self._ended) >= MAX_ROWS:
             self._dropped += 1
             return
         row = self._row(seen, status, reason.value, now)
         self._ended.append((row, self._ticks(seen)))
         self._rows.append(row)
 
-    # For whoever asks
+    # Called by the viewers' side
 
     def begin(self, now: float) -> None:
-        """Note what passes, from now on."""
-        self._looked_since = now
+        """Start recording."""
+        self._recording_since = now
         self._metrics.live = self
 
     def end(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         self._metrics.live = None
-        self._known.clear()
+        self._reported.clear()
         self._ended.clear()
         self._rows.clear()
 
-    def part(self, now: float, wanted: UpdateRequest) -> LiveUpdate:
-        """Tell what is new in this process; it notes what passes until nobody asks any more."""
-        if wanted.zero != self._zero:
-            self._zero = wanted.zero
+    def part(self, now: float, update_request: UpdateRequest) -> LiveUpdate:
+        """Return this process's update; recording starts if it is off."""
+        if update_request.zero != self._zero:
+            self._zero = update_request.zero
             self._rows.clear()
             self._ended.clear()
         if self._metrics.live is None:
             self.begin(now)
-            asyncio.get_running_loop().call_later(FORGET_S, self._forget)
+            asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)
         self._asked_at = now
         rows, ticks = self._changes()
         dropped, self._dropped = self._dropped, 0
-        whole = self._whole(now) if wanted.whole else None
-        figures = self._figures(now) if wanted.figures else None
+        whole = self._whole(now) if update_request.whole else None
+        figures = self._figures(now) if update_request.figures else None
         self._parts += 1
         return LiveUpdate(self._source, self._parts, rows, ticks, dropped, whole, figures)
 
-    def _forget(self) -> None:
+    def _stop_if_unused(self) -> None:
         if self._metrics.live is None:
             return
-        if self._clock() - self._asked_at >= FORGET_S:
+        if self._clock() - self._asked_at >= STOP_AFTER_S:
             self.end()
         else:
-            asyncio.get_running_loop().call_later(FORGET_S, self._forget)
+            asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)
 
     def _changes(self) -> tuple[list[Row], list[list[int]]]:
-        """Collect rows that are new or changed, and the tokens that passed."""
         rows: list[Row] = []
         ticks: list[list[int]] = []
         ended, self._ended = self._ended, []
@@ -159,32 +157,30 @@ class LiveRecorder:
                 ticks.append([row[0], *passed])
         for seen in self._metrics.under_way():
             key = (seen.decision, seen.placed_at, seen.prefilled_at, seen.first_token_at)
-            if seen.number == 0 or self._known.get(seen.number) != key:
-                if len(rows) >= MOST_ROWS:
-                    continue  # it is told of with the next, or counted as it ends
+            if seen.number == 0 or self._reported.get(seen.number) != key:
+                if len(rows) >= MAX_ROWS:
+                    continue  # reported by a later update, or counted as dropped when it ends
                 rows.append(self._row(seen, None, None, None))
-                self._known[seen.number] = key
+                self._reported[seen.number] = key
             if passed := self._ticks(seen):
                 ticks.append([seen.number, *passed])
         return rows, ticks
 
     def _whole(self, now: float) -> list[Row]:
-        """Return all that is known of the last minute."""
         since = now - WINDOW_S
         while self._rows and self._rows[0][-1] < self.ms(since):
             self._rows.popleft()
-        seen = [each for each in self._metrics.under_way() if each.number]
-        under_way = [self._row(each, None, None, None) for each in seen]
+        seen = [request for request in self._metrics.under_way() if request.number]
+        under_way = [self._row(request, None, None, None) for request in seen]
         return [*self._before(now), *self._rows, *under_way]
 
     def _before(self, now: float) -> Iterator[Row]:
-        """List what ended before anybody looked, as far as it is remembered."""
         wall = self._wall()
         roles = {worker.name: worker.role.value for worker in self._metrics.router.fleet}
         number = 0
-        for entry in self._metrics.recent.newest(KEPT):
+        for entry in self._metrics.recent.newest(MAX_ENDED):
             ended = now - (wall - entry.time)
-            if ended > self._looked_since:
+            if ended > self._recording_since:
                 continue
             if ended < now - WINDOW_S:
                 return
@@ -215,7 +211,7 @@ class LiveRecorder:
             if decision.handover is not None:
                 pool, prefill = "handover", decision.handover.prefill.name
         first = seen.first_token_at
-        # With a worker that failed it was placed already, and waited no more.
+        # Placement after a retry is later; the first placement ended the queue time.
         placed = None if seen.placed_at is None else seen.started + seen.queue_s
         return [
             seen.number,
@@ -233,15 +229,15 @@ class LiveRecorder:
         ticks = seen.ticks
         if not ticks:
             return []
-        told = [round((each - self._zero) * 1000) for each in ticks]
+        times = [round((tick - self._zero) * 1000) for tick in ticks]
         ticks.clear()
-        return told
+        return times
 
     def ms(self, at: float | None) -> int | None:
-        """Count milliseconds since this was made: what all times of the page are in."""
+        """Convert a time to milliseconds after zero, the unit of the page."""
         return None if at is None else round((at - self._zero) * 1000)
 
 
 def text(value: str) -> str:
-    """Cut what a client chose, and replace what is no text."""
+    """Shorten a text that a client chose, and replace invalid characters."""
     return value[:MAX_TEXT].encode(errors="replace").decode()

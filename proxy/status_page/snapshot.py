@@ -1,4 +1,4 @@
-"""How the router fares just now, as the status page shows it: written once a second."""
+"""The router's current state as the status page shows it, updated once a second."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import TYPE_CHECKING, Any
 from proxy.health.worker_state import state, why_not
 from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS, Histogram
 from proxy.metrics.scrape import VERSION
-from proxy.status_page.window import EVERY_S, Window, quantile
+from proxy.status_page.window import COPY_INTERVAL_S, Window, quantile
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.tenants.tenants import Tenant
     from proxy.metrics.registry import Metrics
 
-MOST_WORKERS = 500
-MOST_TENANTS = 100
-MOST_LINES = 12  # of latencies, of each kind
+MAX_WORKERS = 500
+MAX_TENANTS = 100
+MAX_LATENCY_ROWS = 12  # latency rows per kind
 QUANTILES = (0.5, 0.99)
 ANY = "all"
-WELL = ("up", "draining", "drained")  # or as an operator wants it
+HEALTHY_STATES = ("up", "draining", "drained")  # or stopped by an operator
 KINDS = ("TTFT", "TPOT", "ITL")
-SPENT = ("tokens", "limited")  # what is told of a tenant, since the start and of the last minute
+TENANT_COUNTERS = ("tokens", "limited")  # shown since the start and for the last minute
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """What one process has counted: it may be one of several."""
+    """The counts of one process."""
 
-    covers_s: float | None  # of the last minute
+    covers_s: float | None  # seconds of the last minute that the window covers
     counts: dict[Key, tuple[int, int]]  # since the start, and in the last minute
-    histograms: dict[Key, list[int]]  # of the last minute, by what, pool, model and class
+    histograms: dict[Key, list[int]]  # counts of the last minute by kind, pool, model and class
     clients: int
     queue: tuple[int, int]  # requests and bytes
-    tenants: dict[str, tuple[int, int]]  # requests in flight and waiting, and of these that wait
+    tenants: dict[str, tuple[int, int]]  # requests in flight and, of these, queued
 
 
 class LiveState:
-    """What is counted, and how much of it is of the last minute."""
+    """The counters, and their growth in the last minute."""
 
     def __init__(self, metrics: Metrics, draining: Callable[[], bool] = lambda: False) -> None:
         self._metrics = metrics
@@ -53,17 +53,17 @@ class LiveState:
         self._window = Window()
 
     async def run(self, clock: Callable[[], float]) -> None:
-        """Remember the last minute, for ever."""
+        """Take a copy of the counters every few seconds."""
         while True:
             self.copy(clock())
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(COPY_INTERVAL_S)
 
     def copy(self, now: float) -> None:
-        """Keep what is counted by now."""
+        """Keep a copy of the current counters."""
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
     def figures(self, now: float) -> LiveCounts:
-        """Return what this process has counted."""
+        """Return the counts of this process."""
         since, queue = self._window.since, self._metrics.router.queue
         return LiveCounts(
             None if since is None else min(now - since, 60.0),
@@ -73,19 +73,19 @@ class LiveState:
             (len(queue), queue.bytes),
             {
                 each.name: (each.ledger.running, each.waiting)
-                for each in islice(self._metrics.router.tenants, MOST_TENANTS)
+                for each in islice(self._metrics.router.tenants, MAX_TENANTS)
             },
         )
 
     def __call__(self, now: float, counted: Sequence[LiveCounts] = ()) -> dict[str, Any]:
-        """Describe everything, with what several processes have counted if there are any."""
+        """Return the state as JSON, with the counts of several processes if given."""
         counted = counted or [self.figures(now)]
         covers = [each.covers_s for each in counted if each.covers_s is not None]
         router = self._metrics.router
         workers = worst_first(router.fleet)
-        tenants = list(islice(router.tenants, MOST_TENANTS))
-        lines = list(latencies(counted))
-        shown = busiest(lines)
+        tenants = list(islice(router.tenants, MAX_TENANTS))
+        rows = list(latencies(counted))
+        shown = busiest(rows)
         return {
             "version": VERSION,
             "policy": router.settings.policy,
@@ -99,30 +99,34 @@ class LiveState:
             },
             "workers": [_worker(worker, now) for worker in workers],
             "pools": _pools(router.fleet),
-            "more_workers": max(len(router.fleet) - MOST_WORKERS, 0),
+            "more_workers": max(len(router.fleet) - MAX_WORKERS, 0),
             "answered": grown(counted, "answered")[0][1:],
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
             "retries": grown(counted, "retry"),
             "tenants": [self._tenant(each, counted) for each in tenants],
             "latencies": shown,
-            "more_latencies": len(lines) - len(shown),
+            "more_latencies": len(rows) - len(shown),
         }
 
     def _tenant(self, tenant: Tenant, counted: Sequence[LiveCounts]) -> dict[str, Any]:
         name = tenant.name
         now = [each.tenants.get(name, (0, 0)) for each in counted]
-        of = {kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in SPENT}
+        of = {
+            kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in TENANT_COUNTERS
+        }
         return {
             "name": name,
             "class": tenant.spec.rank.name.lower(),
             "requests": sum(running for running, _ in now),
             "waiting": sum(waiting for _, waiting in now),
-            **{kind: [sum(numbers) for numbers in zip(*of[kind], strict=True)] for kind in SPENT},
+            **{
+                kind: [sum(numbers) for numbers in zip(*of[kind], strict=True)]
+                for kind in TENANT_COUNTERS
+            },
         }
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
-        """Yield counters, each with what it is of and the name it is shown by."""
         metrics = self._metrics
         decisions: Counter[str] = Counter()
         for (_, reason), count in metrics.router.decisions.items():
@@ -138,13 +142,12 @@ class LiveState:
             for name, count in table.items():
                 yield (kind, name), count
         yield ("answered", ""), sum(each.count for each in metrics.requests.values())
-        for tenant in islice(metrics.router.tenants, MOST_TENANTS):
+        for tenant in islice(metrics.router.tenants, MAX_TENANTS):
             totals = tenant.totals
-            yield (SPENT[0], tenant.name), totals.prompt_tokens + totals.output_tokens
-            yield (SPENT[1], tenant.name), sum(totals.limited.values())
+            yield (TENANT_COUNTERS[0], tenant.name), totals.prompt_tokens + totals.output_tokens
+            yield (TENANT_COUNTERS[1], tenant.name), sum(totals.limited.values())
 
     def _histograms(self) -> Iterator[tuple[Key, Histogram]]:
-        """Yield histograms by what they measure, pool, model and class."""
         metrics = self._metrics
         for kind, table in ((KINDS[0], metrics.ttft), (KINDS[1], metrics.tpot)):
             for key, histogram in table.items():
@@ -154,7 +157,7 @@ class LiveState:
 
 
 def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]]:
-    """List counters of a kind: name, since the start, in the last minute; most first."""
+    """Return (name, count since the start, count in the last minute), largest first."""
     total: Counter[str] = Counter()
     minute: Counter[str] = Counter()
     for each in counted:
@@ -167,7 +170,7 @@ def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]
 
 
 def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
-    """Tell what the last minute's histograms come to."""
+    """Yield the quantiles of the last minute's histograms."""
     found: dict[Key, list[int]] = {}
     for each in counted:
         for key, counts in each.histograms.items():
@@ -184,38 +187,39 @@ def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def busiest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those of each kind that are of most requests, in the order they stood in."""
+def busiest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each kind's rows with the most requests, in their original order."""
     shown: list[dict[str, Any]] = []
     for kind in KINDS:
-        of_kind = [line for line in lines if line["what"] == kind]
-        most = nlargest(MOST_LINES, range(len(of_kind)), key=lambda at: of_kind[at]["count"])
-        shown += [of_kind[at] for at in sorted(most)]
+        of_kind = [row for row in rows if row["what"] == kind]
+        indexes = nlargest(
+            MAX_LATENCY_ROWS, range(len(of_kind)), key=lambda at: of_kind[at]["count"]
+        )
+        shown += [of_kind[at] for at in sorted(indexes)]
     return shown
 
 
 def worst_first(workers: Iterable[Worker]) -> list[Worker]:
-    """Return as many as are shown: those in trouble, then the others, as they come."""
-    troubled: list[Worker] = []
-    well: list[Worker] = []
+    """Return the workers to show: unhealthy workers first."""
+    unhealthy: list[Worker] = []
+    healthy: list[Worker] = []
     for worker in workers:
-        (well if is_well(worker) else troubled).append(worker)
-    return [*troubled, *well][:MOST_WORKERS]
+        (healthy if is_healthy(worker) else unhealthy).append(worker)
+    return [*unhealthy, *healthy][:MAX_WORKERS]
 
 
-def is_well(worker: Worker) -> bool:
-    """Whether nothing need be done about a worker."""
-    return state(worker) in WELL
+def is_healthy(worker: Worker) -> bool:
+    """Return True if a worker needs no attention."""
+    return state(worker) in HEALTHY_STATES
 
 
 def _pools(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """Sum up all workers, those that are not shown included."""
     found: dict[str, Counter[str]] = {}
     for worker in workers:
-        told = found.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))
-        told["workers"] += 1
-        told["up"] += state(worker) == "up"
-        told["requests"] += worker.requests
+        totals = found.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))
+        totals["workers"] += 1
+        totals["up"] += state(worker) == "up"
+        totals["requests"] += worker.requests
     return [{"role": role, **found[role]} for role in sorted(found)]
 
 
@@ -226,7 +230,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "role": worker.role.value,
         "model": worker.model,
         "state": state(worker),
-        "well": is_well(worker),
+        "well": is_healthy(worker),
         "why": why_not(worker, now),
         "breaker": worker.breaker.state(now).value,
         "requests": worker.requests,

@@ -1,7 +1,7 @@
-"""The last minute of counters and histograms that only ever grow.
+"""Growth of counters and histograms during the last minute.
 
-A copy is made every five seconds, whether anybody looks or not: so the first look at the status
-page shows a whole minute. It takes some 20 us for a fleet with one model.
+A copy is taken every five seconds even without a viewer, so that the page shows a whole minute at
+once. A copy takes about 20 us.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from proxy.metrics.histogram import Histogram
 
-EVERY_S = 5.0
+COPY_INTERVAL_S = 5.0
 WINDOW_S = 60.0
 
 Counts = dict[Hashable, int]
@@ -20,7 +20,7 @@ Histograms = dict[Hashable, list[int]]
 
 
 class CountsCopy(NamedTuple):
-    """What stood there at some time."""
+    """The counts at one time."""
 
     at: float
     counts: Counts
@@ -28,7 +28,7 @@ class CountsCopy(NamedTuple):
 
 
 class Window:
-    """Copies of a minute, the oldest first."""
+    """Copies of the last minute, oldest first."""
 
     def __init__(self) -> None:
         self._copies: deque[CountsCopy] = deque()
@@ -36,7 +36,7 @@ class Window:
     def copy(
         self, now: float, counts: Mapping[Any, int], histograms: Mapping[Any, Histogram]
     ) -> None:
-        """Keep what stands there now; let go what is older than a minute."""
+        """Add a copy and drop copies older than a minute."""
         counted = {key: [*histogram.counts] for key, histogram in histograms.items()}
         self._copies.append(CountsCopy(now, dict(counts), counted))
         while len(self._copies) > 1 and self._copies[1].at <= now - WINDOW_S:
@@ -44,27 +44,28 @@ class Window:
 
     @property
     def since(self) -> float | None:
-        """Tell from when on it knows; None if it knows nothing yet."""
+        """The time of the oldest copy; None without a copy."""
         return self._copies[0].at if self._copies else None
 
     def count(self, key: Hashable, now: int) -> int:
-        """Return how much a counter has grown."""
+        """Return a counter's growth."""
         before = self._copies[0].counts.get(key, 0) if self._copies else 0
         return max(now - before, 0)
 
     def of(self, key: Hashable, histogram: Histogram) -> list[int]:
-        """Return what was observed, by bucket."""
+        """Return a histogram's growth, by bucket."""
         before = self._copies[0].histograms.get(key) if self._copies else None
         if before is None:
             return [*histogram.counts]
-        # One that was forgotten and came back has less than before.
+        # A histogram that was dropped and created again has lower counts.
         return [max(now - then, 0) for now, then in zip(histogram.counts, before, strict=True)]
 
 
 def quantile(share: float, counts: Sequence[int], bounds: Sequence[float]) -> float | None:
-    """Estimate a quantile from counts per bucket; beyond the last bound it is that bound.
+    """Estimate a quantile from counts per bucket.
 
-    Within a bucket values are taken to lie evenly, as in PromQL's `histogram_quantile`.
+    Values above the last bound count as that bound. Values are assumed to be uniform within a
+    bucket, as in PromQL's `histogram_quantile`.
     """
     total = sum(counts)
     if not total:

@@ -36,7 +36,7 @@ async def on_that_disk(self, what, *args, **named):
 StoreThread.__call__ = on_that_disk
 """
 # In the router's log, each time that the lane pauses for it; not what uploads are told.
-SEEN = "batches: paused: there is no room on the disk"
+SEEN = "batches: paused: the disk of"
 
 
 class Disk(Protocol):
@@ -67,7 +67,7 @@ class DiskHere:
         """Have no room until somebody has wanted it."""
         lane = self._batches.lane
         await self.fill()
-        await eventually(lambda: "no room" in lane.paused, within=within_s)
+        await eventually(lambda: "is full" in lane.paused, within=within_s)
         await self.clear()
 
 

@@ -55,7 +55,7 @@ async def test_each_request_has_one_end_and_nothing_is_left(
         return await look_up(self)
 
     monkeypatch.setattr(DnsSource, "_look_up", at_times)
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.2)  # until it is tried again
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.2)  # until it is tried again
     tasks, open_before = asyncio.all_tasks(), sockets()
     await troupe.start()
     source = tmp_path / "fleet.yaml"

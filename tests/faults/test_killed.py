@@ -104,7 +104,7 @@ async def test_one_process_of_two_is_killed_under_load_of_tenants(tmp_path: Path
         await until(lambda: crowd.outcomes[WHOLE] > 50 and names.SEEN in log.read_text())
         no_names.unlink()
         os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
-        await until(lambda: "another begins" in log.read_text())
+        await until(lambda: "restarting in" in log.read_text())
         before = crowd.outcomes[WHOLE]
         await until(lambda: crowd.outcomes[WHOLE] > before + 50)
         await until(lambda: len(soak.children_of(router.pid)) == 2)

@@ -82,7 +82,7 @@ FAULTS = {
 
 def excused() -> set[str]:
     """Name what has nothing to show here, as a list has it."""
-    (row,) = (row for row in engine.BOARD.rows if row.title == "What single policies tell")
+    (row,) = (row for row in engine.BOARD.rows if row.title == "Single policies")
     others = [panel for panel in row.panels if not panel.title.startswith("long_prompt:")]
     others += [panel for panel in engine.BOARD.panels() if panel.title in ("Chunk budget", "K")]
     asked = {query.expr for panel in others for query in panel.queries}

@@ -60,7 +60,7 @@ def test_one_that_is_not_is_told(name: str) -> None:
     panel = Panel("P", "", "s", (Query(f"rate({name}[5m])"),))
     board = Board("u", "B", "", (), (Row("", (panel,)),))
     (line,) = build.undefined([board], declared.all_of_them())
-    assert line.startswith(f"B: P: {name} is declared by nobody")
+    assert line.startswith(f"B: P: {name} is not declared")
 
 
 @pytest.mark.parametrize(

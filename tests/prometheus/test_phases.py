@@ -35,8 +35,8 @@ def series(pool: str, requests: int, phases: dict[str, float]) -> list[dict[str,
 @pytest.mark.parametrize(
     ("title", "wanted"),
     [
-        ("Where the time to the first token goes", WANTED),
-        ("Where a request's time goes", WANTED | DECODE),
+        ("Time to first token, by phase", WANTED),
+        ("Request time, by phase", WANTED | DECODE),
     ],
 )
 def test_phases_add_up_to_the_mean_request_with_hand_overs_among_them(

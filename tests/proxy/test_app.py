@@ -253,7 +253,7 @@ async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
     source.write_text(good.replace("'}", "', launch: {}}", 1))
     begun = App(load(source), source)
     source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
-    assert await begun.reload() == ["workers: a, if `up` started it, still runs"]
+    assert await begun.reload() == ["workers: a keeps running if `up` started it"]
 
 
 async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
@@ -268,7 +268,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
     app.router.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
     await app.listen()
     try:
-        await eventually(lambda: "3 requests were served whole" in caplog.text)
+        await eventually(lambda: "3 requests were served without a hand-over" in caplog.text)
     finally:
         await app.stop()
 
@@ -324,7 +324,7 @@ async def test_a_port_in_use_is_a_clear_error(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         source.write_text(source.read_text().replace("{port: 0, admin", f"{{port: {port}, admin"))
-        with pytest.raises(ProxyError, match=f"can't listen.*{port}"):
+        with pytest.raises(ProxyError, match=f"cannot listen.*{port}"):
             await serve(load(source), source=source)
 
 
@@ -455,12 +455,12 @@ async def test_sighup_reloads(
     started.send_signal(signal.SIGHUP)
     assert started.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
-        while b"was not taken" not in await started.stderr.readline():
+        while b"was not reloaded" not in await started.stderr.readline():
             pass
     written(tmp_path / "fleet.yaml", fakes[0])
     started.send_signal(signal.SIGHUP)
     async with asyncio.timeout(DEADLINE_S):
-        while b"again: 1 workers" not in await started.stderr.readline():
+        while b"yaml: 1 workers" not in await started.stderr.readline():
             pass
     client = await Client.connect(port)
     assert [(await client.ask(chat())).status for _ in range(3)] == [200] * 3

@@ -1,1 +1,1 @@
-"""The files and the database behind the Files and Batches API."""
+"""SQLite storage of files, batches and results."""

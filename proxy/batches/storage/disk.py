@@ -1,4 +1,4 @@
-"""The disk under the store: its errors, named with a remedy, and a reserve for deletes."""
+"""Disk errors with their remedies, and a reserve of disk space for deletes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DATABASE = "batches.sqlite"
 RESERVE = "reserve"
 # A delete of a large file writes less than 1 MiB, and giving its pages back 4 MiB at a time.
 RESERVE_BYTES = 8 << 20
-SHORT_BYTES = 128 << 20  # more than twice a file of the usual largest size
-# One delete gives back 64 MiB, in steps of 1000 pages. The lane gives back the rest.
-MOST_STEPS = 16
+SHORT_BYTES = 128 << 20  # more than twice the default `max_file_bytes`
+# One delete returns up to 64 MiB, in steps of 1000 pages. The scheduler returns the rest.
+MAX_VACUUM_STEPS = 16
 ERASES = ("OFF", "ON", "FAST")  # what SQLite's number for `secure_delete` means
 NO_ROOM = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 PRIMARY = 0xFF  # of an extended result code of SQLite
@@ -37,7 +37,7 @@ NOT_WRITTEN = frozenset(
     ]
 )
 REMEDIES = {
-    sqlite3.SQLITE_IOERR: "look for errors of this disk in the kernel's log",
+    sqlite3.SQLITE_IOERR: "check the kernel's log for disk errors",
     sqlite3.SQLITE_READONLY: "remount it for writing, or let the router's user write there",
     sqlite3.SQLITE_CANTOPEN: "let the router's user read and write there",
     sqlite3.SQLITE_PERM: "let the router's user read and write there",
@@ -49,7 +49,7 @@ REMEDIES = {
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Raise `DiskError` for every error that the disk causes; other errors pass."""
+    """Raise `DiskError` for every disk error; let other errors pass."""
     try:
         yield
     except sqlite3.Error as error:
@@ -65,8 +65,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 def no_room(folder: Path) -> StoreFullError:
     """Return the error for a disk without free space."""
     return StoreFullError(
-        f"there is no room on the disk of {folder} ({SETTING}); make some, or set "
-        "router.batches.keep_days lower"
+        f"the disk of {folder} ({SETTING}) is full; free space, or lower router.batches.keep_days"
     )
 
 
@@ -74,7 +73,7 @@ def gone(folder: Path) -> DiskError:
     """Return the error for a database that is no longer where it was opened."""
     return DiskError(
         f"{SETTING}: {folder}: the folder or its database was removed or replaced while the router "
-        "ran; put it back, or make an empty folder there"
+        "was running; restore it, or create an empty folder there"
     )
 
 
@@ -93,10 +92,10 @@ def _of_sqlite(folder: Path, error: sqlite3.Error) -> DiskError | None:
 
 
 class DiskRoom:
-    """The disk's free room, and a reserve for deletes on a full disk: a file of zeros.
+    """The disk's free space, and a reserve file of zeros that lets deletes work on a full disk.
 
-    A delete is written to SQLite's log first. A checkpoint moves the log into the database, which
-    may become longer by that.
+    A delete first writes to SQLite's log. A checkpoint then moves the log into the database, which
+    may grow.
     """
 
     def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
@@ -107,7 +106,7 @@ class DiskRoom:
 
     @property
     def is_short(self) -> bool:
-        """Whether what is freed in the database is to be given to the disk at once."""
+        """True if freed pages must be returned to the disk at once."""
         return self._free < SHORT_BYTES
 
     @property
@@ -125,10 +124,10 @@ class DiskRoom:
 
     @contextmanager
     def spared(self, give_back: Callable[[], bool]) -> Iterator[None]:
-        """Write little in what is inside, then call `give_back` until it has no more pages to give.
+        """Keep the block's writes small, then call `give_back` until no pages are left.
 
-        SQLite may be built to overwrite what is deleted, which writes as much as is deleted. An
-        automatic checkpoint could take the reserve's room before `give_back` shortens the database.
+        SQLite may be built to overwrite deleted data. An automatic checkpoint could use up the
+        reserve before `give_back` shortens the database.
         """
         (erases,) = self._run("PRAGMA secure_delete").fetchone()
         (pages,) = self._run("PRAGMA wal_autocheckpoint").fetchone()
@@ -136,8 +135,8 @@ class DiskRoom:
         self._run("PRAGMA wal_autocheckpoint = 0")
         try:
             yield
-            with suppress(DiskError, sqlite3.Error):  # what was inside is done
-                for _ in range(MOST_STEPS):
+            with suppress(DiskError, sqlite3.Error):  # the block itself has succeeded
+                for _ in range(MAX_VACUUM_STEPS):
                     self._empty_log()
                     if not self.insist(give_back):
                         break
@@ -148,7 +147,7 @@ class DiskRoom:
             self._renew()
 
     def insist(self, do: Callable[[], Got]) -> Got:
-        """Do it; on a full disk again with the reserve's room, and again with that of the log."""
+        """Call `do`; on a full disk retry with the reserve released, then with the log emptied."""
         for make_room in (self._spend, self._empty_log):
             try:
                 return do()
@@ -157,7 +156,6 @@ class DiskRoom:
         return do()
 
     def _empty_log(self) -> None:
-        """Move what SQLite's log has into the database, if the disk has room for that."""
         (pages,) = self._run("PRAGMA page_count").fetchone()
         (size,) = self._run("PRAGMA page_size").fetchone()
         with disk_errors(self._folder):
@@ -171,13 +169,12 @@ class DiskRoom:
             os.truncate(self._reserve, 0)
 
     def _renew(self) -> None:
-        """Fill the reserve up, as far as the disk has room."""
         with suppress(OSError), self._reserve.open("ab", buffering=0) as file:
             file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """Return which file a folder's database is; None if there is none."""
+    """Return the device and inode of a folder's database; None if it is missing."""
     try:
         found = (folder / DATABASE).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The lock of a folder: of all routers and processes that share it, one runs the lines."""
+"""File lock that elects the one process that schedules a folder's batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
-LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # by another; the last as NFS may say it
+# Another process holds the lock; NFS reports EACCES.
+LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
@@ -19,12 +20,15 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process holds it."""
+        """True if this process holds the lock."""
         return self._file is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the locked file left the folder: another process may lock a new one."""
+        """True if the locked file was removed or replaced.
+
+        Another process may then lock a new file.
+        """
         if self._file is None:
             return False
         try:
@@ -33,7 +37,10 @@ class FolderLock:
             return True
 
     def take(self) -> bool:
-        """Take it, unless another has it; whether it is held. Raises `OSError`."""
+        """Try to take the lock; return True if this process holds it.
+
+        Raises `OSError`.
+        """
         if self._file is None:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -47,7 +54,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Let another have it."""
+        """Release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

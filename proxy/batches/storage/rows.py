@@ -1,4 +1,4 @@
-"""From rows to what they stand for, and back; and how a result is written."""
+"""Conversion between rows and objects, and the output format of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxy.batches.types import Batch, File, InputProblem, LineJob, LineResult, 
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Which part of a list is wanted."""
+    """Which page of a list to return."""
 
     limit: int = 20
     after: str | None = None
@@ -23,19 +23,19 @@ class ListPage:
 
 
 def new_id(kind: str) -> str:
-    """Make an id nobody can guess."""
+    """Return an unguessable id."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
-def replaced(job: LineJob, code: str, message: str) -> LineResult:
-    """Say why a line has no answer."""
+def error_result(job: LineJob, code: str, message: str) -> LineResult:
+    """Return an error result for a line that was not run."""
     return LineResult(
         job.batch, job.number, job.custom_id, new_id("batch_req_"), code=code, message=message
     )
 
 
-def written(result: LineResult) -> bytes:
-    """Write a result as its line of a file; the worker's answer stays as it was."""
+def output_line(result: LineResult) -> bytes:
+    """Return a result as one line of an output file; the worker's body is unchanged."""
     response = error = None
     if result.status:
         response = {
@@ -56,28 +56,27 @@ def written(result: LineResult) -> bytes:
 
 
 def _one_line(body: bytes) -> Any:
-    """Have JSON pass as it is, but on one line; what is none, as text."""
     try:
         orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode("utf-8", "replace")
-    # In a string they would be escapes.
+    # Line ends in JSON are whitespace; within strings they are escaped.
     return orjson.Fragment(body.translate(None, b"\r\n").strip())
 
 
-def marks(values: Iterable[object]) -> str:
-    """Write a question mark for each value."""
+def placeholders(values: Iterable[object]) -> str:
+    """Return one SQL placeholder for each value."""
     return ", ".join("?" for _ in values)
 
 
 def file_of(row: sqlite3.Row) -> File:
-    """Read a row of `files`."""
+    """Convert a row of `files`."""
     values = dict(row)
     return File(**values | {"ok": bool(values["ok"])})
 
 
 def batch_of(row: sqlite3.Row) -> Batch:
-    """Read a row of `batches`."""
+    """Convert a row of `batches`."""
     values = dict(row)
     metadata = values["metadata"]
     return Batch(
@@ -85,14 +84,16 @@ def batch_of(row: sqlite3.Row) -> Batch:
         | {
             "status": Status(values["status"]),
             "metadata": metadata and orjson.loads(metadata),
-            "complaints": [InputProblem(**each) for each in orjson.loads(values["complaints"])],
+            "complaints": [
+                InputProblem(**problem) for problem in orjson.loads(values["complaints"])
+            ],
             "at": orjson.loads(values["at"]),
         }
     )
 
 
 def row_of(batch: Batch) -> dict[str, Any]:
-    """Write a row of `batches`."""
+    """Convert a batch to a row of `batches`."""
     row = asdict(batch)
     metadata = row["metadata"]
     return row | {

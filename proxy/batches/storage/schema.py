@@ -1,4 +1,4 @@
-"""The tables, and how the database is opened."""
+"""Tables of the database, and how it is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxy.batches.storage.disk import DATABASE, SETTING
 from proxy.batches.types import DiskError
 
 VERSION = 1
-BUSY_S = 30.0  # that another process may keep it locked
+BUSY_S = 30.0  # wait for a lock of another process
 TABLES = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -32,36 +32,43 @@ CREATE TABLE results (
     batch TEXT NOT NULL, number INTEGER NOT NULL, ok INTEGER NOT NULL, content BLOB NOT NULL,
     PRIMARY KEY (batch, number));
 """
-ROW_BYTES = 300  # of any row and its part of the indexes, beside what is the client's to choose
-# In bytes: the length of a text ends at its first NUL.
+ROW_BYTES = 300  # bytes of a row and its index entries without client data
+# The cast makes the length count bytes; a text's length ends at its first NUL.
 TEXT = "coalesce(length(CAST({{row}}.{} AS BLOB)), 0)"
-# What is the client's, in each table; and whose a row is.
-CHOSEN = {
+# Size of the client data in a row, and the row's tenant, by table.
+CLIENT_BYTES = {
     "files": "{row}.bytes * ({row}.batch IS NULL) + " + TEXT.format("name"),
     "batches": " + ".join(map(TEXT.format, ("complaints", "metadata"))),
-    "lines": " + ".join(map(TEXT.format, ("custom_id", "custom_id", "model"))),  # one for the index
+    # custom_id is also in an index
+    "lines": " + ".join(map(TEXT.format, ("custom_id", "custom_id", "model"))),
     "results": "length({row}.content)",
 }
-OWN, OF_BATCH = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"
-WHOSE = {"files": OWN, "batches": OWN, "lines": OF_BATCH, "results": OF_BATCH}
+OWN_TENANT, BATCH_TENANT = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"
+ROW_TENANT = {
+    "files": OWN_TENANT,
+    "batches": OWN_TENANT,
+    "lines": BATCH_TENANT,
+    "results": BATCH_TENANT,
+}
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database of a folder, and make it where there is none."""
+    """Open a folder's database, and create it if it is missing."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = path / DATABASE
-        file.touch(mode=0o600)  # prompts are in it; what SQLite puts beside it is as private
+        file.touch(mode=0o600)  # contains prompts; SQLite's other files get the same mode
         connection = sqlite3.connect(
             file,
-            isolation_level=None,  # transactions begin where they are said to
+            isolation_level=None,  # transactions begin explicitly
             timeout=BUSY_S,
-            check_same_thread=False,  # it is one thread's at a time
+            check_same_thread=False,  # used by one thread at a time
         )
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # what was answered for outlives the power
+        # Acknowledged writes survive a power failure.
+        connection.execute("PRAGMA synchronous = FULL")
         with transaction(connection):
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
@@ -70,12 +77,10 @@ def connect(path: Path) -> sqlite3.Connection:
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             known = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
             if version in (0, VERSION) and connection.execute(known).fetchone() is None:
-                for statement in counting():
+                for statement in usage_statements():
                     connection.execute(statement)
     except (OSError, sqlite3.Error) as error:
-        raise DiskError(
-            f"{SETTING}: {path}: {error}; give a folder that can be written to"
-        ) from None
+        raise DiskError(f"{SETTING}: {path}: {error}; name a writable folder") from None
     if version not in (0, VERSION):
         connection.close()
         raise DiskError(
@@ -85,54 +90,54 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def counting() -> Iterator[str]:
-    """Have the database itself count what each tenant has.
+def usage_statements() -> Iterator[str]:
+    """Yield statements that make the database count each tenant's bytes.
 
-    Beside the tables of the same version: a folder that was written without gets it, and a release
-    that knows nothing of it counts all the same.
+    This is separate from `TABLES`, with the same version: databases written before get the count
+    added, and older releases keep it correct because triggers maintain it.
     """
     yield "CREATE TABLE used (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID"
     yield "CREATE INDEX files_by_tenant ON files (tenant)"
     yield "CREATE INDEX batches_by_tenant ON batches (tenant)"
     had = " UNION ALL ".join(
-        f"SELECT {_whose(table, table)} AS tenant, {_size(table, table)} AS size FROM {table}"  # noqa: S608
-        for table in CHOSEN
+        f"SELECT {_tenant_of(table, table)} AS tenant, {_size(table, table)} AS size FROM {table}"  # noqa: S608
+        for table in CLIENT_BYTES
     )
     yield (
         f"INSERT INTO used SELECT tenant, sum(size) FROM ({had}) "  # noqa: S608
         "WHERE tenant IS NOT NULL GROUP BY tenant"
     )
-    for table in CHOSEN:
+    for table in CLIENT_BYTES:
         yield _trigger(table, "INSERT", "NEW", _size(table, "NEW"))
         yield _trigger(table, "DELETE", "OLD", f"-({_size(table, 'OLD')})")
     changed = f"{_size('batches', 'NEW')} - ({_size('batches', 'OLD')})"
     yield _trigger("batches", "UPDATE", "NEW", changed)
 
 
-def _whose(table: str, row: str) -> str:
-    return WHOSE[table].format(row=row)
+def _tenant_of(table: str, row: str) -> str:
+    return ROW_TENANT[table].format(row=row)
 
 
 def _size(table: str, row: str) -> str:
-    return f"{ROW_BYTES} + {CHOSEN[table].format(row=row)}"
+    return f"{ROW_BYTES} + {CLIENT_BYTES[table].format(row=row)}"
 
 
 def _trigger(table: str, event: str, row: str, more: str) -> str:
-    whose = _whose(table, row)
-    count = f"UPDATE used SET bytes = bytes + {more} WHERE tenant = {whose};"  # noqa: S608
-    if WHOSE[table] is OWN:  # what comes first of a tenant is a file or a batch
-        count = f"INSERT OR IGNORE INTO used VALUES ({whose}, 0); {count}"  # noqa: S608
+    tenant = _tenant_of(table, row)
+    count = f"UPDATE used SET bytes = bytes + {more} WHERE tenant = {tenant};"  # noqa: S608
+    if ROW_TENANT[table] is OWN_TENANT:  # a tenant's first row is a file or a batch
+        count = f"INSERT OR IGNORE INTO used VALUES ({tenant}, 0); {count}"  # noqa: S608
     return f"CREATE TRIGGER {table}_{event.lower()} AFTER {event} ON {table} BEGIN {count} END"
 
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Do all that is inside, or nothing of it."""
+    """Commit everything in the block, or nothing."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk may have ended it
+        if connection.in_transaction:  # a full disk may have ended the transaction
             connection.execute("ROLLBACK")
         raise

@@ -1,4 +1,4 @@
-"""The store's own thread: what waits for a disk is never done in the event loop."""
+"""The store's thread: disk operations never block the event loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.disk import disk_errors, gone
-from proxy.batches.storage.store import Store, StoreLimits
+from proxy.batches.storage.store import Store
 from proxy.errors import ProxyError
 
 Given = ParamSpec("Given")
@@ -17,7 +18,7 @@ Got = TypeVar("Got")
 
 
 class StoreThread:
-    """Does what it is told to a store, one thing after the other."""
+    """Runs store operations one at a time in a thread."""
 
     def __init__(self, path: Path, keep_s: float, bounds: StoreLimits) -> None:
         self._path = path
@@ -27,16 +28,16 @@ class StoreThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     async def open(self) -> None:
-        """Open the store; raises `ProxyError`."""
+        """Open the store; raise `ProxyError` on failure."""
         loop = asyncio.get_running_loop()
         self._store = await loop.run_in_executor(
             self._thread, Store, self._path, self._keep_s, self._bounds
         )
 
     async def reopen(self) -> bool:
-        """Open the database anew if another one is in its place; whether it did.
+        """Open the database anew if the file was replaced; return True if it was.
 
-        Raises `DiskError` while the folder is gone.
+        Raises `DiskError` while the folder is missing.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._reopen)
 
@@ -44,29 +45,28 @@ class StoreThread:
         store = self._store
         if store is None or store.is_in_place:
             return False
-        if not self._path.is_dir():  # as at a mount that is missing: made at the start only
+        if not self._path.is_dir():  # a mount may be missing; the folder is created only at startup
             raise gone(self._path)
         self._store = Store(self._path, self._keep_s, self._bounds)
         store.close()
         return True
 
     def _in_place(self) -> Store:
-        """Return the store; raises `DiskError` if its database is not in its folder any more."""
         store = self._store
         if store is None:
-            raise ProxyError("the store of batches is closed")
+            raise ProxyError("the batch store is closed")
         if not store.is_in_place:
             raise gone(self._path)
         return store
 
     def keep_for(self, keep_s: float, bounds: StoreLimits) -> None:
-        """Keep things for so long, and so many, from now on."""
+        """Apply a new retention time and new limits."""
         self._keep_s, self._bounds = keep_s, bounds
         if (store := self._store) is not None:
             store.keep_s, store.bounds = keep_s, bounds
 
     async def close(self) -> None:
-        """Close it, once what was begun is done."""
+        """Close the store after pending operations."""
         if self._store is not None:
             store, self._store = self._store, None
             await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
@@ -78,19 +78,19 @@ class StoreThread:
         *args: Given.args,
         **named: Given.kwargs,
     ) -> Got:
-        """Do it: `await keep(Store.add_file, tenant, ...)`; raises `DiskError`."""
+        """Run an operation: `await store(Store.add_file, tenant, ...)`; raises `DiskError`."""
         if self._store is None:
-            raise ProxyError("the store of batches is closed")
+            raise ProxyError("the batch store is closed")
         loop = asyncio.get_running_loop()
         todo = [lambda: what(self._in_place(), *args, **named)]
 
         def do() -> Got:
             with disk_errors(self._path):
                 got = todo.pop()()
-            self._in_place()  # or what was written is in a file that was removed meanwhile
+            self._in_place()  # raises if the file was removed during the write
             return got
 
         try:
             return await loop.run_in_executor(self._thread, do)
         finally:
-            todo.clear()  # what is given up lies in the thread's line until its turn, emptied
+            todo.clear()  # a cancelled operation stays in the thread's queue: free its arguments

@@ -1,1 +1,1 @@
-"""State that several router processes of one host share."""
+"""State that router processes share in memory."""

@@ -1,15 +1,14 @@
-"""Tenants' limits and shares, for all processes together.
+"""Tenants' limits and fair shares, for all processes together.
 
-What a tenant has taken of its limits per minute lies in memory that all write. What it has in
-flight each process counts for itself, and adds what the others say; where that is limited, it is
-said and read at once, and not at the end of a turn as all else is.
+The use of limits per minute is in memory that all processes write. Each process counts its own
+requests in flight and adds the others' counts. Where requests in flight are limited, counts are
+written and read at once, not at the end of a turn.
 
-Where it stands among others is the same number in all processes, as far as they have told: what
-each has charged it, added up, and the most that it was lifted by in any. Both stay in the table
-when a process dies, so that the next one, or one that is given a tenant again, goes on from there.
-A tenant that comes back is lifted to the least settled standing of the tenants that wait in any
-process. So what is settled and what is an estimate of a request in flight are told apart; the
-estimates of a process that died are given back by its successor.
+A tenant's position is the same in all processes: the sum of its charges in each process, and the
+largest lift in any process. Both stay in the table when a process dies.
+A tenant that comes back is lifted to the smallest settled position of the tenants that wait in any
+process. So settled charges and estimates of requests in flight are separate; the successor of a
+dead process gives the estimates back.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 from proxy.core.tenants.tenants import ChangedTenants, Rank
 from proxy.processes.shared.shared_memory import (
     LIFE,
-    MOST_TENANTS,
+    MAX_TENANTS,
     TENANT_CHANGES,
     ProcessSheet,
     SharedTable,
@@ -37,22 +36,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TAKE_S = 0.002
-SURE_S = 2.0  # after which all rows are read, whatever was told
-AT_FLOORS = MOST_TENANTS  # told as a row's change is
+READ_INTERVAL_S = 0.002
+FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
+FLOORS_ROW = MAX_TENANTS  # a pseudo row in the ring of changes
 Sums = tuple[float, ...]
 NONE: Sums = (0.0,) * 2 * len(Rank)
 
 
 class LimitsPeer:
-    """Another process's say."""
+    """The rows of another process."""
 
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self.life = self.changes = 0
 
     def changed(self) -> set[int] | None:
-        """Return the rows to read; None: all."""
+        """Return the changed rows; None if all rows must be read."""
         sheet = self.sheet
         self.changes, rows = sheet.told(self.changes, TENANT_CHANGES)
         if (life := sheet.count(LIFE)) != self.life:
@@ -62,7 +61,7 @@ class LimitsPeer:
 
 
 class SharedUsage:
-    """What a tenant has in flight, told and read at once: see `Others` of limits."""
+    """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
 
     def __init__(self, row: int, own: ProcessSheet, theirs: Sequence[ProcessSheet]) -> None:
         self._row = row
@@ -70,16 +69,16 @@ class SharedUsage:
         self._theirs = theirs
 
     def running(self) -> int:
-        """Say how many other processes have at this moment."""
+        """Return the number of requests in flight in other processes."""
         return sum(sheet.read_running(self._row) for sheet in self._theirs)
 
     def told(self, running: int) -> None:
-        """Say how many this one has."""
+        """Write the number of requests in flight in this process."""
         self._own.write_running(self._row, running)
 
 
 class SharedLimits:
-    """Shares all tenants."""
+    """Shares the limits and charges of all tenants."""
 
     def __init__(
         self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
@@ -91,68 +90,70 @@ class SharedLimits:
         self._peers = [LimitsPeer(peer.sheet) for peer in sharing.peers]
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
-        self._told: dict[Tenant, TenantRow] = {}
-        self._theirs: dict[Tenant, Sums] = {}  # `_sums` of all others, as it was read last
+        self._written: dict[Tenant, TenantRow] = {}
+        self._theirs: dict[Tenant, Sums] = {}  # `_sums` of all other processes, as last read
         self._floors: tuple[float, ...] = ()
         self._tenant_of: dict[int, Tenant] = {}  # by row
         self._watch = ChangedTenants()
-        self._next = self._next_sure = 0.0
+        self._next = self._next_full_read = 0.0
 
     def tell(self) -> None:
-        """Say what has changed here."""
+        """Write this process's changes."""
         if self._edition != self._tenants.edition:
             self._arrange()
         for tenant in self._watch.take():
-            taken = _taken(tenant)
-            if tenant in self._rows and self._told[tenant] != taken:
-                self._say(tenant, self._rows[tenant], taken)
+            taken = _row_of(tenant)
+            if tenant in self._rows and self._written[tenant] != taken:
+                self._write(tenant, self._rows[tenant], taken)
         floors = tuple(self._turns.floors.values())
         if floors != self._floors:
             self._floors = floors
             self._sheet.write_floors(floors)
-            self._sheet.tell(AT_FLOORS, TENANT_CHANGES)
+            self._sheet.tell(FLOORS_ROW, TENANT_CHANGES)
 
-    def _say(self, tenant: Tenant, row: int, taken: TenantRow) -> None:
-        self._told[tenant] = taken
-        self._sheet.write_taken(row, taken)
+    def _write(self, tenant: Tenant, row: int, taken: TenantRow) -> None:
+        self._written[tenant] = taken
+        self._sheet.write_usage(row, taken)
         self._sheet.tell(row, TENANT_CHANGES)
 
     def take(self, now: float) -> None:
-        """Take what the others have said."""
+        """Apply the other processes' changes."""
         if self._edition != self._tenants.edition:
             self._arrange()
         if now < self._next:
             return
-        self._next = now + TAKE_S
+        self._next = now + READ_INTERVAL_S
         rows: set[int] = set()
-        everything = now >= self._next_sure
+        read_all = now >= self._next_full_read
         for peer in self._peers:
             if (changed := peer.changed()) is None:
-                everything = True
+                read_all = True
             else:
                 rows |= changed
-        if everything:
-            self._next_sure = now + SURE_S
-            rows = {*self._tenant_of, AT_FLOORS}
+        if read_all:
+            self._next_full_read = now + FULL_READ_INTERVAL_S
+            rows = {*self._tenant_of, FLOORS_ROW}
         for row in rows:
             if (tenant := self._tenant_of.get(row)) is not None:
                 self._take(tenant, row)
-        if AT_FLOORS in rows:
+        if FLOORS_ROW in rows:
             floors = self._turns.floors
             for peer in self._peers:
                 for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
                     floors[rank] = max(floors[rank], floor)
 
     def _take(self, tenant: Tenant, row: int) -> None:
-        said = [peer.sheet.read_taken(row) for peer in self._peers]
-        tenant.ledger.elsewhere = sum(each.running for each in said)
+        rows_read = [peer.sheet.read_usage(row) for peer in self._peers]
+        tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read)
         waits = 0
-        for each in said:
-            waits |= each.waits
-            for rank, lift in enumerate(each.lifts):
+        for peer_row in rows_read:
+            waits |= peer_row.waits
+            for rank, lift in enumerate(peer_row.lifts):
                 tenant.lifted_to(rank, lift)
         self._turns.waits_elsewhere(tenant, waits)
-        theirs = tuple(map(sum, zip(*(_sums(each) for each in said), strict=True))) or NONE
+        theirs = (
+            tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
+        )
         if theirs != (known := self._theirs[tenant]):
             self._theirs[tenant] = theirs
             grown = [total - before for total, before in zip(theirs, known, strict=True)]
@@ -161,7 +162,6 @@ class SharedLimits:
                 tenant.charged_elsewhere(settled + unsettled, unsettled, rank)
 
     def _arrange(self) -> None:
-        """Find the rows of the tenants that there are now."""
         self._edition = self._tenants.edition
         rows: dict[Tenant, int] = {}
         for tenant in self._tenants:
@@ -169,17 +169,17 @@ class SharedLimits:
             row = self._table.tenant_row(mark)
             if row is None:
                 logger.error(
-                    "tenant %s: there have been more than %d; its limits hold in each process by "
-                    "itself",
+                    "tenant %s: more than %d tenants since the start; its limits apply to each "
+                    "process separately",
                     tenant.name,
-                    MOST_TENANTS,
+                    MAX_TENANTS,
                 )
                 continue
             rows[tenant] = row
             if tenant not in self._rows:
                 self._begin(tenant, row)
         for tenant in self._rows.keys() - rows.keys():
-            del self._told[tenant], self._theirs[tenant]
+            del self._written[tenant], self._theirs[tenant]
             tenant.watches.discard(self._watch)
             tenant.ledger.others = None
             self._turns.waits_elsewhere(tenant, 0)
@@ -187,19 +187,19 @@ class SharedLimits:
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
 
     def _begin(self, tenant: Tenant, row: int) -> None:
-        """Take up the books of a tenant, where it or a process was gone for a while."""
+        """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
         theirs = [peer.sheet for peer in self._peers]
         tenant.ledger.others = SharedUsage(row, self._sheet, theirs)
-        before = self._sheet.read_taken(row)
+        before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
             tenant.charged_elsewhere(share, 0.0, rank)
             tenant.lifted_to(rank, before.lifts[rank])
         self._theirs[tenant] = NONE
         tenant.watches.add(self._watch)
-        self._say(tenant, row, _taken(tenant))
+        self._write(tenant, row, _row_of(tenant))
         self._take(tenant, row)
 
 
@@ -207,7 +207,7 @@ def _sums(taken: TenantRow) -> Sums:
     return taken.settled + taken.unsettled
 
 
-def _taken(tenant: Tenant) -> TenantRow:
+def _row_of(tenant: Tenant) -> TenantRow:
     a, b, c = tenant.charged
     d, e, f = tenant.lifts
     g, h, i = tenant.own_unsettled

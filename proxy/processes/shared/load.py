@@ -1,13 +1,13 @@
-"""One process's charges and breakers told to the others, and theirs taken into its fleet.
+"""Shares the charges and breakers of workers between processes.
 
-What has changed is written at the end of the loop's turn, once however often it changed; what
-others wrote is read before a decision, unless that was done two milliseconds ago.
+Changes are written once at the end of the loop's turn. Other processes' changes are read before a
+decision, at most every two milliseconds.
 
-That is too late for a worker that takes only so many requests: of a burst each process reads a part
-in one turn, and would place it as if it were alone. There each says how many it has as it places
-one more, and reads how many the others have once it has chosen: who finds no room chooses anew. So
-a limit may be overrun by one request of each other process, that it decides on at that very moment.
-What ends is told with the rest: to hear late of room that is free does no harm.
+That is too late for a worker with a request limit: each process would place its part of a burst as
+if it were alone. For such workers each process writes its count as it places a request, reads the
+others' counts once it has chosen, and chooses again if the worker is full. So a limit can be
+exceeded by at most one request per other process.
+Ends of requests are written with the other changes: learning late about free capacity does no harm.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.shared_memory import BREAKS, MOST_WORKERS, ProcessSheet, SharedTable
+from proxy.processes.shared.shared_memory import BREAKS, MAX_WORKERS, ProcessSheet, SharedTable
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot
     from proxy.core.fleet.charges import Fleet
     from proxy.core.fleet.worker import Worker
 
-LOOK_S = 0.002
-SURE_S = 2.0  # after which all rows are read, whatever was told
-# A row is given to another worker when nobody can have missed that the last one is gone.
-REST_S = 60.0
-NEW: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
+READ_INTERVAL_S = 0.002
+FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
+# A row is reused only after every process has seen that its worker is gone.
+ROW_REUSE_AFTER_S = 60.0
+NEW_BREAKER: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
 
 
 class LoadPeer:
-    """Another process, as far as it was read."""
+    """Another process, and how far its sheet is read."""
 
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
@@ -42,17 +42,17 @@ class LoadPeer:
 
 
 class SharedPart(Protocol):
-    """Something else that is shared."""
+    """Other state that is shared in the same turns."""
 
     def tell(self) -> None:
-        """Write what has changed; called at the end of a turn in which anything has."""
+        """Write changes; called at the end of a turn with changes."""
 
     def take(self, now: float) -> None:
-        """Read what the others have written; called at each look."""
+        """Read the other processes' changes; called at each look."""
 
 
 class SharedLoad:
-    """The `Others` of a fleet."""
+    """Implements `Others` of the core's fleet."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SharedLoad:
         self.process = process
         self.sheet = table.sheet(process)
         self.parts: list[SharedPart] = []
-        self.changes = 0  # that were taken in: whoever waits may have better luck after one
+        self.changes = 0  # changes applied; after a change queued requests may find capacity
         self.peers = [LoadPeer(table.sheet(i)) for i in range(table.processes) if i != process]
         self._fleet = fleet
         self._clock = clock
@@ -73,32 +73,31 @@ class SharedLoad:
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
-        # as we know that they were told
-        self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}
-        self._taking = self._telling = False
-        self._next = self._next_sure = 0.0
+        self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
+        self._reading = self._scheduled = False
+        self._next = self._next_full_read = 0.0
 
-    # Who has which row
+    # Rows
 
     def place(self, worker: Worker, row: int, since: float) -> None:
-        """Have a worker told in a row that is its own since then, and take what others tell."""
+        """Share a worker in a row that it owns since that time, and read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
-        self._breakers[worker] = since, NEW  # what was said before that was said of another
+        self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
         self.changed(worker)
 
     def row(self, worker: Worker) -> int | None:
-        """Name the row of a worker."""
+        """Return a worker's row."""
         return self._rows.get(worker)
 
     def worker(self, row: int) -> Worker | None:
-        """Name the worker of a row."""
+        """Return a row's worker."""
         return self._workers.get(row)
 
     def leave(self, worker: Worker) -> None:
-        """Take nothing more of a worker that is gone; what is ours of it is told to its end."""
+        """Stop reading a removed worker; its own charges are still written until they end."""
         row = self._rows.get(worker)
         if row is not None and self._workers.get(row) is worker:
             del self._workers[row]
@@ -111,14 +110,14 @@ class SharedLoad:
         self._changed.discard(worker)
 
     def is_free(self, row: int) -> bool:
-        """Whether nobody has anything charged in a row."""
+        """Return True if no process has charges in a row."""
         return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self.peers)
 
-    # Telling
+    # Writing
 
     def changed(self, worker: Worker) -> None:
-        """Tell the others of a worker at the end of this turn; of one request more at once."""
-        if self._taking:
+        """Write a worker at the end of this turn; write an additional request at once."""
+        if self._reading:
             return
         if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
             own = worker.requests - worker.elsewhere.requests
@@ -128,16 +127,16 @@ class SharedLoad:
         self.speak()
 
     def speak(self) -> None:
-        """Tell the others of whatever has changed at the end of this turn."""
-        if not self._telling:
-            self._telling = True
+        """Write all changes at the end of this turn."""
+        if not self._scheduled:
+            self._scheduled = True
             self._soon(self.flush)
 
     def flush(self) -> None:
-        """Tell them now."""
+        """Write all changes now."""
         changed, self._changed = self._changed, set()
         sheet = self.sheet
-        self._telling = False
+        self._scheduled = False
         for part in self.parts:
             part.tell()
         for worker in changed:
@@ -146,13 +145,13 @@ class SharedLoad:
                 continue
             load = own_numbers(worker)
             sheet.write_load(row, load, worker.due_at)
-            if not worker.breaker.spotless or self._breakers[worker][1] is not NEW:
-                self._tell_breaker(worker, row)
+            if not worker.breaker.spotless or self._breakers[worker][1] is not NEW_BREAKER:
+                self._write_breaker(worker, row)
             sheet.tell(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
 
-    def _tell_breaker(self, worker: Worker, row: int) -> None:
+    def _write_breaker(self, worker: Worker, row: int) -> None:
         told = worker.breaker.told()
         if told != self._breakers[worker][1]:
             now = self._clock()
@@ -161,42 +160,42 @@ class SharedLoad:
             self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
 
     def tell_written(self) -> None:
-        """Tell of tokens that streams have written: no decision waits for those."""
+        """Write generated tokens; no decision depends on them at once."""
         for worker in self._rows:
             if worker.requests != worker.elsewhere.requests:
                 self.changed(worker)
 
-    # Taking
+    # Reading
 
     def look(self, now: float) -> None:
-        """Take what the others have told since the last look."""
+        """Read the other processes' changes since the last look."""
         if now < self._next:
             return
-        self._next = now + LOOK_S
+        self._next = now + READ_INTERVAL_S
         for part in self.parts:
             part.take(now)
         rows: set[int] = set()
-        everything = breakers = now >= self._next_sure
+        read_all = breakers = now >= self._next_full_read
         for peer in self.peers:
             sheet = peer.sheet
-            if everything or sheet.changes != peer.read:
+            if read_all or sheet.changes != peer.read:
                 peer.read, told = sheet.told(peer.read)
                 if told is None:
-                    everything = True
+                    read_all = True
                 else:
                     rows |= told
                 if (breaks := sheet.count(BREAKS)) != peer.breaks:
                     peer.breaks = breaks
                     breakers = True
-        if everything:
-            self._next_sure = now + SURE_S
-        if everything or breakers:  # seldom: which they are is not told
+        if read_all:
+            self._next_full_read = now + FULL_READ_INTERVAL_S
+        if read_all or breakers:  # rare; the ring does not name the breakers that changed
             self._take(list(self._workers), now, breakers=True)
         elif rows:
             self._take(rows, now)
 
     def have_filled(self, worker: Worker, now: float) -> bool:
-        """Whether a worker has no room any more, by what others have placed since the last look."""
+        """Return True if other processes have filled the worker since the last look."""
         if worker.most == NO_LIMIT or (row := self._rows.get(worker)) is None:
             return False
         requests = worker.requests - worker.elsewhere.requests
@@ -208,7 +207,7 @@ class SharedLoad:
         return worker.requests >= worker.most
 
     def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
-        self._taking = True
+        self._reading = True
         try:
             for row in rows:
                 worker = self._workers.get(row)
@@ -217,7 +216,7 @@ class SharedLoad:
                     if breakers:
                         self._take_breaker(worker, row)
         finally:
-            self._taking = False
+            self._reading = False
 
     def _take_load(self, worker: Worker, row: int, now: float) -> None:
         load, due_at = self.peers[0].sheet.read_load(row) if self.peers else (NO_LOAD, 0.0)
@@ -233,11 +232,11 @@ class SharedLoad:
             worker.due_at = due_at
 
     def _take_breaker(self, worker: Worker, row: int) -> None:
-        at, told = 0.0, NEW
+        at, told = 0.0, NEW_BREAKER
         for peer in self.peers:
-            said = peer.sheet.read_breaker(row)
-            if said[0] > at:
-                at, told = said
+            state = peer.sheet.read_breaker(row)
+            if state[0] > at:
+                at, told = state
         if at > self._breakers[worker][0] and worker not in self._changed:
             self._breakers[worker] = at, told
             if told != worker.breaker.told():
@@ -246,45 +245,46 @@ class SharedLoad:
 
 
 class WorkerRows:
-    """Gives every worker a row; whoever leads has one of these."""
+    """Assigns rows to workers, in the leader."""
 
     def __init__(
-        self, sharing: SharedLoad, clock: Callable[[], float], most: int = MOST_WORKERS
+        self, sharing: SharedLoad, clock: Callable[[], float], max_rows: int = MAX_WORKERS
     ) -> None:
         self._sharing = sharing
         self._clock = clock
-        self._most = most
-        self._taken: dict[Worker, tuple[int, float]] = {}
-        self._left: dict[int, float] = {}  # rows of workers that left, and when; the oldest first
+        self._max_rows = max_rows
+        self._assigned: dict[Worker, tuple[int, float]] = {}
+        # Rows of removed workers with the time of removal, oldest first.
+        self._left: dict[int, float] = {}
         self._unused = 0
 
     def of(self, worker: Worker) -> tuple[int, float] | None:
-        """Return a worker's row, and since when it is that; None if there is none left."""
-        taken = self._taken.get(worker)
-        if taken is None and (row := self._find()) is not None:
-            taken = self._taken[worker] = row, self._clock()
-        return taken
+        """Return a worker's row and the time of its assignment; None if no row is left."""
+        assigned = self._assigned.get(worker)
+        if assigned is None and (row := self._find()) is not None:
+            assigned = self._assigned[worker] = row, self._clock()
+        return assigned
 
-    def adopt(self, taken: Mapping[Worker, tuple[int, float]]) -> None:
-        """Go on from what another leader has given."""
-        self._taken = dict(taken)
-        rows = {row for row, _ in taken.values()}
+    def adopt(self, assigned: Mapping[Worker, tuple[int, float]]) -> None:
+        """Continue with the rows that another leader assigned."""
+        self._assigned = dict(assigned)
+        rows = {row for row, _ in assigned.values()}
         self._unused = max(rows, default=-1) + 1
         now = self._clock()
         self._left = {row: now for row in range(self._unused) if row not in rows}
 
     def leave(self, worker: Worker) -> None:
-        """Take back the row of a worker that is gone."""
-        if (taken := self._taken.pop(worker, None)) is not None:
-            self._left[taken[0]] = self._clock()
+        """Release the row of a removed worker."""
+        if (assigned := self._assigned.pop(worker, None)) is not None:
+            self._left[assigned[0]] = self._clock()
 
     def _find(self) -> int | None:
-        if self._unused < self._most:
+        if self._unused < self._max_rows:
             self._unused += 1
             return self._unused - 1
-        long_ago = self._clock() - REST_S
+        reusable_before = self._clock() - ROW_REUSE_AFTER_S
         for row, since in self._left.items():
-            if since > long_ago:
+            if since > reusable_before:
                 break
             if self._sharing.is_free(row):
                 del self._left[row]

@@ -1,4 +1,4 @@
-"""Which prompts the other processes have sent where: their beginnings are cached there too."""
+"""Shares which prompt prefixes were sent to which worker, because the worker has them cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PrefixPeer:
         self._life = self._read = 0
 
     def news(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return what was logged since the last time."""
+        """Return the entries since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life, self._read = life, 0
         self._read, found = self.sheet.read_log(self._read)
@@ -27,7 +27,7 @@ class PrefixPeer:
 
 
 class SharedPrefixes:
-    """Shares an index of prefixes."""
+    """Shares the prefix index."""
 
     def __init__(self, fleet: Fleet, sharing: SharedLoad) -> None:
         self._fleet = fleet
@@ -47,13 +47,13 @@ class SharedPrefixes:
             self._sharing.speak()
 
     def tell(self) -> None:
-        """Log what was sent in this turn."""
+        """Log the prefixes that were sent in this turn."""
         new, self._new = self._new, []
         for row, hashes in new:
             self._sharing.sheet.write_log(row, hashes)
 
     def take(self, now: float) -> None:  # noqa: ARG002
-        """Take what others have logged."""
+        """Record the other processes' entries."""
         self._taking = True
         for peer in self._peers:
             for row, hashes in peer.news():

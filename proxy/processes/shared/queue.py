@@ -1,11 +1,11 @@
-"""The queues of all processes as one: their limits, and whose turn it is.
+"""The queues of all processes as one queue: shared limits and a common order.
 
-Each has a part of the limits that no other can fill: see `queue`.
+Each process owns a part of the limits that no other process can fill; see core's `queue`.
 
-A place that becomes free belongs to whoever is first in any of the queues. Whoever sees it and is
-not first holds back for a beat, in which the one who is looks too, and takes it; if nobody has,
-because that one waits for something else, one at a time goes. So nobody waits for ever, and a place
-stays free for a beat at most.
+A free slot belongs to the request that is first in any queue. Another process holds its own request
+back for a beat, in which the first request can take the slot. If the slot is still free because the
+first request waits for something else, requests go one at a time. So no request waits for ever, and
+a slot stays free for at most one beat.
 """
 
 from __future__ import annotations
@@ -28,48 +28,52 @@ if TYPE_CHECKING:
     from proxy.core.queue.request_fifo import Place, Turn
     from proxy.processes.shared.load import SharedLoad
 
-BEAT_S = 0.01
-LONG_AGO_S = 1.0  # what was held back for is another place
+HOLD_S = 0.01
+STALE_HOLD_S = 1.0  # after this time a hold belongs to an earlier slot
 SIZES = "short", "long"
-NOBODY = QueueFront()
+EMPTY_FRONT = QueueFront()
 BATCH = Rank.BATCH
 
 
 class SharedQueues:
-    """The queues of the others."""
+    """The queues of the other processes."""
 
     def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0
         self.processes = len(sharing.peers)
-        self.held = False  # whether somebody here holds back
-        self.came = asyncio.Event()  # somebody waits here now
+        self.held = False  # True if a request here is held back
+        self.came = asyncio.Event()  # set when a request is queued here
         self._queue = queue
         self._sharing = sharing
         self._sheets = [peer.sheet for peer in sharing.peers]
-        self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # as they were told, of ours
+        self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
-        self._passed: dict[Place, float] = {}  # when one last went before others, or began to wait
+        # Time of the last request that went out of order, or of the first hold.
+        self._passed: dict[Place, float] = {}
         self._moved = False
 
-    # As the queue needs it
+    # Interface for the queue
 
     def moved(self) -> None:
-        """Tell the others."""
+        """Write the queue's state at the end of this turn."""
         self._moved = True
         self.came.set()
         self._sharing.speak()
 
     def before(self, place: Place, rank: int) -> bool:
-        """Whether any of a class above this number waits there."""
+        """Return True if a request of a class above `rank` waits there in another process."""
         if not self.length:
             return False
         if rank > BATCH and self._higher(place[0]):
-            return True  # batch waits for all of its model
+            return True  # batch waits for all sizes of its model
         at, above = place_of(place), list(Rank)[:rank]
         return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
-        """Of what any of them has more than this one; of as much, the first of them has more."""
+        """Return for each amount whether another process has more than this one.
+
+        Of processes with equal amounts, the first counts as having more.
+        """
         before = self._sharing.process
         length, size, tokens = (
             any(sheet.count(which) + (at < before) > mine for at, sheet in enumerate(self._sheets))
@@ -78,7 +82,7 @@ class SharedQueues:
         return length, size, tokens
 
     def oldest(self, model: str) -> dict[Rank, float]:
-        """Since when the oldest of each class waits there."""
+        """Return since when the oldest request of each class waits for a model."""
         found: dict[Rank, float] = {}
         for size in SIZES:
             for rank, front in self._fronts_at((model, size)):
@@ -86,14 +90,14 @@ class SharedQueues:
         return found
 
     def last(self, model: str) -> LastDispatch:
-        """Return the last turn there."""
+        """Return the last dispatch of a model."""
         at = place_of((model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def goes_first(
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
-        """Whether somebody there is to have what is free now."""
+        """Return True if a request of another process should get the free slot."""
         if not self.length:
             return False
         if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
@@ -106,9 +110,9 @@ class SharedQueues:
             self._passed.pop(place, None)
             return False
         waited_s = now - self._passed.setdefault(place, now)
-        if waited_s >= BEAT_S:
+        if waited_s >= HOLD_S:
             self._passed[place] = now
-        return self._hold() if waited_s < BEAT_S or waited_s > LONG_AGO_S else False
+        return self._hold() if waited_s < HOLD_S or waited_s > STALE_HOLD_S else False
 
     def _hold(self) -> bool:
         self.held = True
@@ -124,10 +128,10 @@ class SharedQueues:
                 if (front := sheet.read_front(at, rank)).waits:
                     yield rank, front
 
-    # As the others do
+    # Sharing
 
     def tell(self) -> None:
-        """Say how long the queue is, and who is first of each place."""
+        """Write the queue's length and the first request of each place."""
         if not self._moved:
             return
         self._moved = False
@@ -142,7 +146,7 @@ class SharedQueues:
                 front = min(front, other)._replace(oldest=min(oldest, other.oldest))
             fronts[at] = front
         for at in self._fronts.keys() | fronts.keys():
-            sheet.write_front(*at, fronts.get(at, NOBODY))
+            sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
         self._fronts = fronts
         for model, last in queue.aged.last.items():
             if self._lasts.get(model) is not last:
@@ -151,7 +155,7 @@ class SharedQueues:
         sheet.write_count(WAITING, queue.length)
 
     def take(self, now: float) -> None:  # noqa: ARG002
-        """Read how long theirs are."""
+        """Read the other queues' lengths."""
         sheets = self._sheets
         self.length = sum(sheet.count(WAITING) for sheet in sheets)
         if self.length:
@@ -162,5 +166,8 @@ class SharedQueues:
 
 
 def place_of(place: Place) -> int:
-    """Say where a model and size are told; two that share it yield to each other at times."""
+    """Return the index of a model and size.
+
+    Two with the same index sometimes yield to each other.
+    """
     return crc32("\0".join(place).encode(errors="replace")) % PLACES

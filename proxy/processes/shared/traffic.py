@@ -1,4 +1,4 @@
-"""What all processes are asked: the tide of longs and shorts that the pools' reserve follows."""
+"""Shares the traffic of long and short requests, which the pools' reserve follows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.processes.shared.load import SharedLoad
 
-TAKE_S = 0.05
-NOTHING = TrafficRow()
+EXCHANGE_INTERVAL_S = 0.05
+NO_TRAFFIC = TrafficRow()
 
 
 class TrafficPeer:
-    """Another process's say."""
+    """Another process's traffic."""
 
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
@@ -24,14 +24,16 @@ class TrafficPeer:
         self._read: dict[int, TrafficRow] = {}
 
     def grown(self, at: int) -> TrafficRow:
-        """Say what was asked there since the last time."""
+        """Return the growth at an index since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life = life
             self._read.clear()
-        tide, before = self.sheet.read_tide(at), self._read.get(at, NOTHING)
-        self._read[at] = tide
+        traffic_row, before = self.sheet.read_traffic(at), self._read.get(at, NO_TRAFFIC)
+        self._read[at] = traffic_row
         return TrafficRow(
-            tide.shorts - before.shorts, tide.longs - before.longs, tide.long_s - before.long_s
+            traffic_row.shorts - before.shorts,
+            traffic_row.longs - before.longs,
+            traffic_row.long_s - before.long_s,
         )
 
 
@@ -45,27 +47,27 @@ class SharedTraffic:
         self._next = 0.0
 
     def tell(self) -> None:
-        """Say nothing at the end of a turn: it is early enough when it is taken."""
+        """Do nothing: `take` also writes."""
 
     def take(self, now: float) -> None:
-        """Say what was asked here, and take what was asked elsewhere."""
+        """Write this process's traffic and add the growth in other processes."""
         if now < self._next:
             return
-        self._next = now + TAKE_S
+        self._next = now + EXCHANGE_INTERVAL_S
         own: dict[int, TrafficRow] = {}
         for model, traffic in self._router.traffic.items():
             at = crc32(model.encode(errors="replace")) % PLACES
-            shorts, longs, long_s = own.get(at, NOTHING)
+            shorts, longs, long_s = own.get(at, NO_TRAFFIC)
             own[at] = TrafficRow(
                 shorts + traffic.shorts_ever,
                 longs + traffic.longs_ever,
                 long_s + traffic.long_s_ever,
             )
-        for at, tide in own.items():
-            self._sheet.write_tide(at, tide)
+        for at, traffic_row in own.items():
+            self._sheet.write_traffic(at, traffic_row)
         for model in self._router.fleet.models():
             at = crc32(model.encode(errors="replace")) % PLACES
             for peer in self._peers:
-                tide = peer.grown(at)
-                if tide != NOTHING:
-                    self._router.traffic_of(model).saw_elsewhere(now, *tide)
+                traffic_row = peer.grown(at)
+                if traffic_row != NO_TRAFFIC:
+                    self._router.traffic_of(model).saw_elsewhere(now, *traffic_row)

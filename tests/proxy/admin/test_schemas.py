@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.admin.schemas import Question, ask_of, shown_worker
+from proxy.admin.schemas import Question, request_info_of, shown_worker
 from proxy.health.worker_state import state
 from tests.proxy.core.making import fleet_of, spec
 
@@ -22,7 +22,7 @@ def test_a_question_is_sized_as_a_chat_would_be(
     max_tokens: int | None, expected: int, long: bool
 ) -> None:
     question = Question(prompt_tokens=500, max_tokens=max_tokens)
-    ask = ask_of(question, "tiny", usual_output=256, short_limit=1000)
+    ask = request_info_of(question, "tiny", usual_output=256, short_limit=1000)
     assert (ask.prompt_tokens, ask.prompt_error, ask.largest_prompt) == (500, 0, 500)
     assert (ask.output_tokens, ask.expected_output) == (max_tokens, expected)
     assert ask.long is long

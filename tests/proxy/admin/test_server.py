@@ -222,7 +222,7 @@ class Timers:
 
 
 class TimedLoop:
-    """A loop whose calls after `PATIENCE_S` are for the test to make."""
+    """A loop whose calls after `TIMEOUT_S` are for the test to make."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, timers: Timers) -> None:
         self._loop, self._timers = loop, timers
@@ -231,7 +231,7 @@ class TimedLoop:
         return getattr(self._loop, name)
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> Any:
-        if delay == admin_connection.PATIENCE_S:
+        if delay == admin_connection.TIMEOUT_S:
             return self._timers.call_later(callback)
         return self._loop.call_later(delay, callback, *args)
 
@@ -405,7 +405,7 @@ async def test_tls_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_p
 async def test_a_tls_handshake_has_a_deadline(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
     async with serving(ServedContext(Authority(tmp_path).port("admin")).context) as served:
         client = await served.connect()
         await client.send(data)

@@ -18,7 +18,7 @@ import pytest
 from proxy.admin.status_routes import page_file
 from proxy.config import load
 from proxy.setup.app import App
-from proxy.status_page.live import MOST_VIEWERS
+from proxy.status_page.live import MAX_VIEWERS
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -132,7 +132,7 @@ async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) ->
 
 
 async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> None:
-    open_ones = [await web.get(app.admin_url + "/admin/live") for _ in range(MOST_VIEWERS)]
+    open_ones = [await web.get(app.admin_url + "/admin/live") for _ in range(MAX_VIEWERS)]
     async with web.get(app.admin_url + "/admin/live") as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
@@ -150,8 +150,8 @@ def happened(app: App, requests: int) -> None:
 
 
 async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.status_page.live.PATIENCE_S", 0.3)
-    monkeypatch.setattr("proxy.admin.status_routes.PATIENCE_S", 0.3)
+    monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
     client = await Client.connect(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
     )
@@ -196,7 +196,7 @@ async def test_pages_that_take_nothing_hold_nobody_up_and_grow_by_nothing(
     app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("status_page.live", "admin.status_routes"):  # no page is closed for being slow
-        monkeypatch.setattr(f"proxy.{module}.PATIENCE_S", 600.0)
+        monkeypatch.setattr(f"proxy.{module}.READ_TIMEOUT_S", 600.0)
     admin = int(app.admin_url.rsplit(":", 1)[1])
     deaf = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
     for each in deaf:

@@ -145,7 +145,7 @@ async def test_a_large_file_waits_for_who_reads_slowly(office: Office) -> None:
     head = await client.head()
     assert head.one(b"content-length") == b"%d" % len(content)
     [visit] = office.site.wire.visits
-    await eventually(lambda: not visit._flows.is_set())  # type: ignore[attr-defined]
+    await eventually(lambda: not visit._writable.is_set())  # type: ignore[attr-defined]
     size = 0
     while size < len(content):
         size += len(await client.reader.read(1 << 20))

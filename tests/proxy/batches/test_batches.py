@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from proxy.batches import scheduler as lane_module
-from proxy.batches.clock_guard import DOUBT_S
+from proxy.batches.clock_guard import DISTRUST_S
 from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
-from proxy.batches.storage import store as store_module
+from proxy.batches.storage import database
 from proxy.batches.storage.store import Store
 from proxy.batches.types import StoreFullError
 from proxy.core.model.specs import Gauges
@@ -75,7 +75,7 @@ async def test_files_come_and_go(office: Office) -> None:
 async def test_a_file_of_many_results_goes_whole(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MOST_RESULTS", 3)
+    monkeypatch.setattr(database, "MAX_RESULTS", 3)
     done = await office.until(await office.begin(lines(8)))
     assert len(await office.lines_of(done.output_file_id)) == 8
     assert (await office.client.files.delete(done.output_file_id or "")).deleted
@@ -395,18 +395,18 @@ async def test_when_the_clock_jumps_ahead_nothing_is_forgotten_for_a_day(
     assert await kept(office) == 2
     assert caplog.text.count("jumped ahead") == 1
     office.ahead -= 2 * keep_s  # it is set right
-    office.skip(DOUBT_S)
+    office.skip(DISTRUST_S)
     assert await kept(office) == 2
     office.skip(2 * keep_s)
     assert await kept(office) == 0
 
 
-async def test_a_clock_that_stays_ahead_is_believed_in_the_end(office: Office) -> None:
+async def test_a_clock_that_stays_ahead_is_trusted_in_the_end(office: Office) -> None:
     """As that of a machine that slept."""
     await office.until(await office.begin(lines(2)))
     office.ahead += 2 * office.settings.keep_days * DAY_S
     assert await kept(office) == 2
-    office.skip(DOUBT_S)
+    office.skip(DISTRUST_S)
     assert await kept(office) == 0
 
 
@@ -433,11 +433,11 @@ async def test_a_folder_has_one_lane(office: Office) -> None:
         office.site.wire, office.batches.keeper, other.settings, office.path, office.wall
     )
     await eventually(lambda: office.batches.lane._lock.is_held)
-    assert not second._lead()
+    assert not second._take_lock()
     await office.reopen()
     await eventually(lambda: office.batches.lane._lock.is_held)
     office.batches.lane.stop()
-    assert second._lead()
+    assert second._take_lock()
     second.stop()
 
 
@@ -457,9 +457,9 @@ async def test_a_folder_without_locks_is_told_of(
         assert "lane.lock" in lane.paused
         assert lane.counts.paused
         why = errno.EAGAIN  # another one leads
-        assert not lane._lead()
+        assert not lane._take_lock()
         why = errno.EACCES
-        assert not lane._lead()
+        assert not lane._take_lock()
     batch = await office.begin(lines(1))
     office.skip(10)
     assert (await office.until(batch)).status == "completed"
@@ -475,7 +475,7 @@ async def test_turns_that_fail_alike_are_told_of_once(
     async def look() -> None:
         raise sqlite3.OperationalError(why)
 
-    monkeypatch.setattr(lane, "_look", look)
+    monkeypatch.setattr(lane, "_read_batches", look)
 
     async def fail() -> tuple[int, int]:
         office.skip(10)

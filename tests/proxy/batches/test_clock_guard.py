@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from proxy.batches.clock_guard import DOUBT_S, JUMP_S, ClockGuard
+from proxy.batches.clock_guard import DISTRUST_S, JUMP_S, ClockGuard
 
 NIGHT_S = 8 * 3600.0
 
 
-def test_a_machine_that_sleeps_each_night_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_sleeps_each_night_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     awake_s = slept_s = set_s = 0.0
     clocks = {
         time.CLOCK_MONOTONIC: lambda: awake_s,
@@ -22,8 +22,8 @@ def test_a_machine_that_sleeps_each_night_is_believed(monkeypatch: pytest.Monkey
     for _ in range(3):
         awake_s += NIGHT_S
         slept_s += NIGHT_S
-        assert almanac.is_believed()
+        assert almanac.is_trusted()
     set_s += 2 * JUMP_S
-    assert not almanac.is_believed()
-    slept_s += DOUBT_S  # it may be set right in that time too
-    assert almanac.is_believed()
+    assert not almanac.is_trusted()
+    slept_s += DISTRUST_S  # it may be set right in that time too
+    assert almanac.is_trusted()

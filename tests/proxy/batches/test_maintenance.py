@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from proxy.batches import validate as lines_module
-from proxy.batches.maintenance import Maintenance, Slices, close, take_in
+from proxy.batches.maintenance import Maintenance, Slices, end_batch, validate_input
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.store import Store
@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def slices_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have that many lines done at once."""
     monkeypatch.setattr(lines_module, "SLICE_LINES", 10)
-    monkeypatch.setattr(store_module, "MOST_LINES", 10)
+    monkeypatch.setattr(store_module, "MAX_LINES", 10)
 
 
 def batch_of(name: str, tenant: str, file: str = "f") -> Batch:
@@ -147,11 +147,11 @@ def count_of(store: Store, table: str) -> int:
 @pytest.mark.usefixtures("slices_of_ten")
 def test_an_input_is_read_in_slices_and_begun_anew_whole(store: Store) -> None:
     batch = new_batch(store, 25)
-    given_up = take_in(store, batch, 100, lambda: NOW)
+    given_up = validate_input(store, batch, 100, lambda: NOW)
     for _ in range(2):
         next(given_up)
     assert count_of(store, "lines") == 20
-    slices = list(take_in(store, batch, 100, lambda: NOW))
+    slices = list(validate_input(store, batch, 100, lambda: NOW))
     assert len(slices) == 2 + 2, "to forget what was read, and to read"
     [begun] = store.batches("t", ListPage(1, None))
     assert (begun.status, begun.total) == (Status.IN_PROGRESS, 25)
@@ -161,7 +161,7 @@ def test_an_input_is_read_in_slices_and_begun_anew_whole(store: Store) -> None:
 @pytest.mark.usefixtures("slices_of_ten")
 def test_an_input_with_too_many_lines_leaves_none(store: Store) -> None:
     batch = new_batch(store, 25)
-    for _ in take_in(store, batch, 24, lambda: NOW):
+    for _ in validate_input(store, batch, 24, lambda: NOW):
         assert store.active(), "until the last of it"
     [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
@@ -172,7 +172,7 @@ def test_an_input_with_too_many_lines_leaves_none(store: Store) -> None:
 def test_an_input_that_is_gone(store: Store) -> None:
     batch = batch_of("batch_1", "t", "file-none")
     store.add_batch(batch)
-    assert list(take_in(store, batch, 24, lambda: NOW)) == []
+    assert list(validate_input(store, batch, 24, lambda: NOW)) == []
     [refused] = store.batches("t", ListPage(1, None))
     assert [each.code for each in refused.complaints] == ["file_not_found"]
 
@@ -180,7 +180,7 @@ def test_an_input_that_is_gone(store: Store) -> None:
 def test_a_line_longer_than_a_slice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "SLICE_BYTES", 16)
     batch = new_batch(store, 3)
-    assert len(list(take_in(store, batch, 100, lambda: NOW))) > 6
+    assert len(list(validate_input(store, batch, 100, lambda: NOW))) > 6
     [begun] = store.batches("t", ListPage(1, None))
     assert (begun.total, begun.complaints) == (3, [])
 
@@ -188,13 +188,13 @@ def test_a_line_longer_than_a_slice(store: Store, monkeypatch: pytest.MonkeyPatc
 def test_a_batch_is_ended_in_slices_whenever_it_was_broken_off(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MOST_LINES", 4)
+    monkeypatch.setattr(store_module, "MAX_LINES", 4)
     batch = new_batch(store, 10)
-    list(take_in(store, batch, 100, lambda: NOW))
+    list(validate_input(store, batch, 100, lambda: NOW))
     for _ in range(3):
-        next(close(store, batch, Status.EXPIRED, lambda: NOW))
+        next(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
         assert len(store.active()) == 1
-    list(close(store, batch, Status.EXPIRED, lambda: NOW))
+    list(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
     [ended] = store.batches("t", ListPage(1, None))
     assert (ended.status, ended.failed, ended.completed) == (Status.EXPIRED, 10, 0)
     assert (count_of(store, "lines"), count_of(store, "results")) == (0, 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from proxy.batches.multipart_form import MOST_PARTS, FormError, FormField, read_form
+from proxy.batches.multipart_form import MAX_PARTS, FormError, FormField, read_form
 
 
 def test_as_the_official_client_writes_it() -> None:
@@ -58,7 +58,7 @@ def test_what_comes_before_it_is_no_part() -> None:
         (b"--b\r\nno head", KIND),
         (form(b"x: y\r\n\r\nvalue"), KIND),
         (form(b"\r\n\r\nvalue"), KIND),
-        (form(*[field(b"x", b"1")] * MOST_PARTS), KIND),
+        (form(*[field(b"x", b"1")] * MAX_PARTS), KIND),
         (form(b"content-disposition: form-data; name=x" + b" " * 5000 + b"\r\n\r\n"), KIND),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.batches.spare_capacity import gap
+from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.model.role import Role
@@ -22,37 +22,37 @@ def disaggregated() -> Router:
 
 def test_a_short_line_needs_no_prefill_worker_and_a_long_one_does() -> None:
     router = disaggregated()
-    assert gap(router, MODEL, 0.0, 100)
-    assert not gap(router, MODEL, 0.0, LONG)
+    assert has_spare_capacity(router, MODEL, 0.0, 100)
+    assert not has_spare_capacity(router, MODEL, 0.0, LONG)
 
 
 def test_an_idle_fleet_has_room_for_either() -> None:
     router = router_of(spec("p", Role.PREFILL), spec("d", Role.DECODE), transfer=True)
-    assert gap(router, MODEL, 0.0, 100)
-    assert gap(router, "", 0.0, LONG)
+    assert has_spare_capacity(router, MODEL, 0.0, 100)
+    assert has_spare_capacity(router, "", 0.0, LONG)
 
 
 def test_only_those_who_wait_for_the_same_model_come_first() -> None:
     router = router_of(spec("a", most=1), spec("b", most=8, model="other"))
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
-    assert not gap(router, MODEL, 0.0)
-    assert gap(router, "other", 0.0)
+    assert not has_spare_capacity(router, MODEL, 0.0)
+    assert has_spare_capacity(router, "other", 0.0)
 
 
 def test_what_nobody_serves_may_go_and_be_refused() -> None:
-    assert gap(router_of(spec("a")), "nothing", 0.0)
-    assert not gap(router_of(), "nothing", 0.0)
+    assert has_spare_capacity(router_of(spec("a")), "nothing", 0.0)
+    assert not has_spare_capacity(router_of(), "nothing", 0.0)
 
 
 def test_not_before_all_have_said_what_they_serve() -> None:
     router = router_of(spec("a"))
     router.fleet.add(spec("late"))
-    assert not gap(router, "adapter", 0.0)
+    assert not has_spare_capacity(router, "adapter", 0.0)
     router.fleet.set_served("late", [MODEL, "adapter"])
     router.fleet.probe_ok("late", 1.0)
-    assert gap(router, "adapter", 1.0)
-    assert gap(router, "nothing", 1.0)
+    assert has_spare_capacity(router, "adapter", 1.0)
+    assert has_spare_capacity(router, "nothing", 1.0)
 
 
 def test_nor_for_ever_after_one_that_never_comes_up() -> None:
@@ -63,6 +63,6 @@ def test_nor_for_ever_after_one_that_never_comes_up() -> None:
         fleet.add(spec(name))
     fleet.probe_ok("a", now)
     now += MAX_MODEL_LIST_WAIT_S - 1
-    assert not gap(router, "nothing", now)
+    assert not has_spare_capacity(router, "nothing", now)
     now += 1
-    assert gap(router, "nothing", now)
+    assert has_spare_capacity(router, "nothing", now)

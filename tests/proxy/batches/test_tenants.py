@@ -197,7 +197,7 @@ async def test_a_tenants_files_have_a_bound_of_their_own(start: Start, tmp_path:
     bounds = {"max_bytes_per_tenant": 1000 + row, "max_bytes": 1500 + 2 * row}
     office = await opened(start, tmp_path, max_file_bytes=1000, **bounds)
     first = await office.upload(["x" * 900])
-    with pytest.raises(openai.APIStatusError, match=f"may have {1000 + row}") as caught:
+    with pytest.raises(openai.APIStatusError, match=f"limit is {1000 + row}") as caught:
         await office.upload(["x" * 200])
     assert caught.value.status_code == 413
     bob = client_of(office, "bob")
@@ -266,7 +266,7 @@ async def test_what_has_no_room_is_not_taken_on(start: Start, tmp_path: Path) ->
 async def test_a_tenant_has_so_many_batches_at_a_time(start: Start, tmp_path: Path) -> None:
     office = await opened(start, tmp_path, scripts.stall, max_active_per_tenant=2)
     batches = [await office.begin(lines(1)) for _ in range(2)]
-    with pytest.raises(openai.RateLimitError, match="2 batches that are not over"):
+    with pytest.raises(openai.RateLimitError, match="2 active batches"):
         await office.begin(lines(1))
     await office.client.batches.cancel(batches[0].id)
     await office.until(batches[0])
@@ -277,10 +277,10 @@ async def test_a_tenant_has_so_many_batches_at_a_time(start: Start, tmp_path: Pa
 async def test_requests_for_files_are_so_many_at_once(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "MOST_VISITS", 1)
+    monkeypatch.setattr(api, "MAX_REQUESTS_PER_TENANT", 1)
     busy = threading.Event()  # the store is, until the others were refused
     desk_of = present(office.site.wire.desk)
-    desk_of.keep._thread.submit(busy.wait, 60)
+    desk_of.store._thread.submit(busy.wait, 60)
     asks = {asyncio.ensure_future(office.client.files.list()) for _ in range(4)}
     try:
         for _ in range(3):
@@ -292,4 +292,4 @@ async def test_requests_for_files_are_so_many_at_once(
     finally:
         busy.set()
     await asks.pop()
-    assert desk_of.visits.total() == 0
+    assert desk_of.in_progress.total() == 0

@@ -11,7 +11,7 @@ import pytest
 from proxy.batches import scheduler as module
 from proxy.batches.in_flight import BatchProgress
 from proxy.batches.scheduler import BatchScheduler
-from proxy.batches.storage.store import StoreLimits
+from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, LineJob, Status
 from proxy.config.batches import BatchesConfig
@@ -48,7 +48,7 @@ async def test_what_there_is_no_gap_for_is_asked_for_once(
         asked.append(size)
         return False
 
-    monkeypatch.setattr(module, "gap", none)
+    monkeypatch.setattr(module, "has_spare_capacity", none)
     lane._send()
     assert asked == [900, 500]  # a smaller one may have one
 
@@ -64,7 +64,7 @@ async def test_each_has_its_turn_as_far_as_gaps_go(
     def send_one(now: float, running: BatchProgress, job: LineJob, tenant: Any) -> None:  # noqa: ARG001
         sent.append((running.batch.id, len(job.body)))
 
-    monkeypatch.setattr(module, "gap", small)
+    monkeypatch.setattr(module, "has_spare_capacity", small)
     monkeypatch.setattr(lane, "_send_one", send_one)
     lane._send()
     assert sent == [

@@ -10,7 +10,7 @@ import pytest
 from proxy.batches.types import InputLine, InputProblem
 from proxy.batches.validate import (
     ENDPOINTS,
-    MOST_COMPLAINTS,
+    MAX_PROBLEMS,
     SLICE_BYTES,
     InputFileCheck,
     read_line,
@@ -96,7 +96,7 @@ def test_too_many_lines() -> None:
 
 def test_not_more_is_complained_of_than_anybody_reads() -> None:
     _, complaints = read(b"x\n" * 100_000)
-    assert len(complaints) == MOST_COMPLAINTS
+    assert len(complaints) == MAX_PROBLEMS
 
 
 def test_it_is_read_in_slices_and_nothing_is_lost_between_them() -> None:

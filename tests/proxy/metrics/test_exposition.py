@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from proxy.metrics.exposition import OPENMETRICS, SLICE, TEXT, Family, MetricsPage
+from proxy.metrics.exposition import OPENMETRICS, SLICE_LINES, TEXT, Family, MetricsPage
 from proxy.metrics.histogram import GAP_BOUNDS, Histogram
 from tests.proxy.metrics.scraped import written
 
@@ -64,12 +64,14 @@ def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
 
 def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
-    page.values(REQUESTS, [(("tiny", number), number) for number in range(10 * SLICE)])
-    page.histograms(GAPS, [((str(number),), Histogram(GAP_BOUNDS)) for number in range(SLICE)])
+    page.values(REQUESTS, [(("tiny", number), number) for number in range(10 * SLICE_LINES)])
+    page.histograms(
+        GAPS, [((str(number),), Histogram(GAP_BOUNDS)) for number in range(SLICE_LINES)]
+    )
     page.values(UP, [((), 1)])
     pieces = list(page.slices())
-    assert max(piece.count(b"\n") for piece in pieces) <= SLICE + len(GAP_BOUNDS) + 5
-    assert len(read(page, openmetrics=openmetrics)["proxy_gap_seconds"].samples) == SLICE * (
+    assert max(piece.count(b"\n") for piece in pieces) <= SLICE_LINES + len(GAP_BOUNDS) + 5
+    assert len(read(page, openmetrics=openmetrics)["proxy_gap_seconds"].samples) == SLICE_LINES * (
         len(GAP_BOUNDS) + 3
     )
 

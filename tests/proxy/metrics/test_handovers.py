@@ -7,8 +7,10 @@ import logging
 import pytest
 
 from proxy.core.routing.handover_cost import HandoverVerdict
-from proxy.metrics.handovers import ANY, SAY_EVERY_S, FallbackLog, HandoverCounters
+from proxy.metrics.handovers import ANY, LOG_INTERVAL_S, FallbackLog, HandoverCounters
 from tests.proxy.core.making import MODEL, router_of, spec
+
+SAID = "no prefill worker is up: {} requests were served without a hand-over"
 
 
 def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,10 +23,14 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
         said.look(1.0)
         here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
         said.look(2.0)
-        assert caplog.messages == ["no prefill worker is up: 3 requests were served whole"]
-        said.look(1.0 + SAY_EVERY_S)
-        said.look(9 * SAY_EVERY_S)
-    assert caplog.messages[1:] == ["no prefill worker is up: 2 requests were served whole"]
+        assert caplog.messages == [
+            "no prefill worker is up: 3 requests were served without a hand-over"
+        ]
+        said.look(1.0 + LOG_INTERVAL_S)
+        said.look(9 * LOG_INTERVAL_S)
+    assert caplog.messages[1:] == [
+        "no prefill worker is up: 2 requests were served without a hand-over"
+    ]
 
 
 def test_bars_and_legs_of_workers_that_left_are_dropped() -> None:

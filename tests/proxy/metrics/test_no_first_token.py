@@ -113,7 +113,7 @@ def test_who_waits_in_the_router_waits_for_nobody(metrics: Metrics) -> None:
 
 
 def test_series_of_old_workers_go(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unseen_module, "MOST", 3)
+    monkeypatch.setattr(unseen_module, "MAX_SERIES", 3)
     counts = metrics.unseen
 
     def go(worker: str) -> None:

@@ -22,7 +22,7 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
 from proxy.metrics import registry as metrics_module
 from proxy.metrics import scrape
-from proxy.metrics.exposition import SLICE
+from proxy.metrics.exposition import SLICE_LINES
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
@@ -310,7 +310,7 @@ def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Rou
 
 def full_of_old(metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch) -> str:
     """Count as many models as there is room for; all but `tiny` are then served no more."""
-    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
     router.fleet.set_served("s0", ["tiny", *old])
     for name in ("tiny", *old):
@@ -343,7 +343,7 @@ def test_the_page_for_which_models_are_dropped_tells_nothing_of_them(
 def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
 
     def decided(model: str) -> None:
         router.decisions[model, Reason.SHORT_POOL] = 1
@@ -384,7 +384,7 @@ def test_unknown_paths_are_other(metrics: Metrics) -> None:
 
 def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
-    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     done(metrics)
     metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
     metrics.retried("gone-0", "connect")
@@ -509,7 +509,7 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
 
 async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) -> None:
     router.fleet.set_served("s0", ["tiny", "late"])
-    for number in range(4 * SLICE):
+    for number in range(4 * SLICE_LINES):
         done(metrics, worker=f"w{number}")
     full(metrics, router)
     turns = 0
@@ -530,7 +530,7 @@ async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) 
     page, _ = await write_page(metrics)
     living.cancel()
     # To collect what there is, and to write it.
-    assert turns >= 4 + page.count(b"\n") // (2 * SLICE)
+    assert turns >= 4 + page.count(b"\n") // (2 * SLICE_LINES)
     samples = {family.name: family.samples for family in read_text(page.decode())}
-    assert len(samples["proxy_requests"]) >= 4 * SLICE
+    assert len(samples["proxy_requests"]) >= 4 * SLICE_LINES
     assert samples["proxy_process_restarts"]

@@ -7,7 +7,7 @@ from hashlib import sha256
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, Tenants, TenantSpec
 from proxy.metrics import tenant_counts
-from proxy.metrics.tenant_counts import MOST, TenantCounts
+from proxy.metrics.tenant_counts import MAX_TENANTS, TenantCounts
 from tests.proxy.metrics.scraped import shown
 
 
@@ -68,14 +68,14 @@ def test_counters_outlive_their_tenant() -> None:
 
 
 def test_a_scrape_does_not_grow_with_a_list_of_customers() -> None:
-    tenants, counts = some(*(TenantSpec(f"t{number}") for number in range(MOST + 50)))
+    tenants, counts = some(*(TenantSpec(f"t{number}") for number in range(MAX_TENANTS + 50)))
     for tenant in tenants:
         tenant.totals.prompt_tokens = tenant.waiting = 1
         counts.ended(tenant, 200, 0.1, 0.0)
     found = shown(counts)
     assert found['proxy_tenant_queue_requests{tenant="other"}'] == 50
     assert found['proxy_tenant_tokens_total{tenant="other",kind="prompt"}'] == 50
-    assert sum(name.startswith("proxy_tenant_queue_requests") for name in found) == MOST + 1
+    assert sum(name.startswith("proxy_tenant_queue_requests") for name in found) == MAX_TENANTS + 1
 
 
 def test_nothing_is_a_clients_to_name() -> None:

@@ -332,11 +332,11 @@ async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> No
         assert await moving.shows(url) == moving.number("second")
     assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
     (moving.folder / "second.admin").write_text("short")
-    with pytest.raises(ConfigError, match="16 or more"):
+    with pytest.raises(ConfigError, match="16 to 512"):
         await app.reload()
     assert await moving.asked("second") == 200
     (moving.folder / "second.admin").unlink()
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         await App(load(moving.source), moving.source).start()
 
 

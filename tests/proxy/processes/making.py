@@ -10,7 +10,7 @@ from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome
 from proxy.core.queue.ticket import Ticket
 from proxy.processes.shared.limits import SharedLimits
-from proxy.processes.shared.load import LOOK_S, SharedLoad
+from proxy.processes.shared.load import READ_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import LIFE, SharedTable
@@ -63,7 +63,7 @@ class Crew:
         later, self.later[:] = list(self.later), []
         for each in later:
             each()
-        self.now += 2 * LOOK_S
+        self.now += 2 * READ_INTERVAL_S
 
     def look(self) -> None:
         """Have everybody look."""

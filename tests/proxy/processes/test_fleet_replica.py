@@ -247,6 +247,6 @@ def test_more_workers_than_rows_are_said(
     with caplog.at_level(logging.ERROR):
         assert pass_on(leader, other)
         assert not pass_on(leader, other)
-    assert caplog.text.count("is not shared") == 1
+    assert caplog.text.count("are not shared") == 1
     assert other.names == {"a"}
     assert other.sharing.row(other.worker("a")) is None

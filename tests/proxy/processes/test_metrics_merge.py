@@ -94,9 +94,9 @@ def test_what_all_know_alike_is_the_leaders_word() -> None:
 
 
 def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
-    past = metrics_merge.lasting(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
+    past = metrics_merge.permanent(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
     total = metrics_merge.add_up(
-        [metrics_merge.read(page({"a": 1}, 1, 1)), past, metrics_merge.lasting(past)]
+        [metrics_merge.read(page({"a": 1}, 1, 1)), past, metrics_merge.permanent(past)]
     )
     assert total["proxy_requests_total"].series == {'proxy_requests_total{worker="a"}': 7}
     assert total["proxy_client_connections"].series == {"proxy_client_connections": 1}
@@ -153,4 +153,4 @@ def test_of_every_gauge_it_is_said_how_it_is_summed() -> None:
     gauges = {family.name for family in families if family.kind == "gauge"}
     assert len(gauges) > 15
     of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
-    assert gauges - of_workers - metrics_merge.ADDED - ALIKE == set()
+    assert gauges - of_workers - metrics_merge.SUMMED - ALIKE == set()

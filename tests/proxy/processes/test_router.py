@@ -226,9 +226,9 @@ async def test_a_reload_reaches_all(crew: Crew, fakes: dict[str, FakeWorker], ho
 
 async def test_a_bad_file_changes_nothing(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     crew.file.write_text(crew.file.read_text() + "nonsense: 1\n")
-    said = sum("was not taken" in line for line in crew.said)
+    said = sum("was not reloaded" in line for line in crew.said)
     crew.tell(signal.SIGHUP)
-    crew.says("was not taken", said + 1)
+    crew.says("was not reloaded", said + 1)
     crew.write(*NAMES)
     for client in (await crew.each()).values():
         assert await asked(client, 4) == [200] * 4
@@ -337,11 +337,11 @@ async def test_a_killed_one_is_replaced(crew: Crew, fakes: dict[str, FakeWorker]
     await crew.until(lambda workers: sum(w["requests"] for w in workers.values()) == 2)
     leader = crew.leader
     victim = leader if who == "leader" else 1 - leader
-    ended = sum("ended (signal 9)" in line for line in crew.said)
+    ended = sum("exited (signal 9)" in line for line in crew.said)
     led = sum(" leads" in line for line in crew.said)
     old = crew.pids[victim]
     os.kill(old, signal.SIGKILL)
-    crew.says("ended (signal 9)", ended + 1)
+    crew.says("exited (signal 9)", ended + 1)
     if who == "leader":
         crew.says(" leads", led + 1)
         assert crew.leader == 1 - victim
@@ -370,12 +370,12 @@ async def test_sigterm_to_one_process(crew: Crew, fakes: dict[str, FakeWorker]) 
         await client.send(chat())
     await arrived(fakes, 2)
     before = crew.pids
-    ended = sum("ended (exit status 0)" in line for line in crew.said)
+    ended = sum("exited (exit status 0)" in line for line in crew.said)
     os.kill(before[1 - crew.leader], signal.SIGTERM)
     opening.set()
     ends = await asyncio.gather(*(end(client) for client in clients.values()))
     assert ends == [200, 200]
-    crew.says("ended (exit status 0)", ended + 1)
+    crew.says("exited (exit status 0)", ended + 1)
     await eventually(lambda: len(crew.pids) == 2 and crew.pids != before, within=DEADLINE_S)
     await crew.up()
     for client in clients.values():

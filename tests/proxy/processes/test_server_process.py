@@ -86,7 +86,7 @@ async def test_what_can_t_be_answered_ends_no_process(
         member.heard(IpcQuestion(1, what, given))
         await asyncio.gather(*member._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # for who is told of its end
-    assert f"process 0 has no answer: {what}" in caplog.text
+    assert f"process 0 cannot answer: {what}" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert not member.ended.is_set()
     assert not member.failed

@@ -22,7 +22,7 @@ def config(processes: int | str) -> FleetConfig:
 @pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
 def test_auto_is_one_per_processor(cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-    monkeypatch.setattr(size, "QUOTA", Path("/none"))
+    monkeypatch.setattr(size, "CPU_QUOTA_FILE", Path("/none"))
     assert how_many(config("auto")) == wanted
     assert how_many(config(3)) == 3
 
@@ -35,7 +35,7 @@ def test_auto_heeds_what_a_container_may_use(
     quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(size, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(size, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     assert how_many(config("auto")) == 6
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert how_many(config("auto")) == wanted

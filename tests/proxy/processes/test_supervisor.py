@@ -18,7 +18,7 @@ import pytest
 from proxy.app import App, supervise
 from proxy.config import FleetConfig, parse
 from proxy.errors import ProxyError
-from proxy.processes import ipc_requests
+from proxy.processes import ipc_requests, watchdog
 from proxy.processes import supervisor as module
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import ConfigReloaded, IpcQuestion, KnownWorker, WorkersChanged
@@ -48,8 +48,8 @@ def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
 
 
 async def test_one_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STILL_S", 2.0)
-    monkeypatch.setattr(module, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "HANG_S", 2.0)
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(ipc_requests, "ANSWER_S", 1.0)
     kept = Supervisor(config(), None)
     await kept.start()
@@ -132,20 +132,22 @@ async def test_one_that_begins_and_never_serves_is_killed_and_tried_again(
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexec sleep 1000\n")
     script.chmod(0o755)
-    for name, seconds in (("LOOK_S", 0.05), ("FIRST_PAUSE_S", 0.05)):
-        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.05)
     kept = Supervisor(config(), None)
     await kept.start()
     try:
         with monkeypatch.context() as stuck, caplog.at_level(logging.ERROR):
-            stuck.setattr(module, "BORN_S", 0.2)
+            stuck.setattr(watchdog, "START_TIMEOUT_S", 0.2)
             stuck.setattr(module.sys, "executable", str(script))
             os.kill(kept.pids[0], signal.SIGKILL)
             await eventually(lambda: kept.restarts == 3, within=DEADLINE_S)
-        assert len(re.findall(r"does not serve after \d+ s; it is killed", caplog.text)) >= 2
+        assert len(re.findall(r"does not serve after \d+ s; killing it", caplog.text)) >= 2
         for pause_s in (0.05, 0.1, 0.2):
-            assert f"another begins in {pause_s} s" in caplog.text
-        monkeypatch.setattr(module, "BORN_S", DEADLINE_S / 3)  # one more may have begun so
+            assert f"restarting in {pause_s} s" in caplog.text
+        monkeypatch.setattr(
+            watchdog, "START_TIMEOUT_S", DEADLINE_S / 3
+        )  # one more may have begun so
         serve = kept._children.values
         await eventually(
             lambda: [each.serving for each in serve()] == [True] * 2, within=DEADLINE_S
@@ -176,7 +178,7 @@ async def test_one_that_can_not_begin_again_is_tried_until_it_can(
             os.kill(kept.pids[0], signal.SIGKILL)
             await eventually(lambda: failures == 2, within=DEADLINE_S)
             await eventually(lambda: len(kept.pids) == 2, within=DEADLINE_S)
-        assert caplog.text.count("can't begin: [Errno 11]") == 2
+        assert caplog.text.count("cannot start: [Errno 11]") == 2
     finally:
         await kept.stop()
 
@@ -193,9 +195,9 @@ async def test_a_first_start_that_fails_is_an_error(monkeypatch: pytest.MonkeyPa
 async def test_after_a_pause_of_all_none_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a container was paused: the looks come late, and the marks are old."""
     now, killed = 1000.0, asyncio.Event()
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
-    monkeypatch.setattr(module, "STILL_S", 0.1)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(watchdog, "HANG_S", 0.1)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
     kept = Supervisor(config(), None)
     kept._table = SharedTable.make(1)
     kept._table.sheet(0).write_count(ALIVE, 1000)
@@ -209,7 +211,7 @@ async def test_after_a_pause_of_all_none_is_killed(monkeypatch: pytest.MonkeyPat
             return super().values()
 
     kept._children = Children({0: child})
-    watching = asyncio.create_task(kept._watch())
+    watching = asyncio.create_task(watchdog.kill_hung(kept._children, kept._table))
     try:
         for moment in (1000.0, 1100.0):  # frozen in between
             now, seen = moment, looks
@@ -245,7 +247,7 @@ async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None
     member = ServerProcess.__new__(ServerProcess)
     stub: Any = member
     stub.app, stub._listens = App(config()), True
-    stub._mirror = SimpleNamespace(take=lambda _: None)
+    stub._replica = SimpleNamespace(take=lambda _: None)
     added = replace(spec("added"), api_key="of-this-worker")
     known = KnownWorker(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
     member.heard(WorkersChanged((known,)))

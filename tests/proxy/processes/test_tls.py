@@ -81,7 +81,7 @@ async def test_a_renewal_is_shown_by_all_processes_and_a_bad_one_by_none(crew: E
     other = crew.authority.issue("other")
     shutil.copy(other[0], crew.shown.cert_file)  # its key is yet to come
     crew.tell(signal.SIGHUP)
-    crew.says("the fleet file was not taken")
+    crew.says("the fleet file was not reloaded")
     crew.says("router.tls.key_file: ")
     await crew.all_show(first)
     shutil.copy(other[1], crew.shown.key_file)

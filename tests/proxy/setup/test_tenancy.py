@@ -65,13 +65,13 @@ def test_each_has_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("short\n", "is not a key of 16"),
-        ("with some spaces in it\n", "is not a key of 16"),
-        (hashed(KEYS[0]).upper(), "nor sha256: and 64 of 0-9a-f"),
-        (hashed(KEYS[0])[:-1], "nor sha256: and 64 of 0-9a-f"),
+        ("short\n", "is neither a key of 16"),
+        ("with some spaces in it\n", "is neither a key of 16"),
+        (hashed(KEYS[0]).upper(), "nor sha256: with 64 of 0-9a-f"),
+        (hashed(KEYS[0])[:-1], "nor sha256: with 64 of 0-9a-f"),
         ("sha256:abc\n", None),
         ("\n# nothing\n", "has no key"),
-        (None, "can't be read"),
+        (None, "cannot be read"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_key_has_one_owner(tmp_path: Path) -> None:
     file.write_text(KEYS[0])
     tenants = {"name": "a", "key_hashes": [hashed(KEYS[0])]}, {"name": "b", "keys_file": str(file)}
     problems = wrong(*tenants)
-    assert "a's too" in problems["tenants[1].keys_file"]
+    assert "tenant a has too" in problems["tenants[1].keys_file"]
     assert KEYS[0] not in str(problems)
 
 
@@ -167,7 +167,7 @@ async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path
     write(file, *guarded, host="0.0.0.0")  # noqa: S104 - that is the point
     app = App(parse(file.read_text(), str(file)), file)
     write(file, host="127.0.0.1")  # which it would listen on after a restart
-    with pytest.raises(ConfigError, match="until it is restarted"):
+    with pytest.raises(ConfigError, match="until a restart"):
         await app.reload()
     assert not app.router.tenants.open
     write(file, host="0.0.0.0", allow_anonymous=True)  # noqa: S104

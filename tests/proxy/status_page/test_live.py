@@ -172,7 +172,7 @@ async def test_ticks_are_bounded(site: Site, viewer: Viewer) -> None:
     for _ in range(10_000):
         site.now += 0.001
         record.saw_tokens(site.now, site.metrics)
-    assert len(record.ticks) == recorder.MOST_TICKS
+    assert len(record.ticks) == recorder.MAX_TICKS
 
 
 async def test_who_is_slow_misses_some_and_is_told_all_again(site: Site, viewer: Viewer) -> None:
@@ -190,13 +190,13 @@ async def test_who_is_slow_misses_some_and_is_told_all_again(site: Site, viewer:
 
 async def test_who_takes_nothing_is_let_go(site: Site, viewer: Viewer) -> None:
     await site.beat()
-    await site.beat(live.PATIENCE_S + 1)
+    await site.beat(live.READ_TIMEOUT_S + 1)
     assert viewer.ended
     assert not site.live.watched
 
 
 async def test_there_is_a_bound_to_viewers(site: Site, viewer: Viewer) -> None:
-    more = [site.live.join() for _ in range(live.MOST_VIEWERS)]
+    more = [site.live.join() for _ in range(live.MAX_VIEWERS)]
     assert more.count(None) == 1
     site.live.leave(viewer)
     assert site.live.join() is not None
@@ -213,7 +213,7 @@ async def test_too_many_at_once_are_counted_instead(
 ) -> None:
     await site.beat()
     await told(viewer)
-    monkeypatch.setattr(recorder, "MOST_ROWS", 3)
+    monkeypatch.setattr(recorder, "MAX_ROWS", 3)
     for _ in range(5):
         site.end(site.request())
     site.request()
@@ -300,7 +300,7 @@ class Sibling(Site):
 
 
 async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "FORGET_S", 0.01)
+    monkeypatch.setattr(recorder, "STOP_AFTER_S", 0.01)
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
@@ -333,7 +333,7 @@ async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 async def crew(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibling], Viewer]]:
     """Look at two processes, of which the first leads; those of the list are asked."""
-    monkeypatch.setattr(live, "AGAIN_S", 0.0)
+    monkeypatch.setattr(live, "MIN_RESEND_INTERVAL_S", 0.0)
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
@@ -406,7 +406,7 @@ async def test_the_end_of_what_was_told_of_is_told_however_many_there_are(
     records = [site.request() for _ in range(5)]
     await site.beat()
     assert len((await told(viewer))[1]["rows"]) == 5
-    monkeypatch.setattr(recorder, "MOST_ROWS", 2)
+    monkeypatch.setattr(recorder, "MAX_ROWS", 2)
     for record in records:
         site.end(record)
     site.end(site.request())
@@ -414,7 +414,7 @@ async def test_the_end_of_what_was_told_of_is_told_however_many_there_are(
     _, data = await told(viewer)
     assert [named(row)["status"] for row in data["rows"]] == [200] * 5
     assert data["dropped"] == 1
-    assert not site.live.notes._known
+    assert not site.live.notes._reported
 
 
 async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None:

@@ -178,7 +178,7 @@ async def test_figures_and_reasons_are_seen_beside_long_names(place: Place, page
 async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
     place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 2)
+    monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 2)
     for number in range(3):
         nowhere = f"http://127.0.0.1:{free_port()}"
         place.app.fleet.add(replace(place.app.fleet.get("l0").spec, name=f"z{number}", url=nowhere))

@@ -13,7 +13,7 @@ from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.metrics.histogram import Histogram
 from proxy.metrics.registry import Metrics
-from proxy.status_page.snapshot import MOST_LINES, LiveState
+from proxy.status_page.snapshot import MAX_LATENCY_ROWS, LiveState
 from proxy.status_page.window import WINDOW_S, Window, quantile
 from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
 
@@ -107,7 +107,7 @@ def test_tenants_are_told_of_all_processes_together() -> None:
 
 
 def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.status_page.snapshot.MOST_WORKERS", 3)
+    monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet
     for _ in range(FAILURES_TO_OPEN):
@@ -138,7 +138,7 @@ def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_request
     metrics.gaps_of("general", "short").observe(0.02)
     told = state(130.0)
     assert Counter(each["what"] for each in told["latencies"]) == {
-        "TTFT": MOST_LINES, "TPOT": MOST_LINES, "ITL": 1,
+        "TTFT": MAX_LATENCY_ROWS, "TPOT": MAX_LATENCY_ROWS, "ITL": 1,
     }  # fmt: skip
-    assert told["more_latencies"] == 2 * (70 - MOST_LINES)
+    assert told["more_latencies"] == 2 * (70 - MAX_LATENCY_ROWS)
     assert [e["count"] for e in told["latencies"] if e["model"] == "m69"] == [2, 2]

@@ -35,7 +35,7 @@ Ask = Callable[[], Awaitable[Answer]]
 # What SQLite raises: (code, message), the status that clients get, and what the log advises.
 FULL = (sqlite3.SQLITE_FULL, "database or disk is full")
 ERRORS = {
-    "full": (*FULL, 507, "make some"),
+    "full": (*FULL, 507, "free space"),
     "write": (sqlite3.SQLITE_IOERR_WRITE, "disk I/O error", 507, "quota"),  # EDQUOT, EFBIG, EIO
     "flush": (sqlite3.SQLITE_IOERR_FSYNC, "disk I/O error", 507, "quota"),
     "index": (sqlite3.SQLITE_IOERR_SHMSIZE, "disk I/O error", 507, "quota"),
@@ -187,7 +187,7 @@ async def test_batches_pause_for_a_disk_that_fails_and_go_on_when_it_is_well(
 ) -> None:
     """Results, the two files that show them, and the end of the batch."""
     code, message, _, remedy = ERRORS[kind]
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
     bad_office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
     batch = await bad_office.begin(lines(2))
@@ -334,7 +334,7 @@ def test_an_upload_needs_room_in_the_log_and_in_the_database(
     store = Store(tmp_path, KEEP_S)
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk, "disk_usage", lambda _: free._replace(free=1_999_999))
-    with pytest.raises(StoreFullError, match="no room"):
+    with pytest.raises(StoreFullError, match="is full"):
         store.add_file("t", "in", "batch", bytes(1_000_000), NOW)
     assert store.add_file("t", "in", "batch", bytes(999_999), NOW)
     store.close()
@@ -392,7 +392,7 @@ async def unavailable(office: Office) -> None:
 async def test_a_folder_that_is_removed_is_missed_and_used_again_when_it_is_back(
     office: Office, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     lost = await office.upload(lines(1))
     shutil.rmtree(office.path)
     await unavailable(office)
@@ -406,14 +406,14 @@ async def test_a_folder_that_is_removed_is_missed_and_used_again_when_it_is_back
     assert len(await office.lines_of(done.output_file_id)) == 2
     told = [each.getMessage() for each in said(caplog) if "refused" not in each.getMessage()]
     assert len(told) == 2
-    assert "another database than before" in told[1]
+    assert "was replaced" in told[1]
     assert not [each for each in said(caplog) if each.exc_info]
 
 
 async def test_a_folder_that_is_moved_away_and_back_has_lost_nothing(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
     office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
     batch = await office.begin(lines(2))
@@ -433,7 +433,7 @@ async def test_a_folder_that_is_restored_from_a_copy_is_opened_anew(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was in flight is run again, and its results of before are of no batch."""
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
     office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
     batch = await office.begin(lines(2))
@@ -477,7 +477,7 @@ async def test_a_lock_that_is_removed_is_taken_anew(office: Office) -> None:
 async def test_a_router_that_does_not_run_the_lines_says_so_too_and_then_goes_on(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "FULL_DISK_S", 0.05)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     first = Office(await start(), tmp_path / "batches")
     await first.open()
     await eventually(lambda: first.batches.lane._lock.is_held)

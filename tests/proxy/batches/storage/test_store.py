@@ -13,10 +13,13 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.batches.storage import store as module
+from proxy.batches.storage import database
+from proxy.batches.storage import files as file_store
+from proxy.batches.storage.database import StoreLimits
+from proxy.batches.storage.files import PIECE_BYTES
 from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import ROW_BYTES
-from proxy.batches.storage.store import PIECE_BYTES, Store, StoreLimits
+from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
     File,
@@ -57,7 +60,7 @@ def test_a_full_disk_is_told_wherever_something_is_written(
         error.sqlite_errorcode = sqlite3.SQLITE_FULL
         raise error
 
-    monkeypatch.setattr(module, "transaction", contextmanager(full))
+    monkeypatch.setattr(database, "transaction", contextmanager(full))
     with pytest.raises(StoreFullError):
         store.delete_file("t", file.id)
     with pytest.raises(StoreFullError):
@@ -162,7 +165,7 @@ def test_large_files_are_forgotten_one_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes the disk a second, and whoever else wants it waits."""
-    monkeypatch.setattr(module, "LARGE", 100)
+    monkeypatch.setattr(database, "LARGE_BYTES", 100)
     for size in (10, 10, 90, 500, 10):
         store.add_file("t", "in", "batch", b"x" * size, NOW)
     left: list[int] = []
@@ -270,8 +273,8 @@ def test_what_is_over_is_forgotten_in_time(store: Store) -> None:
 
 
 def test_it_is_forgotten_a_slice_at_a_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RESULTS", 10)
-    monkeypatch.setattr(module, "MOST_FILES", 1)
+    monkeypatch.setattr(database, "MAX_RESULTS", 10)
+    monkeypatch.setattr(file_store, "MAX_FILES", 1)
     for size in (25, 10):
         batch = batch_of(store, size)
         store.save([result(batch, number) for number in range(1, size + 1)])
@@ -294,7 +297,7 @@ def test_room_is_given_back_to_the_disk_a_slice_at_a_time(
         store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return (tmp_path / "batches.sqlite").stat().st_size
 
-    monkeypatch.setattr(module, "MOST_PAGES", 100)
+    monkeypatch.setattr(database, "MAX_PAGES", 100)
     before = size()
     file = store.add_file("t", "in", "batch", b"x" * (1 << 20), NOW)
     full = size()
@@ -310,7 +313,7 @@ def test_room_is_given_back_to_the_disk_a_slice_at_a_time(
 def test_a_file_of_many_results_is_emptied_a_slice_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_RESULTS", 10)
+    monkeypatch.setattr(database, "MAX_RESULTS", 10)
     batch = batch_of(store, 40)
     store.save([result(batch, n, status=500 if n % 4 == 0 else 200) for n in range(1, 41)])
     store.end(batch.id, Status.COMPLETED, NOW)
@@ -330,7 +333,7 @@ def test_a_file_of_many_results_is_emptied_a_slice_at_a_time(
 def test_large_results_are_forgotten_one_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(database, "LARGE_BYTES", 1000)
     for _ in range(2):
         batch = batch_of(store, 4)
         body = b'"%b"' % (b"x" * 800)
@@ -360,7 +363,7 @@ def test_another_releases_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ProxyError, match=r"router\.batches\.path: .*give a folder"):
+    with pytest.raises(ProxyError, match=r"router\.batches\.path: .*name a writable folder"):
         Store(tmp_path / "file", KEEP_S)
 
 
@@ -409,7 +412,7 @@ def test_results_of_what_runs_are_of_its_tenants_room(store: Store) -> None:
     body = orjson.dumps("x" * 10_000)
     store.save([result(batch, 1, body=body), result(batch, 2, body=body)])
     assert store.full() == {"t"}
-    with pytest.raises(TenantLimitError, match="may have 20000"):
+    with pytest.raises(TenantLimitError, match="limit is 20000"):
         store.add_file("t", "in", "batch", b"x", NOW)
     store.add_file("other", "in", "batch", b"x", NOW)
     store.save([result(batch, number, body=body) for number in range(3, 7)])

@@ -6,7 +6,8 @@ import asyncio
 import weakref
 from pathlib import Path
 
-from proxy.batches.storage.store import Store, StoreLimits
+from proxy.batches.storage.database import StoreLimits
+from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from tests.proxy.batches.office import busy
 

@@ -14,7 +14,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared import limits as tenancy
-from proxy.processes.shared.limits import SURE_S, TAKE_S
+from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
 from proxy.processes.shared.shared_memory import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.crowds import Crowds
@@ -60,7 +60,7 @@ def submit(
     """Ask for a tenant."""
     answer = come(crew, index, name, prompt, output)
     crew.tell()
-    crew.now += TAKE_S
+    crew.now += READ_INTERVAL_S
     return answer
 
 
@@ -70,7 +70,7 @@ def test_what_is_in_flight_counts_everywhere(crews: Crews) -> None:
     for index in (0, 1):
         assert refused(submit(crew, index)).status == 429
     crew.finish(1, leases[1])
-    crew.now += TAKE_S
+    crew.now += READ_INTERVAL_S
     placed(submit(crew, 0))
     assert refused(submit(crew, 1)).status == 429
 
@@ -245,18 +245,18 @@ def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) ->
     def looking(write: Callable[..., None]) -> Callable[..., None]:
         def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
-            crew.now += TAKE_S
+            crew.now += READ_INTERVAL_S
             crew.sharings[1].look(crew.now)
             stands.extend(tenant(crew, 1, name).standings[Rank.STANDARD] for name in "tu")
 
         return step
 
     with monkeypatch.context() as patched:
-        for name in ("write_taken", "write_idle", "write_count"):
+        for name in ("write_usage", "write_idle", "write_count"):
             patched.setattr(ProcessSheet, name, looking(getattr(ProcessSheet, name)))
         crew.table.clear(0)
     assert set(stands) == {1e6}
-    crew.now += TAKE_S
+    crew.now += READ_INTERVAL_S
     crew.look()
     assert tenant(crew, 1).ledger.elsewhere == 0, "what it had in flight is gone"
 
@@ -409,13 +409,13 @@ def test_only_changed_tenants_are_told(crews: Crews, monkeypatch: pytest.MonkeyP
     crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
     crew.tell()
     looked: list[str] = []
-    taken = tenancy._taken
+    taken = tenancy._row_of
 
     def counted(one: Tenant) -> TenantRow:
         looked.append(one.name)
         return taken(one)
 
-    monkeypatch.setattr(tenancy, "_taken", counted)
+    monkeypatch.setattr(tenancy, "_row_of", counted)
     tenant(crew, 0, "t7").charge(70.0)
     crew.finish(0, placed(submit(crew, 0, "t7")))
     assert set(looked) == {"t7"}
@@ -428,13 +428,13 @@ def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatc
     placed(submit(crew, 0, "t7"))
     crew.look()
     rows: list[int] = []
-    read = ProcessSheet.read_taken
+    read = ProcessSheet.read_usage
 
     def counted(sheet: ProcessSheet, row: int) -> TenantRow:
         rows.append(row)
         return read(sheet, row)
 
-    monkeypatch.setattr(ProcessSheet, "read_taken", counted)
+    monkeypatch.setattr(ProcessSheet, "read_usage", counted)
     crew.look()
     assert rows == []
     for name in ("t7", "t9", "t7"):
@@ -442,7 +442,7 @@ def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatc
     crew.sharings[1].look(crew.now)
     assert len(rows) == 2 == len(set(rows))
     assert [tenant(crew, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
-    crew.now += SURE_S
+    crew.now += FULL_READ_INTERVAL_S
     crew.sharings[1].look(crew.now)
     assert len(rows) == 202, "a change that was missed is not missed for long"
 
@@ -467,4 +467,4 @@ def test_more_tenants_than_rows_are_said(
                 monkeypatch.setattr(crew.table, "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):
         placed(submit(crew, 0))
-    assert "each process by itself" in caplog.text
+    assert "each process separately" in caplog.text

@@ -15,7 +15,12 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
-from proxy.processes.shared.load import LOOK_S, REST_S, SURE_S, WorkerRows
+from proxy.processes.shared.load import (
+    FULL_READ_INTERVAL_S,
+    READ_INTERVAL_S,
+    ROW_REUSE_AFTER_S,
+    WorkerRows,
+)
 from proxy.processes.shared.shared_memory import RING, ProcessSheet
 from tests.proxy.core.making import (
     ask,
@@ -146,7 +151,7 @@ def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
         each()
     crew.sharings[1].look(before)
     assert crew.worker(1, "a").requests == 1
-    crew.sharings[1].look(before + LOOK_S)
+    crew.sharings[1].look(before + READ_INTERVAL_S)
     assert crew.worker(1, "a").requests == 2
 
 
@@ -265,10 +270,10 @@ def test_a_change_that_was_never_told_is_seen_in_time(crews: Callable[..., Crew]
     crew = crews(2, spec("a"))
     crew.look()
     crew.sharings[0].sheet.write_load(0, WorkerLoad(requests=5), 0.0)
-    crew.now += LOOK_S
+    crew.now += READ_INTERVAL_S
     crew.look()
     assert crew.worker(1, "a").requests == 0
-    crew.now += SURE_S
+    crew.now += FULL_READ_INTERVAL_S
     crew.look()
     assert crew.worker(1, "a").requests == 5
 
@@ -292,7 +297,7 @@ def test_a_worker_that_left_is_told_of_until_its_last_request(crews: Callable[..
 def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"), spec("b"), spec("c"))
     a, b, c = members(crew.routers[0].fleet)
-    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=2)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, max_rows=2)
     first = rows.of(a)
     assert first == (0, crew.now)
     assert rows.of(b) == (1, crew.now)
@@ -301,7 +306,7 @@ def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew
     rows.leave(a)
     assert rows.of(c) is None
     crew.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
-    crew.now += REST_S
+    crew.now += ROW_REUSE_AFTER_S
     assert rows.of(c) is None
     crew.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
     assert rows.of(c) == (0, crew.now)
@@ -310,12 +315,12 @@ def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew
 def test_another_leader_gives_rows_where_the_last_one_ended(crews: Callable[..., Crew]) -> None:
     crew = crews(2, *(spec(name) for name in "abcd"))
     a, b, c, d = members(crew.routers[0].fleet)
-    rows = WorkerRows(crew.sharings[0], lambda: crew.now, most=4)
+    rows = WorkerRows(crew.sharings[0], lambda: crew.now, max_rows=4)
     rows.adopt({a: (2, 0.5), b: (0, 0.7)})
     assert rows.of(a) == (2, 0.5)
     assert rows.of(c) == (3, crew.now)
     assert rows.of(d) is None
-    crew.now += REST_S
+    crew.now += ROW_REUSE_AFTER_S
     assert rows.of(d) == (1, crew.now)
 
 
@@ -324,7 +329,7 @@ def test_a_breaker_of_the_worker_before_is_not_the_next_ones(crews: Callable[...
     for _ in range(3):
         crew.routers[1].fleet.failed(crew.worker(1, "a"), crew.now)
     crew.tell()
-    crew.now += REST_S
+    crew.now += ROW_REUSE_AFTER_S
     newcomer = crew.routers[0].fleet.add(spec("c"))
     crew.sharings[0].place(newcomer, 0, crew.now)
     assert newcomer.breaker.closed

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.batches.spare_capacity import gap
+from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, TenantSpec
-from proxy.processes.shared.queue import BEAT_S
+from proxy.processes.shared.queue import HOLD_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
 
@@ -130,7 +130,7 @@ def test_who_came_first_goes_first_wherever_it_waits(crews: Crews) -> None:
     crew.finish(0, running)
     assert due(crew, 0) == []  # the place is free, but not for its own
     assert due(crew, 1) == [first]
-    crew.now += 5 * BEAT_S
+    crew.now += 5 * HOLD_S
     assert due(crew, 0) == []
     crew.finish(1, crew.leases[first])
     assert due(crew, 0) == [second]
@@ -153,7 +153,7 @@ def test_a_place_that_the_first_does_not_take_is_the_nexts_after_a_beat(crews: C
     crew.finish(0, running)
     assert due(crew, 0) == []
     assert crew.queues[0].held
-    crew.now += BEAT_S
+    crew.now += HOLD_S
     assert due(crew, 0) == others[:1]
 
 
@@ -172,7 +172,7 @@ def test_nobody_is_held_back_for_ever(crews: Crews, polls: float) -> None:
             gone.append(ticket)
             running = placed(lease)
         crew.tell()
-        crew.now += polls * BEAT_S
+        crew.now += polls * HOLD_S
     assert gone == waiting
 
 
@@ -194,7 +194,7 @@ def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
     crew.finish(0, running[0])
     for _ in range(20):
         assert due(crew, 0) == []
-        crew.now += BEAT_S
+        crew.now += HOLD_S
     assert len(due(crew, 1)) == 1
     crew.finish(0, running[1])
     assert due(crew, 0) == [batch]
@@ -204,16 +204,16 @@ def test_a_batch_line_waits_for_requests_of_other_processes(crews: Crews) -> Non
     crew = crews(2, spec("a", most=1))
     lease = crew.submit(1)
     crew.look()
-    assert not gap(crew.routers[0], MODEL, crew.now), "it is busy"
+    assert not has_spare_capacity(crew.routers[0], MODEL, crew.now), "it is busy"
     ticket = waits(crew.routers[1].submit(ask(), crew.now))
     crew.tell()
     crew.finish(1, lease)
     crew.look()
-    assert not gap(crew.routers[0], MODEL, crew.now), "what is free is another's"
+    assert not has_spare_capacity(crew.routers[0], MODEL, crew.now), "what is free is another's"
     crew.routers[1].withdraw(ticket, crew.now)
     crew.tell()
     crew.look()
-    assert gap(crew.routers[0], MODEL, crew.now)
+    assert has_spare_capacity(crew.routers[0], MODEL, crew.now)
 
 
 def test_sizes_have_turns_of_their_own(crews: Crews) -> None:

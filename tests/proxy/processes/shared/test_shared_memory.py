@@ -15,8 +15,8 @@ from proxy.core.queue.buckets import LastDispatch
 from proxy.processes.shared.shared_memory import (
     BYTES,
     CHANGES,
-    MOST_TENANTS,
-    MOST_WORKERS,
+    MAX_TENANTS,
+    MAX_WORKERS,
     PLACES,
     RING,
     RINGS,
@@ -52,7 +52,7 @@ def test_why_a_breaker_opened_is_told(table: SharedTable, why: str) -> None:
 
 def test_each_writes_beside_the_others(table: SharedTable) -> None:
     sheets = [table.sheet(i) for i in range(3)]
-    last = MOST_WORKERS - 1
+    last = MAX_WORKERS - 1
     for number, sheet in enumerate(sheets):
         for row in (0, last):
             sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
@@ -60,10 +60,10 @@ def test_each_writes_beside_the_others(table: SharedTable) -> None:
         for place in (0, PLACES - 1):
             sheet.write_front(place, 2, QueueFront(1, 2.5, number, 0.5))
             sheet.write_last(place, LastDispatch(number, passed=True, passer=2))
-            sheet.write_tide(place, TrafficRow(1, number, 2.5))
-        for tenant in (0, MOST_TENANTS - 1):
+            sheet.write_traffic(place, TrafficRow(1, number, 2.5))
+        for tenant in (0, MAX_TENANTS - 1):
             taken = TenantRow(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
-            sheet.write_taken(tenant, taken)
+            sheet.write_usage(tenant, taken)
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
@@ -74,8 +74,8 @@ def test_each_writes_beside_the_others(table: SharedTable) -> None:
         assert sheet.read_breaker(1)[0] == 0.0
         assert sheet.read_front(PLACES - 1, 2) == QueueFront(1, 2.5, number, 0.5)
         assert sheet.read_last(PLACES - 1) == LastDispatch(number, passed=True, passer=2)
-        assert sheet.read_tide(PLACES - 1) == TrafficRow(1, number, 2.5)
-        assert sheet.read_taken(MOST_TENANTS - 1) == TenantRow(
+        assert sheet.read_traffic(PLACES - 1) == TrafficRow(1, number, 2.5)
+        assert sheet.read_usage(MAX_TENANTS - 1) == TenantRow(
             number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0)
         )
         assert sheet.read_front(PLACES - 1, 1) == QueueFront()
@@ -117,10 +117,10 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
 
 def test_what_tenants_were_served_stays_when_a_process_goes(table: SharedTable) -> None:
     sheet = table.sheet(1)
-    sheet.write_taken(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    sheet.write_usage(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
     sheet.write_floors((7.0, 8.0, 9.0))
     table.clear(1)
-    assert sheet.read_taken(5) == TenantRow(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert sheet.read_usage(5) == TenantRow(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
     assert sheet.read_floors() == (0.0, 0.0, 0.0)
 
 
@@ -155,10 +155,10 @@ def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTabl
         "import sys; from proxy.processes.shared.shared_memory import SharedTable, TenantRow;"
         "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
         "ones, twos = (TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
-        "exec('while not stop.count(1): s.write_taken(5, ones); s.write_taken(5, twos)')"
+        "exec('while not stop.count(1): s.write_usage(5, ones); s.write_usage(5, twos)')"
     )
     os.set_inheritable(table.fd, True)
-    read = table.sheet(2).read_taken
+    read = table.sheet(2).read_usage
     with subprocess.Popen([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd]) as it:
         try:
             while not read(5).running:
@@ -170,7 +170,7 @@ def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTabl
 
 
 def test_tenants_have_rows_that_all_find(table: SharedTable) -> None:
-    marks = [7, 7 + MOST_TENANTS, 9]
+    marks = [7, 7 + MAX_TENANTS, 9]
     rows = [table.tenant_row(mark) for mark in marks]
     assert rows == [7, 8, 9]
     assert [table.tenant_row(mark) for mark in reversed(marks)] == [9, 8, 7]
@@ -180,6 +180,6 @@ def test_tenants_have_rows_that_all_find(table: SharedTable) -> None:
 
 
 def test_tenants_beyond_the_last_row_have_none(table: SharedTable) -> None:
-    for mark in range(1, MOST_TENANTS + 1):
+    for mark in range(1, MAX_TENANTS + 1):
         assert table.tenant_row(mark) is not None
-    assert table.tenant_row(MOST_TENANTS + 1) is None
+    assert table.tenant_row(MAX_TENANTS + 1) is None

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.model.role import Role
-from proxy.processes.shared.traffic import TAKE_S
+from proxy.core.model.types import Role
+from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
 from tests.proxy.core.making import MODEL, ask, placed, spec
 from tests.proxy.processes.making import Crew
 
@@ -28,7 +28,7 @@ def test_the_tide_is_everybodys(crews: Crews) -> None:
             submit(crew, index, long=False)
         submit(crew, index, long=True)
     for _ in range(2):  # those that looked first have yet to hear of the last
-        crew.now += TAKE_S
+        crew.now += EXCHANGE_INTERVAL_S
         crew.look()
     tides = [router.traffic_of(MODEL) for router in crew.routers]
     rates = [tide.shorts_per_s(crew.now) for tide in tides]
@@ -42,13 +42,13 @@ def test_a_process_that_begins_again_counts_from_nothing(crews: Crews) -> None:
     crew = crews(2, spec("a"))
     for _ in range(5):
         submit(crew, 0, long=False)
-    crew.now += TAKE_S
+    crew.now += EXCHANGE_INTERVAL_S
     crew.look()
     crew.restart(0)
     for _ in range(2):
         submit(crew, 0, long=False)
     for _ in range(2):
-        crew.now += TAKE_S
+        crew.now += EXCHANGE_INTERVAL_S
         crew.look()
     seen = crew.routers[1].traffic_of(MODEL).shorts_per_s(crew.now)
     assert seen == pytest.approx(7 / 20, rel=0.1)
