@@ -1,16 +1,14 @@
 """Size prefill chunks so that decodes keep a target gap between tokens.
 
-Idea: in a step with decodes, the budget is the largest whose predicted time is within `itl_ms`. The
-model of step times is fitted at run time. The prediction is corrected by its recent drift and by a
-margin, the largest recent error without stalls, so that fewer than 1 % of steps are too long. A
-chunk is at most half as large again as a chunk that was seen to fit. With `ttft_ms`, a prompt that
-would be late may use the time that decodes are ahead of their deadlines (arrival + ttft_ms +
-j * itl_ms for token j). With pipeline parallelism each of the concurrent steps gets its part of
-`itl_ms`. Data-parallel ranks of an expert model learn from the slowest rank's part of a step.
+Idea: in a step with decodes, the budget is the largest with a predicted time within `itl_ms`. The
+model of step times is fitted at run time, and corrected by its drift and by a margin for errors. A
+chunk is at most half as large again as a chunk that was seen to fit. With `ttft_ms`, late prompts
+may use the time that decodes are ahead of their deadlines (arrival + ttft_ms + j * itl_ms for token
+j). With pipeline parallelism each concurrent step gets its part of `itl_ms`.
 Source: stall-free chunks (Sarathi), sized by deadlines (FairBatching).
 Cost per step: O(running prefills), and O(decodes) in steps that use `ttft_ms`.
-How it fails: if decodes alone exceed `itl_ms`, prefill goes on at `min_chunk` tokens a step and the
-target is missed. If more than 1 % of steps stall for other reasons, all steps get shorter.
+How it fails: if decodes alone exceed `itl_ms`, prefill continues at `min_chunk` tokens a step. If
+more than 1 % of steps stall for other reasons, all steps get shorter.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from vllm_sched.policies.types import (
     one_class,
 )
 
-# A step was planned full, rather than for the remainder of a prompt, from this share of its limit.
+# A step counts as full from this share of its time limit.
 PLANNED_FULL_SHARE: Final = 0.75
 # The time of a step with fewer prefill tokens says nothing about chunks.
 MIN_PREFILL_TOKENS: Final = 16
@@ -106,7 +104,7 @@ class ChunkBudget(Policy):
         self._requests_wait = False
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Start without a time limit; `budget` is not called if no request can prefill."""
+        """Start without a time limit."""
         self._step = step
         self._prefill = None
         self._requests_wait = any(lane.requests for lane in lanes.values())
@@ -143,13 +141,13 @@ class ChunkBudget(Policy):
         return step.decodes + self._tokens
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return the tokens that fit into the time left; later tokens of a prompt cost more."""
+        """Return the tokens that fit into the time left."""
         if (prefill := self._prefill) is None:
             return tokens
         return prefill.grant(self._step, request, computed, tokens)
 
     def _better_newcomer(self, step: Step) -> RequestView | None:
-        """Return a request that enters and is of a better class than some prefill, or None."""
+        """Return a newcomer of a better class than some prefill, or None."""
         if step.class_of is one_class or not (step.prefills and self._requests_wait):
             return None
         # A refused request may be refused again.
@@ -178,7 +176,7 @@ class ChunkBudget(Policy):
         return allowed_s
 
     def _is_at_risk(self, step: Step, ttft_s: float) -> bool:
-        """Return whether a prompt in prefill, or the next one, is late at the current pace."""
+        """Return whether a prompt will be late at the current pace."""
         pace = max(min(self._tokens, self._measured.tokens), 1.0) / self._itl_s
         before = 0
         for request in step.prefills:
@@ -208,7 +206,6 @@ class ChunkBudget(Policy):
         self.fit.observe(shape, seconds)
 
     def _limit_of(self, index: int) -> float:
-        """Return the limit of a step, and forget steps before it that had no result."""
         allowed_s = self._itl_s
         while self._limits and self._limits[0][0] <= index:
             number, limit = self._limits.popleft()

@@ -1,15 +1,14 @@
 """Once the engine is full, hold admissions until K requests have departed.
 
 Idea: a step with prefill has a fixed extra cost, which several prompts can share. With `departures:
-auto` the policy fits step times and holds requests only if the model predicts a gain. K is half of
-the best K, which keeps most of the gain. A hold also ends when fewer requests wait than fill the
-batch, when no request runs, and after `max_delay_ms`. The engine is full if no slot was left or a
-request lacked KV blocks. Never held: mostly cached or preempted requests, requests with remote KV,
-and the first of several classes of service. `itl_ms` limits K and the prompts that enter together.
+auto`, requests are held only if the fitted step times predict a gain, and K is half of the best K.
+A hold also ends if fewer requests wait than fill the batch, and after `max_delay_ms`. Never held:
+mostly cached or preempted requests, requests with remote KV, and the first of several classes of
+service. `itl_ms` limits K and the prompts that enter together.
 Source: deferred prefill, which pauses decodes for a batch of prefills (`exclusive`).
 Cost per step: O(1), and O(1) for each prefill.
-How it fails: slots stay idle during a hold, which costs throughput if the fixed cost is small. A
-prompt that takes longer than `itl_ms` by itself is not split; use `chunk_budget`.
+How it fails: idle slots during a hold cost throughput if the fixed cost is small. A prompt that
+takes longer than `itl_ms` by itself is not split; add `chunk_budget`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ DEFERRABLE, DIRECT = "deferrable", "direct"
 # A request is mostly cached, and never held, from this share of cached tokens.
 CACHED_SHARE: Final = 0.5
 LOOK_UP_INTERVAL_STEPS: Final = 8
-# After this many mixed steps in a row, a step without prefill measures what decoding takes.
+# After this many mixed steps in a row, a step without prefill measures decoding.
 PROBE_EVERY: Final = 64
 EMPTY: Final = LaneCount()
 
@@ -121,7 +120,7 @@ class DeferredPrefill(Policy):
         return self._hold is not None
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane of deferrable requests, or the lane of requests that are never held."""
+        """Return whether the request may be held."""
         if request.num_preemptions:
             return DIRECT
         if not self.learns and self.threshold == 1:
@@ -183,7 +182,6 @@ class DeferredPrefill(Policy):
         )
 
     def _probe_due(self, step: Step, *, full: bool) -> bool:
-        """Return whether to admit no request in this step, to measure decoding alone."""
         if self._mixed_in_a_row < PROBE_EVERY or step.prefills or not full:
             return False
         self._mixed_in_a_row = 0
@@ -219,13 +217,13 @@ class DeferredPrefill(Policy):
         return hold.fits(head.request_id, self.facts.kv_share(head))
 
     def _in_time(self, head: RequestView) -> bool:
-        """Return whether decodes keep `itl_ms` if the head enters in this step."""
+        """Return whether decodes keep `itl_ms` if the head enters."""
         step, model = self._step, self.fit.model
         decodes = step.running - len(step.prefills)
         if self._itl_s is None or model is None or not decodes:
             return True
         pausing = self.settings.exclusive and step.paused_s > 0
-        # The first prompt of a step or pause may always enter, and so may an overdue one.
+        # The first prompt of a step or pause, and an overdue prompt, may always enter.
         first = not (self._prefill_time.admitted or pausing)
         if first or self._fronts.waited(head.request_id, step.now) >= self._max_hold_s:
             return True
@@ -289,7 +287,7 @@ class DeferredPrefill(Policy):
         return "probe" if self._probing else "itl"
 
     def gauges(self) -> Mapping[str, float]:
-        """Return K, the values that determine it, and the fitted coefficients."""
+        """Return K and the values that determine it."""
         threshold = self._threshold
         shown = {
             "k": float(threshold.k),

@@ -1,17 +1,14 @@
 """Lanes for urgent, normal and batch requests in one engine.
 
-Idea: urgent requests enter before normal ones. Batch requests enter while no other request waits,
-and leave slots and KV blocks free. Prefill is in the order of the lanes, but an urgent newcomer
-gets up to half of the step. Batch prompts get a share of the step while other lanes are present,
-and nothing in a step with another prompt. The lowest lane is preempted first. A request's lane is
-`"vllm_xargs": {"lane": "batch"}`, else its `priority`: below 0 is urgent, above 0 is batch. After
-`max_wait_s` the front of a lane goes first, one request per lane at a time. An urgent request that
-has waited for `urgent_max_wait_s` takes turns with such overdue requests.
+Idea: urgent requests enter first. Batch requests enter while no other request waits, and leave
+slots and KV blocks free. Prefill is in the order of the lanes; an urgent newcomer gets up to half
+of a step, and batch prompts a share. A request's lane is `"vllm_xargs": {"lane": "batch"}`, else
+its `priority`: below 0 is urgent, above 0 is batch. After `max_wait_s` the front of a lane goes
+first, one request per lane at a time, in turns with urgent requests that wait too long.
 Source: classes of service (Llumnix, QLM) and Borg's batch tier.
 Cost per step: O(running prefills).
 How it fails: a running batch request keeps its slot. An urgent prompt waits for the step in
-progress; use `long_prompt` or `chunk_budget` to shorten it. Clients may call every request urgent;
-let the gateway set the lane.
+progress; add `long_prompt` or `chunk_budget`. Clients may call every request urgent.
 """
 
 from __future__ import annotations
@@ -116,7 +113,7 @@ class Lanes(Policy):
             self._unknown += 1  # too late to refuse the request; its priority applies
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane that the client asked for, else the lane of the priority."""
+        """Return the request's lane."""
         return self._lane(request)
 
     def _lane(self, request: RequestView) -> str:
@@ -159,20 +156,20 @@ class Lanes(Policy):
         return Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
-        # With no free slot no request enters. The answer then counts for one that becomes free.
+        # Without a free slot the result is about the next slot that becomes free.
         enough_slots = max(self._free_slots, 1) > self._reserve
         return enough_slots and (
             self._kv_free - self.facts.kv_share(head) >= self.settings.reserve_kv
         )
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Return the lane's place; overdue requests go first, in turns with urgent ones."""
+        """Return the lane's place, or a rank before all lanes."""
         if lane == URGENT and self._urgents_turn and waited >= self.settings.urgent_max_wait_s:
             return TURN
         return OVERDUE if self._overdue.is_due(lane, head, waited) else PLACES[lane]
 
     def admitted(self, request: RequestView) -> None:
-        """Update the running requests, the turns, and what is free."""
+        """Update lanes, turns and free resources."""
         name = request.request_id
         lane = self._lane(request)
         # With remote KV, a request decodes at once.
@@ -197,7 +194,7 @@ class Lanes(Policy):
         self._running.discard(name)
 
     def service_class(self, request: RequestView) -> float:
-        """Return the place of the lane, or the first place for an overdue request."""
+        """Return the lane's place, or the first one for an overdue request."""
         now = self._step.now
         lane, since = self._running.get(request.request_id) or (self._lane(request), now)
         if self._is_released(request):
@@ -209,12 +206,12 @@ class Lanes(Policy):
         return PLACES[URGENT] if in_prefill else PLACES[lane]
 
     def rank(self, request: RequestView) -> float:
-        """Return the place of the lane, or OVERDUE if the request has a better class."""
+        """Return the lane's place, or OVERDUE."""
         place = self.service_class(request)
         return place if place == PLACES[self._lane(request)] else OVERDUE
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Limit batch prompts to their share, and leave newcomers of a better rank half."""
+        """Return the tokens within the request's allowances."""
         shares = self._shares
         shares.charged.clear()
         is_released = self._is_released(request)
@@ -258,7 +255,7 @@ class Lanes(Policy):
         return Allowance(step.budget if paused else self._shares.batch_share)
 
     def _overdue_allowance(self) -> Allowance:
-        """Leave other prompts of better lanes what they can use, up to half of the step."""
+        """Leave other urgent and normal prompts what they can use, up to half of the step."""
         step = self._step
         room = max(step.budget - step.decodes, 1)
         others = sum(
@@ -323,7 +320,7 @@ class Lanes(Policy):
         }
 
     def counters(self) -> Mapping[str, float]:
-        """Return the overdue requests that were released, and lanes that do not exist."""
+        """Return the released requests, and the lanes that do not exist."""
         return {
             "starvation_releases": float(self._overdue.releases),
             "unknown_lanes": float(self._unknown),

@@ -1,15 +1,14 @@
 """Limits on long prompts, with a fast lane for short ones.
 
 Idea: a prompt is long while more than a threshold of its tokens is left to compute. A second long
-prompt waits, and short prompts pass it. By default a prompt that fits a step is short, and a step
-without a long prompt is vLLM's own. A short prompt that arrives waits for the step in progress, so
-the long prompt's chunk stretches a step to at most `long_step_stretch` times a step without
-prefill. A step that serves short prompts has no long chunk, at most four times in a row. With
-classes of service the limits apply per class: no prompt waits for a long prompt of a lower class.
+prompt waits, and short prompts pass it. A short prompt that arrives waits for the step in progress,
+so a long chunk stretches a step to at most `long_step_stretch` times a step without prefill. A step
+that serves short prompts has no long chunk, at most four times in a row. By default a step without
+a long prompt is vLLM's own. With classes of service, the limits apply per class.
 Source: concurrent partial prefills of vLLM V0 (`max_num_partial_prefills`), which V1 lacks.
 Cost per step: O(running prefills).
-How it fails: if the stretch is too small for the model, the fixed cost of many steps slows long
-prompts. With several long prompts at once, they share one limit and finish together.
+How it fails: if the stretch is too small, the fixed cost of many steps slows long prompts. Several
+long prompts share one limit and finish together.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def default_threshold(max_model_len: int, max_num_batched_tokens: int) -> int:
 
 
 class LongPromptSettings(Settings):
-    """Settings of `long_prompt`; the first three are named as in V0."""
+    """Settings of `long_prompt`."""
 
     max_num_partial_prefills: int | None = Field(
         None,
@@ -225,14 +224,13 @@ class LongPrompt(Policy):
             self._division = self._divide()
 
     def _one_may_pass(self) -> bool:
-        """Return whether a waiting long may be of a better class than a long in prefill."""
         prompts = self._prompts
         if not (prompts.waiting_longs.asking and prompts.classes):
             return False
         return self._step.class_of is not one_class
 
     def _count_passing(self) -> int:
-        """Return 1 if a long enters without a free place, past longs of lower classes."""
+        """Return 1 if a long passes longs of lower classes, without a free place."""
         head = self._step.may_enter() if self._one_may_pass() else None
         if head is None or head.request_id == self._step.refused:
             return 0
@@ -254,7 +252,6 @@ class LongPrompt(Policy):
         return Gate.LAST if stuck else Gate.OPEN
 
     def _places_taken(self, head: RequestView) -> int:
-        """Return the longs in prefill of the head's class or a better one."""
         classes = self._prompts.classes
         if len(classes) < self._places:
             return len(classes)

@@ -1,11 +1,11 @@
 """Compute new prompts whole and at once, while decodes wait: a baseline.
 
-Idea: while a prompt is in prefill, or one may enter, a step has prefill only, with the whole
-budget. With `pause_decodes: false`, decodes get the tokens that prefills leave.
+Idea: while a prompt is in prefill, or may enter, a step has prefill only. With `pause_decodes:
+false`, decodes get the tokens that prefills leave.
 Source: vLLM V0 before chunked prefill.
 Cost per step: O(running) while decodes pause, otherwise O(1).
-How it fails: by design. Each new prompt is a gap in every stream. To bound the gap, decodes get a
-step at least every `max_pause_s` and every `MAX_PAUSED_STEPS` steps.
+How it fails: by design, each new prompt is a gap in every stream. Decodes get a step at least every
+`max_pause_s` and every `MAX_PAUSED_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PrefillFirst(Policy):
         self._releases = 0
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Limit prefills to the tokens that overdue decodes leave, if prefills lead."""
+        """Limit prefills if decodes are overdue."""
         self._left = None
         self._pausing = False
         if not (step.prefills or step.waiting):
@@ -79,7 +79,6 @@ class PrefillFirst(Policy):
         return True
 
     def _may_starve_decodes(self, step: Step) -> bool:
-        """Return whether decodes may go without tokens for another step."""
         if not (step.prefills and step.decoding):
             self._since = None
             return True
@@ -93,7 +92,7 @@ class PrefillFirst(Policy):
         return True
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return what is left for prefills in a step that decodes are due."""
+        """Return what decodes leave if they are overdue."""
         if self._left is None:
             return tokens
         granted = min(tokens, self._left)
@@ -110,7 +109,7 @@ class PrefillFirst(Policy):
         return {"decodes_paused": float(self._since is not None or self._pausing)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the number of paused steps and of steps granted after the maximum pause."""
+        """Return the paused steps, and the pauses that reached their limit."""
         return {
             "paused_steps": float(self._paused_steps),
             "starvation_releases": float(self._releases),

@@ -1,8 +1,7 @@
-"""Waiting requests whose cached prefix was looked up, and when to repeat the look-up.
+"""Look-ups of the cached prefix of waiting requests, and when to repeat them.
 
-A look-up takes time for each cached block. A held request would be looked up again whenever the
-cache may have grown, which can be every step. The next look-up therefore waits in proportion to
-the cached tokens, so that each request costs at most 1 % of the engine's time.
+A look-up takes time for each cached block, and the cache may grow in every step. The delay before
+the next look-up limits the cost per held request to 1 % of the engine's time.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ class Lookup(NamedTuple):
 
 
 class PrefixLookups:
-    """The requests for which a look-up had a certain result."""
+    """Requests with one result of the look-up, such as long."""
 
     def __init__(self) -> None:
         self._found: dict[str, Lookup] = {}
         self._changes = 0
 
     def changed(self, now: float) -> None:
-        """Record that the cache may have grown, and forget look-ups that are due again."""
+        """Forget look-ups that are due, since the cache may have grown."""
         self._changes += 1
         if self._found:
             self._found = {name: f for name, f in self._found.items() if f.again_at > now}
@@ -39,7 +38,7 @@ class PrefixLookups:
         return found is not None and (found.changes == self._changes or now < found.again_at)
 
     def add(self, name: str, cached: int, now: float) -> None:
-        """Record a look-up that found this many cached tokens."""
+        """Record a look-up."""
         self._found[name] = Lookup(self._changes, now + LOOK_AGAIN_S * cached)
 
     def discard(self, name: str) -> None:
@@ -47,5 +46,5 @@ class PrefixLookups:
         self._found.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the request is recorded, even if its look-up is due again."""
+        """Return whether the request is recorded, valid or not."""
         return name in self._found

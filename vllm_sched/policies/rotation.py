@@ -1,12 +1,10 @@
 """Prompts in prefill take turns: A1 B1 C1 A2 ..., so that no prompt has prefill to itself.
 
-Idea: round robin over prompts. In each step the next prompts of the round get a chunk and go to the
-end of the round. A waiting prompt has its turn before prompts that had a chunk since it arrived.
-A turn is a whole step, or at least `chunk` tokens if that is set. `order: shortest` instead serves
-the prompt with the fewest uncached tokens left, which gives the best mean time to first token.
-After `max_wait_s` without a chunk, a prompt has a turn in any order. If a policy has classes of
-service, all of this applies per class.
-Source: round-robin and shortest-remaining-time scheduling of processes.
+Idea: the next prompts of the round get a chunk and go to the end of the round. A newcomer has its
+turn before prompts that had a chunk since it arrived. A turn is a whole step, or at least `chunk`
+tokens. `order: shortest` serves the prompt with the fewest uncached tokens left instead. After
+`max_wait_s` without a chunk a prompt has a turn. With classes of service, this applies per class.
+Source: round robin, and shortest remaining time first.
 Cost per step: O(running prefills).
 How it fails: prompts that share the prefill all finish late, and hold KV blocks for longer.
 """
@@ -29,9 +27,9 @@ from vllm_sched.policies.types import (
     Step,
 )
 
-# Subtracted from the rank of overdue prompts; no prompt has this many tokens.
+# Subtracted from the rank of overdue prompts.
 OVERDUE_ADVANCE: Final = 1 << 60
-# Fraction of a step that places prompts with a turn after newcomers of the same step.
+# Part of a step; places running prompts after newcomers of the same step.
 AFTER_NEWCOMERS: Final = 0.5
 
 
@@ -64,12 +62,12 @@ class Rotation(Policy):
         self._releases = 0
         self._let_in: set[str] = set()  # overdue requests that wait for KV blocks
         self._shortest = settings.order == "shortest"
-        # Time of the next look-up and uncached tokens of each waiting prompt.
+        # Time of the next look-up, and uncached tokens.
         self._uncached: dict[str, tuple[float, int]] = {}
 
         # State of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
-        self._head_since = 0.0  # when the longest waiting front began to wait
+        self._head_since = 0.0  # when the oldest front began to wait
         # KV blocks that prefills and newcomers still need, by class.
         self._needed: dict[float, int] = {}
         self._coming = 0  # waiting requests that no other policy holds
@@ -80,11 +78,10 @@ class Rotation(Policy):
         self._released: set[str] = set()  # overdue prefills that got a turn
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Update the round, and forget requests that have left prefill."""
+        """Update the round."""
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}
         served = {name for name, turn in self._order.items() if turn >= self._step.index}
-        # A request that left prefill used its turn. For others, a later policy may have cut the
-        # chunk to nothing.
+        # For prompts still in prefill, a later policy may have cut the chunk to nothing.
         done = self._released - self._order.keys()
         self._releases += len(done) + len(self._released & served)
         self._released.clear()
@@ -107,7 +104,7 @@ class Rotation(Policy):
             self._needed[own] = self._needed.get(own, 0) + blocks
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return one lane per power of two of uncached tokens, if the shortest goes first."""
+        """Return a lane per power of two of uncached tokens, for `order: shortest`."""
         if not self._shortest:
             return ""
         name, now = request.request_id, self._step.now
@@ -123,7 +120,7 @@ class Rotation(Policy):
         return waiting.num_tokens if found is None else found[1]
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold a prompt that lacks KV blocks once prefills are done, to avoid preemptions."""
+        """Hold a prompt if prefills need its KV blocks, to avoid preemptions."""
         if (cache := self.facts.kv_cache) is None:
             return Gate.OPEN
         own = self._step.class_of(head)
@@ -133,12 +130,12 @@ class Rotation(Policy):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
-        # The engine admits no other request before this one, so that blocks become free.
+        # No other request enters before this one, so blocks become free.
         self._let_in.add(head.request_id)
         return Gate.OPEN
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Return the tokens left, or -1 for an overdue prompt, if the shortest goes first."""
+        """Return the tokens left, for `order: shortest`."""
         if not self._shortest:
             return 0.0
         return -1.0 if waited >= self.settings.max_wait_s else float(self._tokens_left(head))
@@ -161,7 +158,7 @@ class Rotation(Policy):
         return "kv_of_prefills"
 
     def rank(self, request: RequestView) -> float:
-        """Return the last turn, or the tokens left if the shortest goes first."""
+        """Return the last turn or, for `order: shortest`, the tokens left."""
         name = request.request_id
         if not self._shortest:
             return self._last_turn(request)
@@ -173,19 +170,16 @@ class Rotation(Policy):
         return self._step.now - self._last.get(name, self._step.now) >= self.settings.max_wait_s
 
     def _last_turn(self, request: RequestView) -> float:
-        """Return the position in the round of the request's last turn.
-
-        A turn shows in the computed tokens, since a later policy may cut a chunk to nothing.
-        """
+        # Computed tokens tell whether there was a turn: a later policy may have cut the chunk.
         before = self._computed.get(request.request_id)
         if before is None:
-            return self._step.index  # a newcomer had the first turn, although admitted last
+            return self._step.index  # newcomers have the first turn
         if request.num_computed_tokens > before:
             return self._step.index + AFTER_NEWCOMERS
         return self._order[request.request_id]
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Grant a turn to each newcomer, and to running prefills while tokens are left."""
+        """Return a turn for newcomers, and for prefills while tokens are left."""
         if self._left is None:
             self._left = self._plan()
         name = request.request_id
@@ -199,7 +193,7 @@ class Rotation(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Return the tokens to running prefills; tokens of newcomers stay unused."""
+        """Return the tokens to running prefills."""
         if self._left is not None and request.request_id in self._last:
             self._left += tokens
 
@@ -213,7 +207,7 @@ class Rotation(Policy):
         peers = self._of_best_class([head] if head else [])
         serving = min(turns, max(len(peers) + newcomers, 1))
         self._slot = -(-tokens // serving)
-        # Other policies may order prefills differently, so overdue ones get reserved tokens.
+        # Other policies may order prefills differently.
         overdue = [r.request_id for r in peers if self._is_overdue(r.request_id)][:serving]
         self._kept_for = dict.fromkeys(overdue, self._slot)
         self._kept = self._slot * len(overdue)
@@ -231,24 +225,22 @@ class Rotation(Policy):
         return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
 
     def _of_best_class(self, entering: Sequence[RequestView]) -> list[RequestView]:
-        """Return the prefills of the best class; prefills of other classes have no turn."""
         class_of, prefills = self._step.class_of, self._step.prefills
         best = min(map(class_of, [*prefills, *entering]), default=0.0)
         return [r for r in prefills if class_of(r) == best]
 
     def _entering(self) -> RequestView | None:
-        """Return the request that enters with a turn, or None."""
         step = self._step
         if step.refused is not None or (head := step.may_enter()) is None:
-            return None  # a request without KV blocks cannot use a turn
+            return None  # no KV blocks
         # A request of a lower class than a prefill has no turn.
         own = step.class_of(head)
         return None if any(step.class_of(r) < own for r in step.prefills) else head
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the number of prompts in prefill and the length of a turn."""
+        """Return the prompts in prefill and the length of a turn."""
         return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the number of turns and admissions after `max_wait_s`."""
+        """Return the turns and admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}

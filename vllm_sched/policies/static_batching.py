@@ -1,13 +1,11 @@
 """Admit a batch and run it to its end before the next batch enters: a baseline.
 
-Idea: a batch forms when no request runs. It admits waiting requests until slots, KV cache or queue
-are exhausted, over as many steps as its prompts need. The first step that admits no request and has
-no prefill closes it. Preempted members and requests that hold KV blocks may enter at any time.
+Idea: a batch forms when no request runs, and admits requests until slots, KV cache or queue are
+exhausted. The first step without admission and prefill closes it. Preempted members may return.
 Source: request-level batching, as described by Orca (2022).
 Cost per step: O(1).
-How it fails: by design. Slots are idle until the longest output is complete. After `max_wait_s` a
-request joins the running batch. Under overload every request gets there, and the policy turns into
-continuous batching; for a baseline, set `max_wait_s` beyond the measured waits.
+How it fails: by design, slots are idle until the longest output is complete. Under overload every
+request reaches `max_wait_s` and joins the running batch, which is continuous batching.
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ class StaticBatching(Policy):
         super().__init__(facts, settings)
         self.size = settings.size or facts.max_num_seqs
         self._forming = True
-        self._members = 0  # requests of the current batch, including departed ones
-        self._joined = 0  # requests that joined in this step
-        self._overdue: set[str] = set()  # ids that may enter this step after max_wait_s
+        self._members = 0  # including departed ones
+        self._joined = 0  # in this step
+        self._overdue: set[str] = set()  # admissible in this step
         self._releases = 0
 
     def resolved(self) -> dict[str, object]:
@@ -61,11 +59,11 @@ class StaticBatching(Policy):
         return super().resolved() | {"size": self.size}
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane of preempted members, or the lane of the next batch."""
+        """Return the lane of members or of the next batch."""
         return MEMBER if request.num_preemptions else NEXT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Open a batch when no request runs; close it when no request can join."""
+        """Open or close the batch."""
         if not step.running:
             self._forming, self._members = True, 0
         elif not (step.prefills or self._joined) or step.refused is not None:
@@ -94,7 +92,7 @@ class StaticBatching(Policy):
         return {"batch_members": float(self._members), "batch_forming": float(self._forming)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the number of requests admitted after `max_wait_s`."""
+        """Return the admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 FIRST_CHUNK_TOKENS: Final = 256
-# A chunk may exceed those that fitted by this factor, and fall by this factor at once.
+# Limits of a change: a chunk may exceed earlier chunks by GROWTH, and fall to SHRINK at once.
 GROWTH, SHRINK = 1.5, 0.5
 
 
@@ -20,14 +20,14 @@ class MeasuredChunk:
         self._least = least
 
     def is_full(self, tokens: int) -> bool:
-        """Return whether a step with this many prefill tokens says anything about full chunks."""
+        """Return whether the step is relevant for full chunks."""
         return tokens >= SHRINK * self.tokens
 
     def observe(self, tokens: int, seconds: float, *, limit_s: float, margin: float) -> None:
-        """Learn from a step; the remainder of a prompt that was in time says nothing."""
+        """Learn from a full step, or from one that was too long."""
         if not self.is_full(tokens) and seconds <= limit_s:
             return
-        # Proportional, as if a step had no fixed cost: the error is on the short side.
+        # Ignores the fixed cost of a step, so the error is on the short side.
         self.fitting = fitting = tokens * limit_s / (margin * seconds)
         if fitting < self.tokens:
             self.tokens = max(fitting, SHRINK * self.tokens, self._least)

@@ -6,12 +6,12 @@ from bisect import bisect_left, insort
 from collections import deque
 from itertools import pairwise
 
-# Weight of a new ratio above and below the drift, and the largest increase at once.
+# Weight of a ratio above and below the drift, and the maximum increase.
 DRIFT_UP, DRIFT_DOWN, MAX_DRIFT_GROWTH = 1.0, 0.1, 1.5
 # The margin is the largest of this many errors, once enough steps were seen.
 MAX_ERRORS, MIN_ERRORS = 256, 64
-# Up to this many errors are stalls if each exceeds the next one by this factor. A margin for stalls
-# would shorten all steps; without it, fewer than 1 % of steps are too long.
+# This many largest errors are stalls, and do not count, if they exceed the next by this factor. Still,
+# at most 1 % of steps are too long.
 MAX_STALLS, STALL_FACTOR = 2, 1.2
 MIN_MARGIN, FIRST_MARGIN, MAX_MARGIN = 1.03, 1.15, 2.0
 
@@ -43,7 +43,7 @@ class PredictionError:
         self._errors.append(error)
         insort(self._sorted, error)
         before, self._last_ratio = self._last_ratio, ratio
-        # A single stall must not raise the drift: two steps in a row do, once there is a margin.
+        # A single stall must not raise the drift; two long steps in a row do.
         if len(self._errors) >= MIN_ERRORS:
             ratio = min(ratio, max(before, self.drift))
         ratio = min(ratio, MAX_DRIFT_GROWTH * self.drift, MAX_MARGIN)

@@ -28,10 +28,7 @@ class PrefillSeconds:
         self._reserved_s = 0.0
 
     def count_tokens(self, step: Step, newcomer: RequestView | None) -> int:
-        """Return the tokens that fit, each at its place in its prompt, in the order of service.
-
-        A newcomer of a better class than some prefills gets its time before them.
-        """
+        """Return the tokens that fit, in the order of service; reserve the newcomer's time."""
         model, seconds, tokens = self._model, self.seconds, 0
         for request in step.prefills:
             if newcomer is not None and step.class_of(request) > step.class_of(newcomer):

@@ -10,14 +10,14 @@ RELEASED: Final = -math.inf
 
 
 class FrontWaits:
-    """The held front requests, one per lane of other policies, and when their waits began."""
+    """The held front requests, one per lane of other policies."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._asked: set[str] = set()  # fronts of the current step
 
     def begin_step(self) -> None:
-        """Forget requests that were not fronts in the previous step."""
+        """Forget requests that are no longer fronts."""
         if self._asked:
             self._since = {name: at for name, at in self._since.items() if name in self._asked}
             self._asked.clear()
@@ -43,12 +43,12 @@ class FrontWaits:
         return now - min(self._since.values(), default=now)
 
     def release(self, now: float, max_wait_s: float) -> None:
-        """Mark every request that was held for the maximum time."""
+        """Mark requests that were held for the maximum time."""
         for name, since in self._since.items():
             if now - since >= max_wait_s:
                 self._since[name] = RELEASED
 
     @property
     def any_released(self) -> bool:
-        """Return whether a front was held for the maximum time."""
+        """Return whether a front was marked."""
         return RELEASED in self._since.values()

@@ -20,9 +20,9 @@ class Hold:
 
     since: float
     slots_full: bool  # the hold began because no slot was free
-    refused: str | None  # id of the request that lacked KV blocks when the hold began
-    kv_free: float  # free share of the KV cache when the hold began
-    kv_left: float  # kv_free minus the share of requests admitted during the hold
+    refused: str | None  # id of the request that lacked KV blocks
+    kv_free: float  # free share at that time
+    kv_left: float  # kv_free without admissions during the hold
     departed: int
     steps: int = 0
 
@@ -37,13 +37,13 @@ class Hold:
         self.departed += step.departed
 
     def fits(self, name: str, kv_share: float) -> bool:
-        """Return whether a request fits where the refused request, of another lane, did not."""
+        """Return whether a request of another lane than the refused one fits."""
         return not self.slots_full and name != self.refused and kv_share < self.kv_left
 
     def end(
         self, step: Step, waiting: int, *, k: int, progress: float, running_full: int
     ) -> End | None:
-        """Return why the hold ends now, or None; `progress` is the used share of the bound."""
+        """Return why the hold ends, or None; `progress` is its share of the longest hold."""
         wanted = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
         if waiting < wanted:
             return "few"

@@ -70,7 +70,7 @@ class DepartureThreshold:
         return self.k > 1 and not self.checking
 
     def begin_step(self, index: int, running_full: int) -> None:
-        """Update K when an estimate is due; `running_full` is the size of the full engine."""
+        """Update K when an estimate is due; `running_full` requests fill the engine."""
         if index < self._next_estimate and not self._check_is_done():
             return
         self._update(running_full)
@@ -79,7 +79,7 @@ class DepartureThreshold:
         self._next_estimate = index + interval
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Record the error of a step with prefill during a check, before the fit learns it."""
+        """Record the prediction's error during a check, before the fit learns the step."""
         if self.checking and (model := self._fit.model) is not None:
             predicted = model.seconds(shape)
             # Stalls would hide that batches take less than predicted.
@@ -140,7 +140,7 @@ class DepartureThreshold:
         return at_least > -CHECK_TOLERANCE * fixed
 
     def _as_checked(self, model: StepTime) -> StepTime:
-        """Return the model with a batch's fixed cost lowered by the mean error of the check."""
+        """Return the model, with the mean error of the check in the fixed cost."""
         if len(self._errors_s) < CHECK_MIN_BATCHES:
             return model
         less = min(fmean(self._errors_s), 0.0)
@@ -149,5 +149,4 @@ class DepartureThreshold:
 
     @property
     def _fixed_cost(self) -> str:
-        """Return the name of the model's coefficient for the fixed cost of a batch."""
         return "prefill_fixed_s" if self._exclusive else "mixed_s"

@@ -52,7 +52,7 @@ class ClassChunks:
 
 
 class StepDivision:
-    """The tokens for each prompt of one step. A later policy may make a new division necessary."""
+    """The tokens for each prompt of one step."""
 
     def __init__(
         self, rules: DivisionRules, pace: StepPace, step: Step, prompts: StepPrompts, *, cuts: bool
@@ -84,7 +84,6 @@ class StepDivision:
         self._reserve()
 
     def _for_longs(self, rules: DivisionRules) -> int:
-        """Return the tokens for all longs together, before tokens for shorts are reserved."""
         step, share = self._step, rules.share
         if self._shorts + self._longs_due <= 1 and not step.decodes:
             return step.budget
@@ -123,7 +122,7 @@ class StepDivision:
         self._short_left = max(room - self._reserved_for_longs, 1)
 
     def shrink(self, longs: Sequence[RequestView]) -> None:
-        """Divide the budget that a later policy has reduced; chunks granted so far are kept."""
+        """Divide the rest of a budget that a later policy has reduced."""
         self._prompts.longs = list(longs)
         self._slot = max(self._step.budget // self._sharing, 1)
         self._reserve()
@@ -165,7 +164,6 @@ class StepDivision:
             took[own] = took.get(own, 0) + tokens
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return the chunk cut to the slot and to the step's time."""
         tokens = min(tokens, request.num_tokens - computed)
         if not self._cuts:
             return tokens

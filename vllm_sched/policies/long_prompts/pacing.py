@@ -12,14 +12,14 @@ from vllm_sched.policies.types import Step, StepResult
 SHORTEST_STEP_S: Final = 0.010
 # After this many slow steps and this time, a step without prefill measures its duration.
 PROBE_EVERY, PROBE_S = 4, 0.5
-# After this time without a waiting short prompt, steps may be this many times longer.
+# Without a waiting short prompt for this time, steps may be this many times longer.
 QUIET_S, QUIET_STRETCH = 0.25, 3.0
-# Maximum steps in a row in which long prompts get no tokens because short prompts are served.
+# Maximum steps in a row without a long chunk while short prompts are served.
 STAND_BACK: Final = 4
 
 
 class LongPacing:
-    """The recent steps, as far as they decide the next step's long chunk."""
+    """The recent steps that decide the next step's long chunk."""
 
     def __init__(self, stretch: float) -> None:
         self._stretch = stretch
@@ -44,7 +44,7 @@ class LongPacing:
             self._slow_steps += 1
 
     def stands_back(self, pace: StepPace, step: Step, slot: int) -> bool:
-        """Return whether long prompts get no tokens: a chunk would be slow, and shorts run."""
+        """Return whether long prompts get no tokens, since their chunk would be slow."""
         if self._stood_back >= STAND_BACK:
             return False
         context = max([request.num_computed_tokens for request in step.prefills], default=0)

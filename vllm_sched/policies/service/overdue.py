@@ -40,7 +40,7 @@ class OverdueTurns:
         return self._due.get(name, False)
 
     def take(self, name: str) -> bool | None:
-        """Return `is_new` of an admitted front that goes first, else None; forget the front."""
+        """Forget a front; return `is_new`, or None if it does not go first."""
         return self._due.pop(name, None)
 
     def release(self, lane: str, name: str) -> None:
@@ -49,7 +49,7 @@ class OverdueTurns:
         self.releases += 1
 
     def is_released(self, lane: str, name: str) -> bool:
-        """Return whether the request is the released one of its lane."""
+        """Return whether the request was released."""
         return self.released.get(lane) == name
 
     def departed(self, lane: str, name: str) -> bool:
