@@ -123,7 +123,7 @@ class DeferredPrefill(Policy):
         """Return whether the request may be held."""
         if request.num_preemptions:
             return DIRECT
-        if not self.learns and self.threshold == 1:
+        if not self.learns and self._threshold.k == 1:
             return DEFERRABLE  # never held, so a look-up is useless
         name, now = request.request_id, self._step.now
         if self._deferrable.holds(name, now):
@@ -201,7 +201,7 @@ class DeferredPrefill(Policy):
         if lane != DEFERRABLE:
             return Gate.OPEN
         self._fronts.ask(head.request_id)
-        held = self._probing or (self.holding and not self._is_urgent(head))
+        held = self._probing or (self._hold is not None and not self._is_urgent(head))
         if (not held or self._fits(head)) and self._in_time(head):
             return Gate.OPEN
         self._fronts.hold(head.request_id, self._step.now)

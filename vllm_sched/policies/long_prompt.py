@@ -157,9 +157,12 @@ class LongPrompt(Policy):
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of long or of short prompts; cached tokens do not count."""
-        if self._active and self._lookups.waits_as_long(request, cached, self._step.now):
-            return LONG
-        return SHORT
+        lookups = self._lookups
+        # A preempted request with output is short. Otherwise short prompts would take the KV blocks
+        # that it waits for.
+        if request.num_tokens <= lookups.threshold or request.num_output_tokens or not self._active:
+            return SHORT
+        return LONG if lookups.waits_as_long(request, cached, self._step.now) else SHORT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Divide the budget between long and short prompts."""

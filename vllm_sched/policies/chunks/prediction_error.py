@@ -10,8 +10,8 @@ from itertools import pairwise
 DRIFT_UP, DRIFT_DOWN, MAX_DRIFT_GROWTH = 1.0, 0.1, 1.5
 # The margin is the largest of this many errors, once enough steps were seen.
 MAX_ERRORS, MIN_ERRORS = 256, 64
-# This many largest errors are stalls, and do not count, if they exceed the next by this factor. Still,
-# at most 1 % of steps are too long.
+# Up to this many largest errors are stalls if they exceed the next one by this factor. Stalls do
+# not count: at most 1 % of steps are then too long.
 MAX_STALLS, STALL_FACTOR = 2, 1.2
 MIN_MARGIN, FIRST_MARGIN, MAX_MARGIN = 1.03, 1.15, 2.0
 

@@ -27,13 +27,7 @@ class LongPromptLookups:
         self._long.changed(now)
 
     def waits_as_long(self, request: RequestView, cached: Callable[[], int], now: float) -> bool:
-        """Return whether a waiting prompt is long; looks up only prompts above the threshold.
-
-        A preempted request with output is not long. Otherwise short prompts would take the KV
-        blocks that it waits for.
-        """
-        if request.num_output_tokens or request.num_tokens <= self.threshold:
-            return False
+        """Return whether a waiting prompt above the threshold is long."""
         name = request.request_id
         if self._long.holds(name, now):
             return True
