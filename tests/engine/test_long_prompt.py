@@ -314,7 +314,7 @@ def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
     assert scheduler.waiting.counts[1]["long"].requests == 1
     scheduler.finish_requests("batch", RequestStatus.FINISHED_ABORTED)
     assert step(scheduler).keys() == {"held"}
-    assert "held" not in policy(scheduler)._seen_short
+    assert "held" not in policy(scheduler)._lookups._short
 
 
 DOCUMENT = list(range(10, 8010))
@@ -377,7 +377,7 @@ def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
     for _ in range(5):
         assert "question" not in step(scheduler)
         clock[0] += 0.001
-        assert policy(scheduler)._longs <= longs
+        assert policy(scheduler).gauges()["long_prefills"] <= longs
 
 
 def test_nor_does_another_with_that_prefix_in_another_lane(clock: list[float]) -> None:
@@ -387,7 +387,7 @@ def test_nor_does_another_with_that_prefix_in_another_lane(clock: list[float]) -
         assert "normal" not in step(scheduler)
         clock[0] += 0.001
         # One of a better class may pass a long of a lesser one.
-        assert policy(scheduler)._longs <= 2
+        assert policy(scheduler).gauges()["long_prefills"] <= 2
 
 
 def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
@@ -418,7 +418,7 @@ def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
 def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:
     scheduler = loaded(*[100] * 3, budget=128)
     drain(scheduler)
-    assert not any(str(number) in policy(scheduler)._seen_long for number in range(3))
+    assert not any(str(number) in policy(scheduler)._lookups for number in range(3))
 
 
 def test_a_request_with_remote_kv_is_never_long() -> None:

@@ -490,7 +490,7 @@ class AnyPolicies(Machine):
 
         def is_overdue(request: Any) -> bool:
             # The next of a lane has its turn when the one that was released is done.
-            released = lanes._released.get(lane_of(request))
+            released = lanes._overdue.released.get(lane_of(request))
             served = any(r.request_id == released for r in self.scheduler.running)
             return lane_of(request) != "urgent" and has_waited(request) and not served
 
@@ -555,7 +555,7 @@ class AnyPolicies(Machine):
             and len(scheduler.running) < scheduler.max_num_active_reqs
             and not any(r.is_prefill_chunk for r in scheduler.running)
             # The next overdue one of a lane enters when the last one is done.
-            and not (lanes and lanes._released)
+            and not (lanes and lanes._overdue.released)
         )
         self.kept_steps = self.kept_steps + 1 if kept else 0
         # A hold, for the sake of others, may last for a second: a hundred steps.

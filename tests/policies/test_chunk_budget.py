@@ -261,7 +261,7 @@ def test_the_margin_grows_with_noise() -> None:
         for number in range(8):
             run.bench.add(f"long{number}", 12_000, output=4)
             run.until_decoding(f"long{number}")
-        margins.append(run.policy.margin)
+        margins.append(run.policy.error.margin)
     assert margins[1] > margins[0] + 0.1
 
 
@@ -423,12 +423,12 @@ def test_the_rest_of_a_prompt_teaches_no_error_where_decodes_take_half_of_the_ta
     for number in range(3):
         run.bench.add(f"warm{number}", 12_000, output=2)
         run.until_decoding(f"warm{number}")
-    before = list(run.policy._errors)
+    before = list(run.policy.error._errors)
     assert len(before) >= 64
     for number in range(5):
         run.bench.add(f"s{number}", 20, output=2)
         run.step()
-    assert list(run.policy._errors) == before
+    assert list(run.policy.error._errors) == before
 
 
 def test_a_prompt_that_is_given_nothing_takes_none_of_the_time() -> None:
@@ -439,10 +439,10 @@ def test_a_prompt_that_is_given_nothing_takes_none_of_the_time() -> None:
     run.bench.add("far", 16_000)
     run.step()
     (far,) = (r for r in run.bench.scheduler.running if r.request_id == "far")
-    policy._seconds, policy._moves = 0.030, 0
+    policy._prefill.seconds, policy._prefill.min_tokens = 0.030, 0
     alone = policy.chunk(far, 200, 2000)
     assert alone > 0
-    policy._seconds = 0.030
+    policy._prefill.seconds = 0.030
     assert policy.chunk(far, 20_000, 0) == 0
     assert policy.chunk(far, 200, 2000) == alone
 
@@ -452,11 +452,11 @@ def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
     run.decodes()
     run.bench.add("long", 12_000, output=2)
     run.until_decoding("long")
-    before = run.policy._bound
+    before = run.policy._measured.tokens
     for number in range(5):
         run.bench.add(f"s{number}", 20, output=2)
         run.step()
-    assert run.policy._bound == before
+    assert run.policy._measured.tokens == before
 
 
 def far_on(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:

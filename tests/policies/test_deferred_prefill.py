@@ -9,7 +9,8 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
-from vllm_sched.policies import deferred_prefill, registry
+from vllm_sched.policies import registry
+from vllm_sched.policies.deferral import threshold
 from vllm_sched.policies.deferred_prefill import (
     DEFERRABLE,
     DIRECT,
@@ -555,7 +556,7 @@ def test_nobody_waits_until_several_reckonings_in_a_row_say_that_it_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [9, 9, 9, 1, 9, 7, 9, 9, 2]
-    monkeypatch.setattr(deferred_prefill, "to_run", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr(threshold, "to_run", lambda *_, **__: found.pop(0))
     busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.0)
     policy = busy.policy
     assert isinstance(policy, DeferredPrefill)

@@ -149,11 +149,11 @@ def test_of_another_class_it_has_another_place_at_once() -> None:
     bench.steps(2)
     before = lanes.reclassed
     assert [lanes.service_class(request) for request in requests] == [2, 2]
-    lanes._released["batch"] = "one"
+    lanes._overdue.released["batch"] = "one"
     assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
     # Another is let in for its wait while that one is away, as after a preemption.
-    lanes._leave("one")
-    lanes._due["two"] = True
+    lanes._running.discard("one")
+    lanes._overdue._due["two"] = True
     lanes.admitted(requests[1])
     assert lanes.reclassed > before
     assert classes.of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
@@ -557,8 +557,9 @@ def test_nothing_is_kept_of_those_who_left() -> None:
     bench.scheduler.finish_requests("5", RequestStatus.FINISHED_ABORTED)
     bench.drain()
     lanes = bench["lanes"]
-    assert lanes._asked == lanes._running == lanes._released == {}
-    assert set(lanes._counts.values()) == {0}
+    assert lanes._asked == lanes._overdue.released == {}
+    assert len(lanes._running) == 0
+    assert set(lanes._running.counts.values()) == {0}
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

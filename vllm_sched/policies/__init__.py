@@ -1,1 +1,1 @@
-"""Scheduling policies: pure objects, the same in the engine, the simulator and the tests."""
+"""Scheduling policies: pure objects that the engine, the simulator and the tests share."""

@@ -1,7 +1,7 @@
-"""Blocks of KV cache that a request takes, in a cache whose groups of layers share one pool.
+"""The KV blocks that a request needs.
 
-Models with full and sliding-window attention, or with Mamba layers, have several groups. A request
-takes blocks in each: all of its tokens' in a full-attention group, at most its window's in another.
+Groups of layers share one pool of blocks. A request takes blocks in each group: for all tokens in a
+full-attention group, at most for the window in others.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 
 class KvGroup(NamedTuple):
-    """Layers whose KV cache is allocated together."""
+    """Layers that share an allocation of KV blocks."""
 
-    block: int  # tokens of a block
-    most: int  # blocks that one request holds at most
-    spare: int = 0  # blocks that a request holds besides those of its tokens
+    block: int  # tokens per block
+    most: int  # maximum blocks per request
+    spare: int = 0  # additional blocks per request
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """The pool of blocks, and the groups that share it."""
+    """The pool of blocks and the groups that share it."""
 
     blocks: int
     groups: Sequence[KvGroup]
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the blocks that a request of so many tokens takes, in all groups."""
+        """Return the blocks of a request in all groups."""
         return sum([min(-(-tokens // g.block) + g.spare, g.most) for g in self.groups])
 
     def blocks_at_most(self, tokens: int) -> int:
-        """Return the blocks that a step with so many tokens of prefill takes at most."""
+        """Return an upper bound of the blocks that a step's prefill tokens fill."""
         return sum([tokens // g.block for g in self.groups])

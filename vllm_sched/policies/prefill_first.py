@@ -1,12 +1,11 @@
-"""A new prompt is computed whole and at once, and decodes wait for it: the baseline.
+"""Compute new prompts whole and at once, while decodes wait: a baseline.
 
-Idea: continuous batching as vLLM V0 did it before chunked prefill. While a prompt is in prefill, or
-one could enter, steps are of prefill alone and have the whole budget. With `pause_decodes: false`
-decodes take what prefill leaves of the budget: running prefills stand before them.
-
-Cost per step: O(running) while decodes pause, else O(1). How it fails: by design. Each new prompt
-is a gap in everybody's stream, and a steady flow of them is a long one, so decodes have a step at
-least every `max_pause_s` and every `MOST_STEPS` steps.
+Idea: while a prompt is in prefill, or may enter, a step has prefill only. With `pause_decodes:
+false`, decodes get the tokens that prefills leave.
+Source: vLLM V0 before chunked prefill.
+Cost per step: O(running) while decodes pause, otherwise O(1).
+How it fails: by design, each new prompt is a gap in every stream. Decodes get a step at least every
+`max_pause_s` and every `MAX_PAUSED_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ from vllm_sched.policies.types import (
     Step,
 )
 
-MOST_STEPS: Final = 1000
+MAX_PAUSED_STEPS: Final = 1000
 
 
 class PrefillFirstSettings(Settings):
-    """Whether and how long decodes wait."""
+    """Settings of `prefill_first`."""
 
     pause_decodes: bool = Field(
-        True, description="no decoding while a prompt is in prefill; false = with what it leaves"
+        True,
+        description="no decoding while a prompt is in prefill; false = decodes get the rest",
     )
-    max_pause_s: float = Field(
-        5.0, gt=0, description="decodes that have waited so long have a step in between"
-    )
+    max_pause_s: float = Field(5.0, gt=0, description="maximum time without a step for decodes")
 
 
 class PrefillFirst(Policy):
-    """See the module's text."""
+    """The policy that the module docstring describes."""
 
     name: ClassVar[str] = "prefill_first"
     settings_type: ClassVar[type[Settings]] = PrefillFirstSettings
@@ -50,44 +48,43 @@ class PrefillFirst(Policy):
     def __init__(self, facts: EngineFacts, settings: PrefillFirstSettings) -> None:
         super().__init__(facts, settings)
         self.prefills_lead = not settings.pause_decodes
-        self._pausing = False  # in this step
-        self._since: float | None = None  # since when they have waited behind prefills
-        self._steps = 0  # that they have waited
-        self._left: int | None = None  # tokens that prefills may take; None = all they can
+        self._pausing = False  # decodes pause in this step
+        self._since: float | None = None  # when decodes began to wait behind prefills
+        self._steps = 0  # steps since then
+        self._left: int | None = None  # prefill tokens left in this step; None = no limit
         self._paused_steps = 0
         self._releases = 0
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Where prefills lead, leave the decodes their tokens when they have waited too long."""
+        """Limit prefills if decodes are overdue."""
         self._left = None
         self._pausing = False
         if not (step.prefills or step.waiting):
             self._since = None
-        if self.prefills_lead and not self._goes_on(step, waits=bool(step.prefills)):
+        if self.prefills_lead and not self._may_starve_decodes(step):
             self._left = max(step.budget - step.decodes, 1)
 
     def pauses_decodes(self, step: Step) -> bool:
-        """Pause while there is prefill to do, within bounds."""
+        """Return True while there is prefill to do, within the bounds."""
         if self.prefills_lead:
             return False
-        # One that found no room is not waited for: room comes from decodes that end.
+        # Do not pause for a request without KV blocks: only decodes that end release blocks.
         if not (step.prefills or (step.refused is None and step.may_enter() is not None)):
             return False
-        if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MOST_STEPS:
+        if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MAX_PAUSED_STEPS:
             self._releases += 1
             return False
         self._paused_steps += 1
         self._pausing = True
         return True
 
-    def _goes_on(self, step: Step, *, waits: bool) -> bool:
-        """Whether decodes may be left without for another step."""
-        if not (waits and step.decoding):
+    def _may_starve_decodes(self, step: Step) -> bool:
+        if not (step.prefills and step.decoding):
             self._since = None
             return True
         if self._since is None:
             self._since, self._steps = step.now, 0
-        if step.now - self._since >= self.settings.max_pause_s or self._steps >= MOST_STEPS:
+        if step.now - self._since >= self.settings.max_pause_s or self._steps >= MAX_PAUSED_STEPS:
             self._since = None
             self._releases += 1
             return False
@@ -95,7 +92,7 @@ class PrefillFirst(Policy):
         return True
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Whatever is left, save in the step that the decodes are owed."""
+        """Return what decodes leave if they are overdue."""
         if self._left is None:
             return tokens
         granted = min(tokens, self._left)
@@ -103,16 +100,16 @@ class PrefillFirst(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Leave it to the next."""
+        """Return the tokens to the next prefill."""
         if self._left is not None:
             self._left += tokens
 
     def gauges(self) -> Mapping[str, float]:
-        """Show whether decodes are waiting now."""
+        """Return whether decodes wait."""
         return {"decodes_paused": float(self._since is not None or self._pausing)}
 
     def counters(self) -> Mapping[str, float]:
-        """Count steps in which decodes paused, and those made for their long wait."""
+        """Return the paused steps, and the pauses that reached their limit."""
         return {
             "paused_steps": float(self._paused_steps),
             "starvation_releases": float(self._releases),

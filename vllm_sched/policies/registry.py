@@ -1,14 +1,8 @@
-"""Which policies there are, and how names and settings from outside become policy objects.
+"""The list of policies, and how names and settings become policy objects.
 
-The registry's order is the order of precedence. Who may enter: every policy's gate must be open,
-and whom one holds those after it do not, so bounds on waits add up at most; among those who may, an
-earlier policy's urgency counts before a later one's. In which order prompts are computed: by an
-earlier policy's rank, then a later one's. How much: the least budget and the least chunk, each
-policy seeing what earlier ones left. So `lanes` decides between classes, `long_prompt` between long
-and short within a class, `deferred_prefill` when any but the urgent enter a full engine, `rotation`
-between prompts of a kind, and `chunk_budget` how much all of them get in a step.
-
-Policies that contradict each other are refused: `CONFLICTS` says which, and why.
+The order of `POLICIES` is the order of precedence. A request enters if every gate is open. An
+earlier policy's urgency and rank count before a later policy's; a later policy sees the budget and
+the chunk that earlier policies left. `CONFLICTS` lists pairs that are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -42,17 +36,17 @@ POLICIES: dict[str, type[Policy]] = {
         ChunkBudget,
     )
 }
-WHOLE = "one computes prompts whole, the other in parts"
+WHOLE_OR_IN_PARTS = "one computes prompts whole, the other in parts"
 CONFLICTS: dict[tuple[str, str], str] = {
-    ("static_batching", "deferred_prefill"): "both say when a batch of requests enters",
-    ("prefill_first", "long_prompt"): WHOLE,
-    ("prefill_first", "rotation"): WHOLE,
-    ("prefill_first", "chunk_budget"): WHOLE,
+    ("static_batching", "deferred_prefill"): "both decide when a batch of requests enters",
+    ("prefill_first", "long_prompt"): WHOLE_OR_IN_PARTS,
+    ("prefill_first", "rotation"): WHOLE_OR_IN_PARTS,
+    ("prefill_first", "chunk_budget"): WHOLE_OR_IN_PARTS,
 }
 
 
 def find(name: str) -> type[Policy]:
-    """Return the policy of that name."""
+    """Return the policy class with this name."""
     try:
         return POLICIES[name]
     except KeyError:
@@ -63,7 +57,7 @@ def find(name: str) -> type[Policy]:
 
 
 def settings_of(name: str, given: object) -> Settings:
-    """Check the settings given for one policy; the error is one line."""
+    """Return the validated settings of a policy; the error is one line."""
     kind = find(name).settings_type
     if not isinstance(given, Mapping):
         raise UsageError(
@@ -93,7 +87,7 @@ def _explain(name: str, kind: type[Settings], error: Any) -> str:
 
 
 def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Turn `--policy NAME` and `--set NAME.KEY=VALUE` into the engine's configuration."""
+    """Return the engine configuration for `--policy NAME` and `--set NAME.KEY=VALUE`."""
     config: dict[str, dict[str, Any]] = {find(name).name: {} for name in names}
     for text in sets:
         path, equals, value = text.partition("=")
@@ -101,35 +95,35 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
         if not (equals and dot and name and key):
             raise UsageError(
                 f"--set {text!r} is not of the form NAME.KEY=VALUE; "
-                f"NAME is the policy's, one of {', '.join(sorted(POLICIES))}"
+                f"NAME is one of {', '.join(sorted(POLICIES))}"
             )
         find(name)
         if name not in config:
             raise UsageError(
-                f"--set {text!r}: policy {name} is off; switch it on too "
+                f"--set {text!r}: policy {name} is off; enable it too "
                 f"(serve: --policy {name}, compare: --candidate {name})"
             )
-        wanted = _value(value)
-        if key in config[name] and config[name][key] != wanted:
+        parsed = _parse_value(value)
+        if key in config[name] and config[name][key] != parsed:
             raise UsageError(
-                f"--set {text!r}: {name}.{key} is set to {config[name][key]!r}, too; leave one out"
+                f"--set {text!r}: {name}.{key} is also set to {config[name][key]!r}; leave one out"
             )
-        config[name][key] = wanted
+        config[name][key] = parsed
     for name, given in config.items():
         settings_of(name, given)
     _refuse_conflicts(config)
     return config
 
 
-def _value(text: str) -> Any:
-    for read in (json.loads, float):  # JSON has no .25, no 50. and no +5
+def _parse_value(text: str) -> Any:
+    for read in (json.loads, float):  # JSON has no .25, 50. or +5
         with suppress(ValueError):
             return read(text)
     return text
 
 
 def build(config: object, facts: EngineFacts) -> list[Policy]:
-    """Make the policies that a configuration switches on, in order of precedence."""
+    """Return the policies that a configuration enables, in order of precedence."""
     if not isinstance(config, Mapping):
         raise UsageError(f"vllm_sched must be an object of policies, got {config!r}")
     for name in config:
@@ -143,8 +137,9 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
 
 
 def _refuse_conflicts(config: Mapping[str, object]) -> None:
-    for (one, other), why in CONFLICTS.items():
-        if one in config and other in config:
+    for (first, second), reason in CONFLICTS.items():
+        if first in config and second in config:
             raise UsageError(
-                f"policies {one} and {other} contradict each other: {why}; leave one of them out"
+                f"policies {first} and {second} contradict each other: {reason}; "
+                "leave one of them out"
             )

@@ -1,21 +1,12 @@
-"""Chunks rotate over those in prefill: A1 B1 C1 A2 ..., so that no prompt has prefill to itself.
+"""Prompts in prefill take turns: A1 B1 C1 A2 ..., so that no prompt has prefill to itself.
 
-Idea: round robin over prompts, as over processes. Each step the prompts whose turn it is get a
-chunk; whoever had one goes to the end of the round. One who waits has its turn like the others: it
-comes before those who had a chunk since it arrived, and room for its first chunk is kept in the
-step. Without `chunk` a turn is a whole step. With it a step has as many turns as fit, longer ones
-if fewer are about, so that no step is left half empty.
-
-`order: shortest` gives the turn to the prompt with the fewest tokens left to compute, waiting
-prompts included. Cached tokens do not count. This order makes the mean time to first token
-shortest, and the longest prompt waits. In whatever order, after `max_wait_s` without a chunk a
-prompt in prefill has a turn kept for it, whatever other policies' order is. No prompt passes one
-that has waited as long for the KV blocks that running prefills will take. Beside a policy with
-classes of service all of this holds for each class: a turn is of the best class present, others
-have what it leaves, and no prompt waits for the KV blocks of a lesser class.
-
-Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
-where one after the other the first would have finished early; KV blocks are held for longer.
+Idea: the next prompts of the round get a chunk and go to the end of the round. A newcomer has its
+turn before prompts that had a chunk since it arrived. A turn is a whole step, or at least `chunk`
+tokens. `order: shortest` serves the prompt with the fewest uncached tokens left instead. After
+`max_wait_s` without a chunk a prompt has a turn. With classes of service, this applies per class.
+Source: round robin, and shortest remaining time first.
+Cost per step: O(running prefills).
+How it fails: prompts that share the prefill all finish late, and hold KV blocks for longer.
 """
 
 from __future__ import annotations
@@ -36,27 +27,26 @@ from vllm_sched.policies.types import (
     Step,
 )
 
-# Further ahead than any prompt is long.
-BEFORE: Final = 1 << 60
-NOT_NEW: Final = 0.5  # of a step
+# Subtracted from the rank of overdue prompts.
+OVERDUE_ADVANCE: Final = 1 << 60
+# Part of a step; places running prompts after newcomers of the same step.
+AFTER_NEWCOMERS: Final = 0.5
 
 
 class RotationSettings(Settings):
-    """How long a turn is, and whose it is."""
+    """Settings of `rotation`."""
 
-    chunk: int = Field(
-        0, ge=0, description="tokens of a turn, more if few are about; 0 = the whole step"
-    )
+    chunk: int = Field(0, ge=0, description="minimum tokens of a turn; 0 = the whole step")
     order: Literal["rotate", "shortest"] = Field(
-        "rotate", description="whose turn it is: each in turn, or the one with the fewest left"
+        "rotate", description="rotate = round robin; shortest = fewest tokens left first"
     )
     max_wait_s: float = Field(
-        10.0, gt=0, description="a prompt that was held or without a chunk so long has its turn"
+        10.0, gt=0, description="maximum time that a prompt is held or has no chunk"
     )
 
 
 class Rotation(Policy):
-    """See the module's text."""
+    """The policy that the module docstring describes."""
 
     name: ClassVar[str] = "rotation"
     settings_type: ClassVar[type[Settings]] = RotationSettings
@@ -66,36 +56,35 @@ class Rotation(Policy):
 
     def __init__(self, facts: EngineFacts, settings: RotationSettings) -> None:
         super().__init__(facts, settings)
-        self._computed: dict[str, int] = {}  # tokens of those in prefill, when the step began
-        self._last: dict[str, float] = {}  # when the last chunk of each ended
-        self._order: dict[str, float] = {}  # the step it was in, and its place in that
+        self._computed: dict[str, int] = {}  # tokens of each prefill when the step began
+        self._last: dict[str, float] = {}  # end of each prefill's last chunk
+        self._order: dict[str, float] = {}  # index of that step, plus AFTER_NEWCOMERS
         self._releases = 0
-        self._let_in: set[str] = set()  # who was held for too long, until there is room for them
+        self._let_in: set[str] = set()  # overdue requests that wait for KV blocks
         self._shortest = settings.order == "shortest"
-        # Tokens of waiting prompts that are not cached, each with the time of the next look-up.
+        # Time of the next look-up, and uncached tokens.
         self._uncached: dict[str, tuple[float, int]] = {}
 
-        # What follows is of the current step alone.
+        # State of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
-        self._head_since = 0.0  # when the one in front began to wait
-        # Blocks of KV cache that those in prefill, and admitted now, will take, by class.
+        self._head_since = 0.0  # when the oldest front began to wait
+        # KV blocks that prefills and newcomers still need, by class.
         self._needed: dict[float, int] = {}
-        self._coming = 0  # who wait, and are held by no other policy
+        self._coming = 0  # waiting requests that no other policy holds
         self._slot = facts.max_num_batched_tokens  # tokens of a turn
-        self._left: int | None = None  # tokens for running prefills; None until it is asked for
-        self._kept_for: dict[str, int] = {}  # those of overdue prefills
-        self._kept = 0
-        self._released: set[str] = set()  # who is given a turn for a long wait
+        self._left: int | None = None  # tokens left for running prefills; None before `_plan`
+        self._kept_for: dict[str, int] = {}  # tokens reserved for each overdue prefill
+        self._kept = 0  # their sum
+        self._released: set[str] = set()  # overdue prefills that got a turn
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Note who had a turn, and forget those who are no longer in prefill."""
+        """Update the round."""
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}
         served = {name for name, turn in self._order.items() if turn >= self._step.index}
-        # Its last turn takes one out of prefill; of another a later policy may have left nothing.
+        # For prompts still in prefill, a later policy may have cut the chunk to nothing.
         done = self._released - self._order.keys()
         self._releases += len(done) + len(self._released & served)
         self._released.clear()
-        # Who had one in the step before has been waiting since now.
         self._last = {
             name: step.now if name in served else self._last[name] for name in self._order
         }
@@ -114,10 +103,8 @@ class Rotation(Policy):
             blocks = cache.blocks_of(request.num_tokens) - (cache.blocks_of(held) if held else 0)
             self._needed[own] = self._needed.get(own, 0) + blocks
 
-    # Who waits
-
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return a lane for each factor of two in uncached tokens if the shortest goes first."""
+        """Return a lane per power of two of uncached tokens, for `order: shortest`."""
         if not self._shortest:
             return ""
         name, now = request.request_id, self._step.now
@@ -129,12 +116,11 @@ class Rotation(Policy):
         return f"below_{1 << found[1].bit_length()}"
 
     def _tokens_left(self, waiting: RequestView) -> int:
-        """Return the tokens that a waiting prompt still has to compute."""
         found = self._uncached.get(waiting.request_id)
         return waiting.num_tokens if found is None else found[1]
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
+        """Hold a prompt if prefills need its KV blocks, to avoid preemptions."""
         if (cache := self.facts.kv_cache) is None:
             return Gate.OPEN
         own = self._step.class_of(head)
@@ -144,18 +130,18 @@ class Rotation(Policy):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
-        # The engine stops at one that finds no room, so that the cache empties for it.
+        # No other request enters before this one, so blocks become free.
         self._let_in.add(head.request_id)
         return Gate.OPEN
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Put the shortest first if that is the order, and before it a prompt that waited long."""
+        """Return the tokens left, for `order: shortest`."""
         if not self._shortest:
             return 0.0
         return -1.0 if waited >= self.settings.max_wait_s else float(self._tokens_left(head))
 
     def admitted(self, request: RequestView) -> None:
-        """Count the KV blocks that it will take."""
+        """Count the KV blocks that the request will need."""
         self._uncached.pop(request.request_id, None)
         self._will_take(request)
         if request.request_id in self._let_in:
@@ -168,37 +154,32 @@ class Rotation(Policy):
         self._let_in.discard(request.request_id)
 
     def held_reason(self, lane: str) -> str:
-        """Say what is missing."""
+        """Return that prefills need the KV blocks."""
         return "kv_of_prefills"
 
-    # Who gets how much
-
     def rank(self, request: RequestView) -> float:
-        """Order by the last turn, or by what is left."""
+        """Return the last turn or, for `order: shortest`, the tokens left."""
         name = request.request_id
         if not self._shortest:
             return self._last_turn(request)
         if self._is_overdue(name):
-            return self._order[name] - BEFORE
+            return self._order[name] - OVERDUE_ADVANCE
         return request.num_tokens - request.num_computed_tokens
 
     def _is_overdue(self, name: str) -> bool:
         return self._step.now - self._last.get(name, self._step.now) >= self.settings.max_wait_s
 
     def _last_turn(self, request: RequestView) -> float:
-        """Say in which step it had a turn last, once the step at hand is over.
-
-        By what was computed: of a turn that is given here a later policy may leave nothing.
-        """
+        # Computed tokens tell whether there was a turn: a later policy may have cut the chunk.
         before = self._computed.get(request.request_id)
         if before is None:
-            return self._step.index  # newcomers are admitted last, but theirs was the first turn
+            return self._step.index  # newcomers have the first turn
         if request.num_computed_tokens > before:
-            return self._step.index + NOT_NEW
+            return self._step.index + AFTER_NEWCOMERS
         return self._order[request.request_id]
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Give a turn to running prefills while there are any left, and to each newcomer."""
+        """Return a turn for newcomers, and for prefills while tokens are left."""
         if self._left is None:
             self._left = self._plan()
         name = request.request_id
@@ -212,28 +193,28 @@ class Rotation(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Leave it to the next in line; what newcomers leave is for nobody else in this step."""
+        """Return the tokens to running prefills."""
         if self._left is not None and request.request_id in self._last:
             self._left += tokens
 
     def _plan(self) -> int:
-        """Set the length of a turn; return what of the step is for running prefills."""
+        """Set the length of a turn, and return the tokens for running prefills."""
         step, chunk = self._step, self.settings.chunk
         tokens = max(step.budget - step.decodes, 1)
         head = self._entering()
         newcomers = max(min(self._coming, step.free_slots), 1) if head else 0
         turns = max(tokens // chunk, 1) if chunk else 1
-        like = self._of_best_class([head] if head else [])
-        serving = min(turns, max(len(like) + newcomers, 1))
+        peers = self._of_best_class([head] if head else [])
+        serving = min(turns, max(len(peers) + newcomers, 1))
         self._slot = -(-tokens // serving)
-        # Whatever other policies' order is: who has gone without for too long has its turn.
-        overdue = [r.request_id for r in like if self._is_overdue(r.request_id)][:serving]
+        # Other policies may order prefills differently.
+        overdue = [r.request_id for r in peers if self._is_overdue(r.request_id)][:serving]
         self._kept_for = dict.fromkeys(overdue, self._slot)
         self._kept = self._slot * len(overdue)
         if head is None:
             return tokens
         turns, head_left = serving - len(overdue), self._tokens_left(head)
-        ahead = [r for r in like if r.request_id not in self._kept_for]
+        ahead = [r for r in peers if r.request_id not in self._kept_for]
         if self._shortest:
             lefts = [r.num_tokens - r.num_computed_tokens for r in ahead]
             shorter = sum(min(left, self._slot) for left in lefts if left <= head_left)
@@ -244,26 +225,22 @@ class Rotation(Policy):
         return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
 
     def _of_best_class(self, entering: Sequence[RequestView]) -> list[RequestView]:
-        """Return those in prefill whose turn it can be: others may be given nothing."""
         class_of, prefills = self._step.class_of, self._step.prefills
         best = min(map(class_of, [*prefills, *entering]), default=0.0)
         return [r for r in prefills if class_of(r) == best]
 
     def _entering(self) -> RequestView | None:
-        """Return who enters and has its turn; others have what is left over, if anything is."""
         step = self._step
         if step.refused is not None or (head := step.may_enter()) is None:
-            return None  # one that found no room can't use a turn
-        # Nor need one of a lesser class than somebody in prefill: it may be given nothing.
+            return None  # no KV blocks
+        # A request of a lower class than a prefill has no turn.
         own = step.class_of(head)
         return None if any(step.class_of(r) < own for r in step.prefills) else head
 
-    # What it does
-
     def gauges(self) -> Mapping[str, float]:
-        """Show how many share the prefill, and the length of a turn."""
+        """Return the prompts in prefill and the length of a turn."""
         return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}
 
     def counters(self) -> Mapping[str, float]:
-        """Count turns given for a long wait."""
+        """Return the turns and admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}

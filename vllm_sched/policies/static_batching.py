@@ -1,15 +1,11 @@
-"""A batch is admitted, runs until its last member is done, then the next: the baseline.
+"""Admit a batch and run it to its end before the next batch enters: a baseline.
 
-Idea: what servers did before continuous batching (Orca, 2022). A batch forms once nobody runs any
-more. It takes whoever waits until the slots, the KV cache or the queue are exhausted, over as many
-steps as its prompts need: the first step that admits nobody and leaves nobody in prefill closes
-it. A member that was preempted comes back at once; requests that hold KV blocks join, as ever.
-
-Cost per step: O(1). How it fails: by design. Slots stand empty while the longest answer is
-written, and a request that just missed a batch waits for the whole of it. The one guard is
-`max_wait_s`, after which a request joins the batch that runs, `size` or not: where more comes than
-batches can serve all are overdue in the end, and this is continuous batching. For a baseline that
-stays one, set it beyond what is measured.
+Idea: a batch forms when no request runs, and admits requests until slots, KV cache or queue are
+exhausted. The first step without admission and prefill closes it. Preempted members may return.
+Source: request-level batching, as described by Orca (2022).
+Cost per step: O(1).
+How it fails: by design, slots are idle until the longest output is complete. Under overload every
+request reaches `max_wait_s` and joins the running batch, which is continuous batching.
 """
 
 from __future__ import annotations
@@ -33,16 +29,16 @@ NEXT, MEMBER = "next", "member"
 
 
 class StaticBatchingSettings(Settings):
-    """How large a batch may be, and how long one may wait for it."""
+    """Settings of `static_batching`."""
 
-    size: int = Field(0, ge=0, description="requests in a batch at most; 0 = as many as may run")
+    size: int = Field(0, ge=0, description="maximum requests in a batch; 0 = max_num_seqs")
     max_wait_s: float = Field(
-        60.0, gt=0, description="a request held so long joins the batch that is running"
+        60.0, gt=0, description="wait after which a request joins the running batch"
     )
 
 
 class StaticBatching(Policy):
-    """See the module's text."""
+    """The policy that the module docstring describes."""
 
     name: ClassVar[str] = "static_batching"
     settings_type: ClassVar[type[Settings]] = StaticBatchingSettings
@@ -53,21 +49,21 @@ class StaticBatching(Policy):
         super().__init__(facts, settings)
         self.size = settings.size or facts.max_num_seqs
         self._forming = True
-        self._members = 0  # of the batch that forms or runs, departed ones included
+        self._members = 0  # including departed ones
         self._joined = 0  # in this step
-        self._overdue: set[str] = set()  # who may enter for a long wait, in this step
+        self._overdue: set[str] = set()  # admissible in this step
         self._releases = 0
 
     def resolved(self) -> dict[str, object]:
-        """Show the size that the engine's slots gave."""
+        """Return the settings with the effective batch size."""
         return super().resolved() | {"size": self.size}
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Tell members that were preempted from those who wait for the next batch."""
+        """Return the lane of members or of the next batch."""
         return MEMBER if request.num_preemptions else NEXT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Open the next batch once nobody runs; close it once nobody could join."""
+        """Open or close the batch."""
         if not step.running:
             self._forming, self._members = True, 0
         elif not (step.prefills or self._joined) or step.refused is not None:
@@ -76,7 +72,7 @@ class StaticBatching(Policy):
         self._overdue.clear()
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Admit members, and those who wait while a batch forms."""
+        """Admit members, and other requests while the batch forms."""
         if lane == MEMBER or (self._forming and self._members < self.size):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
@@ -92,13 +88,13 @@ class StaticBatching(Policy):
             self._joined += 1
 
     def gauges(self) -> Mapping[str, float]:
-        """Show the batch."""
+        """Return the size and the phase of the batch."""
         return {"batch_members": float(self._members), "batch_forming": float(self._forming)}
 
     def counters(self) -> Mapping[str, float]:
-        """Count those let in for their long wait."""
+        """Return the admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:
-        """Say whether the batch is full or under way."""
+        """Return whether the batch is full or running."""
         return "batch_full" if self._forming else "batch_running"

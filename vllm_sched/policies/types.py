@@ -1,23 +1,19 @@
-"""What a policy may see and say: the whole protocol between policies and whoever steps them.
+"""The protocol between scheduling policies and the engine.
 
-The engine (and later the simulator) asks, in this order:
+The engine calls the methods of a policy in this order:
 
-1. `arrived` once when a request comes, `lane` when it starts to wait, and again for a lane's head
-   when it may have changed;
-2. `begin_step` once a step, with everything countable about that step; then `budget` and
-   `pauses_decodes`, once each;
-3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was; of a
-   head that an earlier policy holds the later ones hear nothing; `stays` of one that nobody holds;
-4. `chunk` for each prefill, as the last word on how many tokens it gets, and `taken_back` at once
-   where a later policy leaves it less, or where the engine ends it at a block boundary;
-5. `observe` once the step's result is back, `departed` once a request is over.
+1. `arrived` for a new request; `lane` when the request starts to wait, and again if the head of a
+   lane may belong to another lane.
+2. `begin_step` once per step, then `budget` and `pauses_decodes` at most once each.
+3. `gate`, `stays` and `urgency` for the head of a lane; `admitted` after the head's admission.
+4. `chunk` for each prefill; `taken_back` immediately afterwards if the prefill gets fewer tokens.
+5. `observe` when the result of a step is back; `departed` when a request has ended.
 
-What several policies say is combined: the least budget, the least chunk, the strictest gate; one
-that pauses the decodes is enough, and the bound on that is on the time that they stand still in
-all (`Step.paused_s`), whoever's doing it is. `gauges`, `counters` and `held_reason` are for whoever
-watches.
+The smallest budget, the smallest chunk and the strictest gate of all policies apply. One policy is
+enough to pause decodes. If a policy holds a head, the engine does not ask later policies about it;
+`stays` is asked only if no policy holds the head.
 
-Nothing here does I/O, reads a clock or knows vLLM; time arrives as an argument.
+Policies do no I/O, read no clock and do not import vLLM. Time is an argument.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from vllm_sched.policies.kv_cache import KvCache
 
 
 class RequestView(Protocol):
-    """The part of a request that policies read; vLLM's own Request has this shape."""
+    """The attributes of a request that policies read, named as in vLLM's Request."""
 
     request_id: str
     arrival_time: float
@@ -46,234 +42,221 @@ class RequestView(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Return the number of generated tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far: what must be computed before the next token."""
+        """Return the number of prompt and output tokens."""
 
 
 class Gate(IntEnum):
-    """May the head of a lane be admitted now? Lanes' answers combine by their maximum."""
+    """Whether the head of a lane may be admitted; the maximum of all policies applies."""
 
     OPEN = 0
-    LAST = 1  # yes, but only once no other lane has anybody to admit
+    LAST = 1  # only when no other lane has a head to admit
     CLOSED = 2
 
 
 @dataclass(slots=True)
 class LaneCount:
-    """Who waits in a lane."""
+    """The requests that wait in one lane."""
 
     requests: int = 0
-    tokens: int = 0  # as each had when it began to wait
-    # Seconds that the front request has waited when the step begins. A request whose LoRA adapter
-    # has no slot is not a front.
+    tokens: int = 0  # counted when each request began to wait
+    # Seconds since the front request began to wait. A request without a LoRA slot is not a front.
     waited: float = 0.0
-    held: int = 0  # of them, by other policies, as gates were found in the step before
-    barred: int = 0  # of the rest, by the engine: for want of a LoRA slot, or a grammar
+    held: int = 0  # requests that other policies held in the previous step
+    barred: int = 0  # other requests that lack a LoRA slot or a compiled grammar
 
     @property
     def able(self) -> int:
-        """Return the number of requests that the engine could begin, held ones included."""
-        # Within a step held and barred requests may have left already.
+        """Return the number of requests that the engine could start, including held ones."""
+        # Held and barred requests may have left since they were counted.
         return max(self.requests - self.barred, 0)
 
     @property
     def asking(self) -> int:
-        """Return the number of requests that would enter if this policy lets them."""
+        """Return the number of requests that enter if this policy admits them."""
         return max(self.able - self.held, 0)
 
 
-def nobody() -> None:
-    """Say that nobody could enter."""
+def no_request() -> None:
+    """Return None: no request can enter."""
 
 
-# The class of service of those who wait for no lesser one's sake.
+# The best class of service; greater values are worse.
 FIRST_CLASS: Final = 0.0
 
 
 def one_class(_: RequestView) -> float:
-    """Say that all are of one class."""
+    """Return the same class of service for every request."""
     return FIRST_CLASS
 
 
 @dataclass(slots=True)
 class Step:
-    """One scheduling step, seen before its first decision. It lives for that step only."""
+    """The state of the engine before a scheduling step. Each step has its own object."""
 
     index: int
     now: float
-    # Tokens the engine may schedule; by the time of `chunk`, what the policies left of them.
+    # Tokens that the step may compute. When `chunk` is called, the policies' limits are applied.
     budget: int
-    # Tokens of those that running decodes need, drafts included; by then none if they are paused.
+    # Tokens for running decodes, including drafts. Zero once the decodes are paused.
     decodes: int
-    prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
-    free_slots: int = 0  # how many more may run
-    refused: str | None = None  # the request offered earlier that found no room
-    running: int = 0  # in prefill or past it
-    decoding: Sequence[RequestView] = ()  # running requests past prefill
-    context_tokens: int = 0  # of those that decode
-    waiting: int = 0  # not holding KV blocks
-    holding_kv: int = 0  # waiting too, but with KV blocks of their own; no gate holds them
-    kv_free: float = 1.0  # share of the KV cache
-    departed: int = 0  # requests that ended since the last step and left room in the KV cache
-    # Since decodes were paused, by whichever policy, and in how many steps; nothing if they ran.
+    prefills: Sequence[RequestView]  # running requests with an incomplete prompt
+    free_slots: int = 0
+    refused: str | None = None  # id of the request that lacked KV blocks in the last step
+    running: int = 0  # prefills and decodes
+    decoding: Sequence[RequestView] = ()  # running requests with a complete prompt
+    context_tokens: int = 0  # computed tokens of all decoding requests
+    waiting: int = 0  # waiting requests without KV blocks
+    holding_kv: int = 0  # waiting requests with KV blocks; gates do not apply to them
+    kv_free: float = 1.0  # free share of the KV cache
+    departed: int = 0  # requests that ended since the last step and released KV blocks
+    # Duration of the current pause of decodes, by any policy; zero if decodes ran.
     paused_s: float = 0.0
     paused_steps: int = 0
-    # What turns a request's arrival_time, which is by the wall clock, into a time such as `now`.
-    clock_offset: float = 0.0
-    # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
-    # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
-    may_enter: Callable[[], RequestView | None] = nobody
-    # Counts anew who is `held` in each lane, unless it is known from the step before. When to: as
-    # above.
-    ask_gates: Callable[[], object] = nobody
-    # Which class of service a request is of, FIRST_CLASS lowest, where a policy has classes.
-    class_of: Callable[[RequestView], float] = one_class
+    clock_offset: float = 0.0  # `now` minus wall-clock time; arrival_time is wall-clock time
+    # Returns the next request to admit, ignoring KV blocks; None if none may enter. It asks gates,
+    # so call it only after every policy's `begin_step`.
+    may_enter: Callable[[], RequestView | None] = no_request
+    # Updates `LaneCount.held`, which otherwise dates from the previous step. Same restriction.
+    ask_gates: Callable[[], object] = no_request
+    class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a finished step did, and how long it took."""
+    """The work and the duration of a finished step."""
 
-    # Those who decoded had to wait for so long, whatever the engine did between two steps; of a
-    # step without them the engine's own time.
+    # Time between two tokens of a decode. Without decodes, the engine's own time.
     seconds: float
-    chunks: Sequence[Chunk]  # of prompts; empty in a step that only decoded
+    chunks: Sequence[Chunk]  # prefill chunks
     decode_tokens: int
-    decodes: int = 0  # how many decoded
-    context_tokens: int = 0  # tokens before the new one, of all that decoded
-    index: int = 0  # its step's
-    # What other ranks computed in the same step, where it lasts as long as the slowest rank's.
-    others: Sequence[StepShape] = ()
+    decodes: int = 0  # requests that decoded
+    context_tokens: int = 0  # computed tokens of these requests before the step
+    index: int = 0  # `Step.index`
+    others: Sequence[StepShape] = ()  # work of the data-parallel ranks in the same step
 
     @cached_property
     def shape(self) -> StepShape:
-        """What it computed, as the model of a step's time has it."""
+        """Return the work in the form that the step time model uses."""
         return StepShape.of(self.chunks, self.decodes, self.context_tokens)
 
 
 class Settings(BaseModel):
-    """A policy's settings: frozen, and strict about types and about keys it does not know."""
+    """The settings of a policy. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(slots=True, frozen=True)
 class EngineFacts:
-    """What a policy may know of the engine it is built for."""
+    """The engine's configuration as policies see it."""
 
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    kv_cache: KvCache | None = None  # None until it is allocated
-    cuts_prompts: bool = True  # with chunked prefill
-    pipeline_stages: int = 1  # a request decodes once in so many steps
+    kv_cache: KvCache | None = None  # None before the cache is allocated
+    cuts_prompts: bool = True  # chunked prefill is enabled
+    pipeline_stages: int = 1  # a request decodes once in this many steps
 
     def kv_share(self, request: RequestView) -> float:
-        """Return the share of the KV cache that a request takes; 0 if its size is unknown."""
+        """Return the share of the KV cache that the request needs; 0 if the size is unknown."""
         if (cache := self.kv_cache) is None or not cache.blocks:
             return 0.0
         return cache.blocks_of(request.num_tokens) / cache.blocks
 
 
 class Policy:
-    """Ask nothing, change nothing: the base every policy overrides in part."""
+    """Base class of policies. Its methods leave vLLM's behavior unchanged."""
 
     name: ClassVar[str]
     settings_type: ClassVar[type[Settings]] = Settings
-    # Why its gates may be closed: the metrics show each as 0 from the first step on.
-    held_reasons: ClassVar[tuple[str, ...]] = ()
-    # Whether running requests are arranged before each step: decodes first, then by `rank`.
-    arranges: bool = False
-    # Whether prefills stand before decodes, so that they get all they can use of the budget.
-    prefills_lead: bool = False
-    # Whether it has classes of service: limits of later policies then hold within each.
-    classes: bool = False
-    # Counted up when one who decodes is of another class than it was before, so that all of them
-    # need not be asked about in each step; None = ask.
+    held_reasons: ClassVar[tuple[str, ...]] = ()  # all results of `held_reason`
+    arranges: bool = False  # running requests are sorted each step: decodes, then by `rank`
+    prefills_lead: bool = False  # prefills precede decodes
+    classes: bool = False  # `service_class` is defined; later policies' limits apply per class
+    # Incremented when a decoding request changes class. None disables the engine's class cache.
     reclassed: int | None = None
-    # Whether its `fit` learns what every step takes: then whoever watches need not learn the same.
-    learns: bool = False
+    learns: bool = False  # `fit` observes every step, so telemetry needs no model of its own
 
     def __init__(self, facts: EngineFacts, settings: Settings) -> None:
         self.facts = facts
         self.settings = settings
 
     def resolved(self) -> dict[str, object]:
-        """Return the settings as they came out, for the line logged at start."""
+        """Return the effective settings, for the log."""
         return self.settings.model_dump()
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        """Hear of a new request, and what its client wrote under `vllm_xargs`."""
+        """Take note of a new request and of its client's `vllm_xargs`."""
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Name the lane the request waits in; `cached()` looks up its cached prefix, at a cost."""
+        """Return the lane for a waiting request; `cached()` looks up its cached tokens (slow)."""
         return ""
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """See the step before its first decision, and who waits in this policy's lanes."""
+        """Prepare for a step; `lanes` counts the requests in this policy's lanes."""
 
     def budget(self, step: Step) -> int:
-        """Say how many tokens the step may compute; decodes get theirs in any case."""
+        """Return the token limit of the step; running decodes are never limited."""
         return step.budget
 
     def pauses_decodes(self, step: Step) -> bool:
-        """Say whether running decodes sit this step out."""
+        """Return True to leave running decodes out of this step."""
         return False
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """May the head of this lane enter, having waited so many seconds?"""
+        """Return whether the head of the lane may enter; `waited` is in seconds."""
         return Gate.OPEN
 
     def stays(self, lane: str, head: RequestView) -> bool:
-        """Whether the head is of this lane still; for what is too dear to look at while it waits.
+        """Return False if the head belongs to another lane; for checks too slow to repeat.
 
-        If not it enters no more in this step, and its lane is asked for anew in the next.
+        The head then does not enter in this step. `lane` is asked again in the next step.
         """
         return True
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Place this lane's head before those of higher number; among equals arrival decides."""
+        """Return the sort key among heads, lowest first; earlier arrival breaks ties."""
         return 0.0
 
     def admitted(self, request: RequestView) -> None:
-        """Hear that a waiting request was admitted in this step."""
+        """Take note of an admission in this step."""
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Say how many of `tokens` this prefill gets now, given what is computed already."""
+        """Return how many of `tokens` the prefill gets, after `computed` tokens of its prompt."""
         return tokens
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Note that this prefill gets so many tokens less than `chunk` has just returned.
+        """Reduce the last `chunk` by `tokens`, which other prefills may use.
 
-        Later policies leave it less, or the engine ends the chunk at a block boundary. Other
-        prefills may have these tokens.
+        A later policy granted less, or the engine ends the chunk at a block boundary.
         """
 
     def rank(self, request: RequestView) -> float:
-        """Place a running prefill behind those of lower rank; the last is preempted first."""
+        """Return the sort key among running prefills, lowest first; the last is preempted first."""
         return 0.0
 
     def service_class(self, request: RequestView) -> float:
-        """Say which class it is of, FIRST_CLASS lowest; asked where there are `classes`."""
+        """Return the request's class of service; called only if `classes` is True."""
         return FIRST_CLASS
 
     def observe(self, result: StepResult) -> None:
-        """Hear how a past step went."""
+        """Learn from a finished step."""
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Hear that a request is over, aborted ones included; preempted ones come back."""
+        """Take note of a finished or aborted request. Preempted requests return."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Return what is worth seeing now, by name."""
+        """Return the current values for the metrics, by name."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
-        """Return what only ever grows, by name."""
+        """Return values that only increase, by name."""
         return {}
 
     def held_reason(self, lane: str) -> str:
-        """Say why this lane's gate is closed, in one of `held_reasons`."""
+        """Return why the gate of the lane is closed, one of `held_reasons`."""
         return "held"

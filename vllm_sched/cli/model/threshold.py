@@ -25,7 +25,8 @@ from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import MIN_GAIN, closed_form, to_run
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
-from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
+from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
+from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 POINTS_DRAWN = 96
 MAX_SLOTS = 4096
@@ -237,7 +238,7 @@ def _find(
     run = to_run(
         regime,
         itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
-        max_delay_s=K_STANDS * args.max_delay_ms / 1000,
+        max_delay_s=CONSTANT_K_SHARE * args.max_delay_ms / 1000,
     )
     rows: dict[int, str] = {1: ""}
     roles = [(run, "to run"), (formula, "formula"), (best, "best"), *(also or {}).items()]

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
+from vllm_sched.policies.long_prompts.pacing import (
+    QUIET_S,
+    QUIET_STRETCH,
+    SHORTEST_STEP_S,
+    STAND_BACK,
+)
 from vllm_sched.sim.engines.deferral import Deferral
 from vllm_sched.sim.types import Leg
 

@@ -1,0 +1,1 @@
+"""Parts of the policy `deferred_prefill`."""

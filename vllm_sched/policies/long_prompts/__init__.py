@@ -1,0 +1,1 @@
+"""Parts of the policy `long_prompt`."""
