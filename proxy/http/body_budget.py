@@ -1,16 +1,12 @@
-"""How much of bodies is kept, over all connections.
+"""A limit on the bytes of request bodies that the router holds in memory.
 
-A client may take its time over a large body, and a thousand may at once; and a worker over the
-first byte of its answer. What came of a body lies in memory until it is whole, and then until that
-byte, for another worker may be asked; an upload until the store has it; what was sent ahead until
-it is its turn. Together no more than this.
+The budget covers all connections. A body is held until the first byte of its response, because
+the request may be retried on another worker. Uploads and pipelined requests are held too.
 
-Where there are tenants, each has a part that no other can fill: a quarter of all there is, in
-equal parts. What is more than its part it has of the rest, of which it has no more than it leaves
-free: whoever fills that leaves as much to all others, and what they fill of it leaves some again.
-One body it may have there whatever its size, beside what is within its part; so a few may fill the
-rest with a large one each, and everybody's small ones pass even so. Those who show no key are as
-one tenant.
+With tenants, a quarter of the budget is divided into equal reserved shares; the rest is common.
+Beyond its share, a tenant may hold no more of the common part than it leaves free. A single body
+may exceed that rule, so a few tenants can fill the common part, but small bodies still fit into
+the shares. Requests without a key count as one tenant.
 """
 
 from __future__ import annotations
@@ -25,36 +21,36 @@ if TYPE_CHECKING:
 
 STRANGERS = ""
 CODE, AGAIN_S = "too_many_bodies", 1.0
-APART = 4  # of so many bytes one is in parts, unless the largest body had no room beside them
+APART = 4  # 1/APART of the budget is reserved, or less if the largest body would not fit
 
 
 class BodyBudget:
-    """The count of it."""
+    """The bytes of bodies held, in all and per tenant."""
 
     __slots__ = ("_edition", "_largest", "_most", "_of", "_part", "_room", "_shared", "_tenants")
 
     def __init__(self, most: int, tenants: Tenants | None = None, largest: int = 0) -> None:
         self._most = self._room = most
-        self._largest = largest  # a body may be
+        self._largest = largest  # bytes of one body at most
         self._tenants = tenants
         self._edition = 0 if tenants is None else tenants.edition
-        self._part = 0  # of each
-        self._shared = 0  # held of the rest
-        self._of: dict[str, int] = {}  # what each has who has any
+        self._part = 0  # bytes reserved for each tenant
+        self._shared = 0  # bytes held of the common part
+        self._of: dict[str, int] = {}  # bytes held per tenant
         self._arrange()
 
     @property
     def held(self) -> int:
-        """How much is held in all."""
+        """Bytes held in total."""
         return self._shared + self._apart()
 
     def limit(self, most: int, largest: int) -> None:
-        """Take new bounds: of all, and of one body."""
+        """Set new limits for the total and for one body."""
         self._most, self._largest = most, largest
         self._arrange()
 
     def account(self, tenant: Tenant | None) -> str | None:
-        """Say whose part a body is of; None where there are no parts."""
+        """Return the account that a tenant's bodies count on, or None without tenants."""
         tenants = self._tenants
         if tenants is None:
             return None
@@ -66,10 +62,7 @@ class BodyBudget:
         return STRANGERS if tenant is None else tenant.name
 
     def take(self, size: int, whose: str | None = None, before: int = 0) -> None:
-        """Count a piece; raises `RefusedError` where that is too much.
-
-        `before`: what was counted of the same body.
-        """
+        """Add `size` bytes, or raise `RefusedError`; `before` of the same body are counted."""
         if whose is None:
             shared = self._shared + size
             if shared > self._room:
@@ -89,7 +82,7 @@ class BodyBudget:
             self._of[whose] = now
 
     def give(self, size: int, whose: str | None = None) -> None:
-        """Count out what is passed on, or dropped."""
+        """Subtract the bytes of a body that is no longer held."""
         if whose is None:
             self._shared -= size
         elif size:
@@ -103,7 +96,7 @@ class BodyBudget:
                 del self._of[whose]
 
     def _arrange(self) -> None:
-        """Make the parts anew, for those that there are now."""
+        """Recompute the shares for the current tenants."""
         held, tenants = self.held, self._tenants
         self._part = 0
         if tenants is not None and not tenants.open:
@@ -117,13 +110,13 @@ class BodyBudget:
 
 
 def _too_many() -> RefusedError:
-    message = "Too many large requests are being sent at once. Retry after the time given."
+    message = "Too many large requests are in progress. Retry after the time in Retry-After."
     return RefusedError(Refusal(503, Reason.QUEUE_FULL, message, CODE, retry_after_s=AGAIN_S))
 
 
 def _too_many_of_yours() -> RefusedError:
     message = (
-        "Too many large requests of yours are being sent, or wait, at once. Retry after the time "
-        "given."
+        "Too many large requests of this tenant are in progress. Retry after the time in "
+        "Retry-After."
     )
     return RefusedError(Refusal(429, Reason.LIMITED, message, CODE, retry_after_s=AGAIN_S))

@@ -1,7 +1,4 @@
-"""Errors as the clients of each API know them: OpenAI's, and by path Anthropic's and Cohere's.
-
-They are what those clients' own libraries look for, to name what went wrong.
-"""
+"""Error bodies in the format of OpenAI, Anthropic or Cohere, as their client libraries expect."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from proxy.core.model.route_table import ROUTES, ErrorFormat
 from proxy.core.model.types import Refusal
 
 ANTHROPIC, COHERE = "/v1/messages/", "/cohere/"
-# Anthropic's kinds; other 5xx but 505 are `api_error`, all else `invalid_request_error`.
+# Anthropic's error types. Any other 5xx except 505 is `api_error`, the rest
+# `invalid_request_error`.
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,25 +24,25 @@ KINDS = {
     504: "timeout_error",
 }
 OTHER_HTTP = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
-FAILED = HTTPStatus.BAD_GATEWAY  # what a stream ends with whose worker is gone
+FAILED = HTTPStatus.BAD_GATEWAY  # reported when a worker fails during a stream
 
 
 class StreamFormat(StrEnum):
-    """How a stream tells what its events are."""
+    """How the events of a stream state their type."""
 
-    CHAT = "chat"  # they are all alike
-    RESPONSES = "responses"  # by name and number
-    MESSAGES = "messages"  # by name
-    COHERE = "cohere"  # in their data alone
+    CHAT = "chat"  # no types
+    RESPONSES = "responses"  # event name and sequence number
+    MESSAGES = "messages"  # event name
+    COHERE = "cohere"  # only in the data
 
 
 def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
-    """Write an error in OpenAI's shape."""
+    """Return an error body in OpenAI's format."""
     return orjson.dumps({"error": _openai(status, message, code, param)})
 
 
 def format_of(path: str) -> ErrorFormat:
-    """Return the format of errors at a path, which may be unknown."""
+    """Return the error format of a path, also of an unknown one."""
     if (route := ROUTES.get(path)) is not None:
         return route.error_format
     if path.startswith(ANTHROPIC):
@@ -53,7 +51,7 @@ def format_of(path: str) -> ErrorFormat:
 
 
 def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
-    """Write an error for whoever asks at this path."""
+    """Return the error body of a refusal, in the format of the path."""
     error_format = format_of(path)
     if error_format is ErrorFormat.ANTHROPIC:
         said = {"type": "error", "error": _anthropic(refusal.status, refusal.message)}
@@ -64,7 +62,7 @@ def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
 
 
 def error_event(manner: StreamFormat, message: str, code: str, number: int) -> bytes:
-    """Write the event that ends a stream whose worker is gone; `number`: it is the how manieth."""
+    """Return the event that ends a stream after a worker failure; `number` is its sequence."""
     if manner is StreamFormat.COHERE:
         end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
         return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(end)
@@ -75,13 +73,13 @@ def error_event(manner: StreamFormat, message: str, code: str, number: int) -> b
     if manner is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
-    # Beside what is documented: OpenAI's clients raise for this, and only hand on the other.
+    # OpenAI's clients raise on `error`; the documented fields alone they only pass on.
     body |= {"sequence_number": number, "error": nested}
     return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
 
 
 def is_servers(status: int) -> bool:
-    """Whether an error is the server's; to speak another HTTP, which has a 5xx, is the client's."""
+    """True for a server error. 505, an unsupported HTTP version, is the client's fault."""
     return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != OTHER_HTTP
 
 
@@ -100,5 +98,4 @@ def _anthropic(status: int, message: str) -> dict[str, str]:
 
 
 def _signed(said: dict[str, Any], name: str, request_id: bytes) -> dict[str, Any]:
-    """Add the request's id, if it has one."""
     return {**said, name: request_id.decode("latin-1")} if request_id else said

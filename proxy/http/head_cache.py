@@ -1,7 +1,6 @@
-"""Heads that were read before, but for the digits of their Content-Length.
+"""Heads that equal the previous head of a connection, except for their Content-Length.
 
-The heads of one connection are alike. The same bytes around other digits mean the same, so such a
-head costs two comparisons, where parsing it took a third of all that a small request costs.
+Comparing such a head is cheap; parsing it takes a third of the cost of a small request.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ MAX_DIGITS = 18
 
 
 class KnownHead:
-    """The bytes of a head around those digits."""
+    """A head's bytes before and after the digits of its Content-Length."""
 
     __slots__ = ("_after", "_before", "_size")
 
@@ -21,24 +20,24 @@ class KnownHead:
         self._size = len(before) + len(after)
 
     def digits_in(self, data: bytes) -> bytes:
-        """Return the digits if data begin with such a head, else nothing."""
+        """Return the digits if `data` starts with this head, else an empty string."""
         before = self._before
         if not data.startswith(before):
             return b""
         at = len(before)
         end = data.find(b"\r", at, at + MAX_DIGITS)
-        if end < 0:  # more of this head follows
+        if end < 0:  # the head may be incomplete
             return b""
         digits = data[at:end]
         return digits if digits.isdigit() and data.startswith(self._after, end) else b""
 
     def size(self, digits: bytes) -> int:
-        """Return how long a head with these digits is."""
+        """Return the length of the head with these digits."""
         return self._size + len(digits)
 
 
 def get_to_know(data: bytes, length: bytes) -> KnownHead | None:
-    """Remember the head at the beginning of data, which states this length."""
+    """Return the head at the start of `data`, which states this length, or None."""
     end = data.find(b"\r\n\r\n") + 4
     at = data[:end].lower().find(LENGTH)
     if at < 0 or not length.isdigit():

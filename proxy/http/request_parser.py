@@ -1,9 +1,7 @@
-"""Reading requests: bytes in, whole requests out.
+"""The parser of requests, on top of llhttp.
 
-llhttp does the parsing. What it would stop at and passes here: `Upgrade`, which a server may ignore
-(Java's client asks for h2c with every first POST, body and all).
-
-A head is read once: see `known_head`.
+llhttp stops at `Upgrade`, which this parser ignores: Java's client asks for h2c with its first
+POST. A head that repeats the previous head is not parsed again; see `head_cache`.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from proxy.http.head_cache import KnownHead, get_to_know
 from proxy.http.headers import RefusedError, malformed
 from proxy.http.request import Request, RequestHead, too_large
 
-# Heads with these are read anew each time.
-MANY = 1024
-AHEAD_BYTES = 1 << 10  # that a request takes which waits, beside its body
-LONGEST_ID = 256  # to be told to a client whose head was refused
+MANY = 1024  # pieces of a body after which they are joined
+AHEAD_BYTES = 1 << 10  # memory of a pipelined request besides its body
+LONGEST_ID = 256  # bytes of a request id in the response to a refused head
+# Heads with these headers are always parsed.
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
 class ParserState(Enum):
-    """What a reader is in the middle of."""
+    """The part of a request that is being read."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -35,7 +33,7 @@ class ParserState(Enum):
 
 
 class HttpRequestParser:
-    """The requests of one connection. `judge` sees each head as soon as it is there."""
+    """The requests of one connection; `judge` is called with each complete head."""
 
     __slots__ = (
         "_begun",
@@ -77,30 +75,30 @@ class HttpRequestParser:
         self._max_body = max_body
         self._parser = httptools.HttpRequestParser(self)
         self._head = RequestHead()
-        self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
-        self._pieces: list[bytes] = []  # and those after them
-        self._held = 0  # bytes in both
+        self._blocks: list[bytes] = []  # of the body, each of MANY pieces
+        self._pieces: list[bytes] = []  # of the body after `_blocks`
+        self._held = 0  # bytes in `_blocks` and `_pieces`
         self._collecting = collecting or BodyBudget(max_body)
-        self._whose: str | None = None  # in whose part of what is held that is counted
-        self._waiting = 0  # what is counted there of `ready`
+        self._whose: str | None = None  # budget account of `_held`
+        self._waiting = 0  # bytes of `ready` counted in the budget
         self._waiting_of: str | None = None
-        self._begun = 0  # requests that began in the bytes fed last
+        self._begun = 0  # requests that began in the last bytes fed
         self._body_left = 0
-        self._quiet = 0  # bytes since anything came of them: a head, or framing without end
-        self._last = False  # the client said that nothing follows
-        self._framing = b""  # set while the head of a refused upgrade is read again
+        self._quiet = 0  # bytes since the last parsed part: bounds endless framing
+        self._last = False  # no request follows this one
+        self._framing = b""  # set while the head of an ignored upgrade is parsed again
         self._known: KnownHead | None = None
         self._known_as = self._head
-        self._missing = 0  # bytes of the body of a request whose head was known
+        self._missing = 0  # bytes left of the body after a known head
 
     def limit(self, max_head: int, max_body: int) -> None:
-        """Take new bounds, for heads that come from now on."""
+        """Set new limits for the heads that follow."""
         self._max_head, self._max_body = max_head, max_body
-        self._known = None  # it may be too long now
+        self._known = None  # the head may exceed the new limit
 
     @property
     def request_id(self) -> bytes:
-        """What the client calls the request that is being read, as far as that was said."""
+        """The X-Request-Id of the request being read, if known yet."""
         if self.state is ParserState.NOTHING:
             return b""
         said = self._head.special.get(b"x-request-id", b"")
@@ -108,18 +106,18 @@ class HttpRequestParser:
 
     @property
     def path(self) -> str:
-        """Where the request that is being read goes, as far as that was read."""
+        """The path of the request being read, if known yet."""
         return "" if self.state is ParserState.NOTHING else self._head.path
 
     def owes_continue(self) -> bool:
-        """Whether a client waits to be told to send its body; it is told once."""
+        """True, once per request, if the client waits for 100 Continue."""
         owes = self.state is ParserState.BODY and self._head.awaits_continue
         if owes:
             self._head.awaits_continue = False
         return owes
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
+        """Parse bytes. After a `RefusedError` the parser must not be used."""
         if self._missing:
             self._feed_body(data)
         elif self.state is ParserState.NOTHING and self._known is not None:
@@ -134,7 +132,7 @@ class HttpRequestParser:
     def _feed_known(self, length: int, data: bytes) -> None:
         head = self._head = self._known_as
         if length > self._max_body:
-            self.state = ParserState.BODY  # or nobody would know whose it is
+            self.state = ParserState.BODY  # so that the error names this request
             raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
@@ -155,11 +153,11 @@ class HttpRequestParser:
         if left <= 0:
             self.state = ParserState.NOTHING
             self.ready.append(Request(self._head, self._whole()))
-            if rest:  # sent ahead: parsed at one go, however many there are
+            if rest:  # pipelined requests
                 self._parse(rest)
 
     def _keep(self, piece: bytes) -> None:
-        """Collect a piece of the body; one of two bytes takes forty, so many become one."""
+        """Append a piece of the body. Pieces are joined, because each costs about 40 bytes."""
         if not self._held:
             self._whose = self._collecting.account(self._head.tenant)
         try:
@@ -175,19 +173,19 @@ class HttpRequestParser:
             pieces.clear()
 
     def _whole(self) -> bytes:
-        """Put the body together, and forget it."""
+        """Return the body and release it."""
         body = b"".join(self._blocks + self._pieces if self._blocks else self._pieces)
         self._forget()
         return body
 
     def drop(self) -> None:
-        """Forget what came, whole or not: nobody will ask for it."""
+        """Discard all requests, complete or not."""
         self.ready.clear()
         self._lighter(self._waiting)
         self._forget()
 
     def wait(self) -> None:
-        """Count what is in `ready` as held; raises `RefusedError` where that is too much."""
+        """Count the requests in `ready` in the budget, or raise `RefusedError`."""
         if (ready := self.ready) and not self._waiting:
             size = sum(AHEAD_BYTES + len(request.body) for request in ready)
             head = ready[0].head
@@ -195,12 +193,12 @@ class HttpRequestParser:
             try:
                 self._collecting.take(size, whose)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # that one hears of it
+                self._head, self.state = head, ParserState.BODY  # the error names it
                 raise
             self._waiting, self._waiting_of = size, whose
 
     def waits_no_more(self, request: Request) -> None:
-        """Count one out whose turn has come."""
+        """Subtract a request that no longer waits in `ready`."""
         self._lighter(min(AHEAD_BYTES + len(request.body), self._waiting))
 
     def _lighter(self, size: int) -> None:
@@ -226,7 +224,7 @@ class HttpRequestParser:
             self._get_to_know(data)
 
     def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
-        """Parse up to the end, or to an upgrade; return what is behind that."""
+        """Parse up to an upgrade, if any; return the bytes after it."""
         self._quiet += len(data)
         try:
             self._parser.feed_data(data)
@@ -240,12 +238,12 @@ class HttpRequestParser:
             return b""
         else:
             return b""
-        # Not while that is handled: it would be the context of whatever is raised now.
+        # Outside the handler, so that no error raised here gets the upgrade as its context.
         self._ignore_upgrade()
         return memoryview(data)[read:]
 
     def _get_to_know(self, data: bytes) -> None:
-        """Remember the one head in these bytes, which begin with it."""
+        """Remember the head at the start of these bytes."""
         head = self._head
         self._known = None
         if head.keep_alive and head.refusal is None and NEVER_KNOWN.isdisjoint(head.special):
@@ -253,28 +251,28 @@ class HttpRequestParser:
             self._known_as = head
 
     def on_message_begin(self) -> None:
-        """Start anew."""
+        """Start a new head."""
         self._begun += 1
         if not self._framing:
             self._head = RequestHead()
             self.state = ParserState.HEAD
 
     def on_url(self, url: bytes) -> None:
-        """Take in the target, or a piece of it."""
+        """Append a piece of the target."""
         if not self._framing:
             self._head.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Sort a header; trailers are dropped."""
+        """Add a header; trailers are dropped."""
         if self.state is ParserState.HEAD:
             self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head, have it judged, and get ready for the body."""
+        """Check the head, pass it to `judge`, and prepare for the body."""
         if self._framing:
             return
         head, parser = self._head, self._parser
-        # Also where all of it came at once, behind other requests perhaps.
+        # `_quiet` does not bound a head that arrives in one piece, after other requests.
         if len(head.target) + head.size > self._max_head:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
@@ -286,11 +284,11 @@ class HttpRequestParser:
         head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
         self._judge(head)
         if head.awaits_continue and head.refusal is not None:
-            # Its body may or may not follow: nobody can tell where the next request starts.
+            # The client may or may not send the body, so the next request's start is unknown.
             raise RefusedError(head.refusal)
 
     def on_body(self, piece: bytes) -> None:
-        """Collect the body, within bounds."""
+        """Append a piece of the body, up to the limit."""
         self._quiet = 0
         self._body_left -= len(piece)
         if self._body_left < 0:
@@ -301,19 +299,19 @@ class HttpRequestParser:
             self._head.lost_body = True
 
     def on_message_complete(self) -> None:
-        """Hand the request over."""
+        """Append the request to `ready`."""
         if self._parser.should_upgrade():
-            return  # llhttp believes that; its body comes yet
+            return  # llhttp ends here, but the body follows
         self._quiet = 0
         self._framing = b""
         self.state = ParserState.NOTHING
         self.ready.append(Request(self._head, self._whole()))
 
     def _ignore_upgrade(self) -> None:
-        """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
+        """Ignore an upgrade: continue with a new parser that knows only the framing."""
         special = self._head.special
         if self._head.method == "CONNECT":
-            raise malformed("this is no tunnel", 405)
+            raise malformed("CONNECT is not supported: this server is not a tunnel", 405)
         if (length := special.get(b"content-length")) is not None:
             self._framing = b"Content-Length: %d\r\n" % int(length)
         elif b"transfer-encoding" in special:

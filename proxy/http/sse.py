@@ -1,11 +1,11 @@
-"""What can be learnt from a stream of events while it passes, at a microsecond or two per piece.
+"""Tokens, usage and the end of a stream of server-sent events, at 1 to 2 µs per piece.
 
-Only whole events are let through. So a client never sees half of one followed by an error, and
-the error event that tells it of a worker's death always starts on a line of its own.
+Only whole events are forwarded, so an error event after a worker failure never follows half an
+event.
 
-An event counts as a token once it carries text. Chat streams open with a delta that names the role
-and has no text, and end with usage or an error, perhaps, and a last word; typed streams say `delta`
-of those that have, in the event's name (responses, messages) or in its data (cohere).
+An event that carries text counts as a token. Chat streams also contain events without text: the
+first (the role), comments, usage, errors and `[DONE]`. Typed streams mark text with `delta`, in
+the event name (responses, messages) or in the data (cohere).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from proxy.core.model.types import Usage
 from proxy.http.error_formats import StreamFormat, error_event
 
 MAX_HELD = 1 << 20
-# Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has
-# it may be followed by one or two that end the stream).
+# Usage is searched in the last bytes of a body, or the last pieces of a stream: up to two events
+# may follow it.
 TAIL = 1 << 16
 LAST_PIECES = 3
 USAGE_BYTES = 1024
-MOST_TOKENS = 10**9  # that a worker is believed to have computed for one request
+MOST_TOKENS = 10**9  # a larger count in `usage` is cut to this
 
 USAGE = b'"usage":'
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-# Cohere's numbers are written as 5.0.
+# Cohere writes numbers as 5.0.
 CACHED = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
-# Anthropic's `input_tokens` leave out what was cached, read or written, which is told beside them.
+# Anthropic's `input_tokens` exclude the tokens read from and written to the cache.
 TYPED, READ = b'"input', b'"cache_read'
 APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
-# How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
+# Ends of a piece, plain or as an HTTP chunk: after a choice, or after `[DONE]`.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
-DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # no line of JSON begins so, whatever text is in it
-# The last event of a stream, where it is another. Quotes in a text are escaped.
+DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # JSON never begins a line so
+# The last event of other streams. Quotes in generated text are escaped.
 LAST_EVENTS = {
     StreamFormat.RESPONSES: re.compile(
         rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n"
@@ -47,39 +47,39 @@ LAST_EVENTS = {
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
 ERROR, EMPTY = b'data: {"error"', b"[]"
-COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
-# Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
+COMMENT = b"\n:"  # a keep-alive; JSON never begins a line so
+# Deltas without text in typed streams: the end of a message, the signature of a thought.
 NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
 RESPONSES = re.compile(rb"event: ?response\.")
-NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')  # of its events
+NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 COHERE = b'"type":"message-start"'
 CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
 TOOL_PLAN = b'"type":"tool-plan-delta"'
-CALLS = b'"type":"tool-call-start"'  # with the name, which was generated; often with all arguments
+CALLS = b'"type":"tool-call-start"'  # has generated text: the name
 
 
 class EventStream:
-    """The events of one answer."""
+    """The events of one response."""
 
     __slots__ = ("_held", "_last", "_started", "count", "keep", "manner", "tokens", "torn")
 
     def __init__(self) -> None:
         self.manner = StreamFormat.CHAT
-        self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
-        self.torn = False  # an event too large to hold back has passed in part
-        self.tokens = 0  # carried by what `feed` returned last
+        self.count: Callable[[bytes], int] = choices_in  # counts the tokens in whole events
+        self.torn = False  # an event above MAX_HELD was forwarded in part
+        self.tokens = 0  # in the last result of `feed`
         self._held = b""
-        self._started = False  # a token was seen
+        self._started = False
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
-        self.keep = self._last.append  # a piece that need not be fed: of whole events, as it came
+        self.keep = self._last.append  # for a piece of whole events that bypasses `feed`
 
     @property
     def flows(self) -> bool:
-        """Whether whole events may pass it by: none is held in part, and tokens have come."""
+        """True if whole events may bypass `feed`: no partial event is held, tokens have begun."""
         return self._started and not self._held and not self.torn
 
     def feed(self, data: bytes) -> bytes:
-        """Take in a piece of body; returns the whole events there are now."""
+        """Add a piece of the body; return the events that are complete now."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -101,32 +101,32 @@ class EventStream:
         return data
 
     def rest(self) -> bytes:
-        """Return what was held back, now that the answer has ended."""
+        """Return the held bytes, at the end of the response."""
         return self._held
 
     def says_done(self, more: bytes = b"") -> bool:
-        """Whether its last word is there, with what may have come and was not fed."""
+        """True if `[DONE]` has arrived, including in `more`, bytes that were not fed."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last event of the stream has passed."""
+        """True once the last event of the stream is complete."""
         passed, last = b"".join(self._last), LAST_EVENTS.get(self.manner)
         if self.torn and _end_of_events(passed) < len(passed):
-            return False  # the rest of an event is missing
+            return False
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
 
     def usage(self) -> Usage | None:
-        """Return what the last events say of it."""
+        """Return the usage in the last events."""
         return usage_in(b"".join(self._last))
 
     def error_event(self, message: str, code: str) -> bytes:
-        """Write the event that ends a stream whose worker is gone, in the stream's own manner."""
+        """Return the event that ends this stream after a worker failure."""
         numbers = NUMBER.findall(b"".join(self._last))
         return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 
     def _open(self, data: bytes) -> None:
-        """Count no token before the first event that carries one."""
+        """Detect the format, and count tokens from the first event that carries text."""
         if self.manner is not StreamFormat.CHAT:
             pass
         elif data.startswith(b"event:"):
@@ -143,12 +143,12 @@ class EventStream:
         self._started = self.tokens > 0
 
 
-# Each counts the events that carry a token, once one has; they may be framed as a chunk. To search
-# every piece for what is rare would cost as much as all the rest, so what is usual is known first.
+# The counters below apply after the first token; events may be framed as an HTTP chunk. They test
+# for the usual case first, because searching every piece for rare events doubles the cost.
 
 
 def choices_in(events: bytes) -> int:
-    """Count tokens of a stream without types."""
+    """Return the tokens in events without types."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
     if events.endswith(CHOICE):
         return count
@@ -159,8 +159,8 @@ def choices_in(events: bytes) -> int:
 
 
 def deltas_in(events: bytes) -> int:
-    """Count tokens of a stream whose events have names."""
-    # No line of JSON ends so, whatever text is in it.
+    """Return the tokens in events that have names."""
+    # JSON never ends a line so.
     deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
     if not deltas or NO_TEXT not in events:
         return deltas
@@ -169,14 +169,14 @@ def deltas_in(events: bytes) -> int:
 
 
 def cohere_deltas_in(events: bytes) -> int:
-    """Count tokens of a stream whose events say in JSON what they are."""
-    # Quotes in a text are escaped.
+    """Return the tokens in events that state their type in JSON."""
+    # Quotes in generated text are escaped.
     deltas = events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
     return deltas + events.count(CALLS)
 
 
 def carries_token(event: bytes) -> bool:
-    """Whether an event without a type has text in it, or whatever else was generated."""
+    """True if an event without a type has generated content."""
     opens = b'"role":"assistant"' in event and (
         b'"content":""' in event or b'"content":null' in event
     )
@@ -186,9 +186,9 @@ def carries_token(event: bytes) -> bool:
 
 
 def usage_in(text: bytes) -> Usage | None:
-    """Read the last `usage` of a JSON text, or of its last part, without parsing the rest.
+    """Return the last `usage` in the TAIL of a JSON text, without parsing the text.
 
-    Quotes inside strings are escaped, so the key can't be met in what a model wrote.
+    Quotes inside strings are escaped, so generated text cannot contain the key.
     """
     at = text.rfind(USAGE, max(0, len(text) - TAIL))
     if at < 0:
@@ -204,7 +204,7 @@ def usage_in(text: bytes) -> Usage | None:
 
 
 def without_usage(events: bytes) -> bytes:
-    """Leave the last event out that has `usage`, if it has nothing else."""
+    """Return `events` without the last event that has only `usage`."""
     at = events.rfind(USAGE)
     start = _end_of_events(events[:at])
     end = start + _end_of_first(events[start:])
@@ -214,9 +214,9 @@ def without_usage(events: bytes) -> bytes:
 
 
 def recounted(text: bytes, cached: int) -> bytes:
-    """Put another number of cached tokens into the last `usage` of a text, if it has one.
+    """Return `text` with another number of cached tokens in its last `usage`.
 
-    Where those are told apart from the prompt's others, the two come to as much as before.
+    In Anthropic's format the sum of cached and other prompt tokens stays the same.
     """
     at = text.rfind(USAGE)
     if at < 0 or (found := CACHED.search(text, at, at + USAGE_BYTES)) is None:
@@ -232,14 +232,14 @@ def recounted(text: bytes, cached: int) -> bytes:
 
 
 def _end_of_events(data: bytes) -> int:
-    """Find where the last whole event ends."""
+    """Return the end of the last whole event."""
     if (end := data.rfind(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.rfind(b"\r\n\r\n")) >= 0 else 0
 
 
 def _end_of_first(data: bytes) -> int:
-    """Find where the first event ends, if only with all of it."""
+    """Return the end of the first event, or of `data`."""
     if (end := data.find(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.find(b"\r\n\r\n")) >= 0 else len(data)
