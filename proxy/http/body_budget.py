@@ -1,12 +1,12 @@
 """A limit on the bytes of request bodies that the router holds in memory.
 
-The budget covers all connections. A body is held until the first byte of its response, because
-the request may be retried on another worker. Uploads and pipelined requests are held too.
+A body is held until its response begins, because the request may be retried on another worker.
+Uploads and pipelined requests count too.
 
-With tenants, a quarter of the budget is divided into equal reserved shares; the rest is common.
-Beyond its share, a tenant may hold no more of the common part than it leaves free. A single body
-may exceed that rule, so a few tenants can fill the common part, but small bodies still fit into
-the shares. Requests without a key count as one tenant.
+A quarter of the budget is reserved for tenants in equal shares; the rest is common. Beyond its
+share, a tenant may hold no more of the common part than it leaves free, except for a single body.
+So large bodies of a few tenants never exclude small ones of others. Requests without a key count
+as one tenant.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 STRANGERS = ""
 CODE, AGAIN_S = "too_many_bodies", 1.0
-APART = 4  # 1/APART of the budget is reserved, or less if the largest body would not fit
+APART = 4  # 1/APART is reserved, or less if the largest body would not fit
 
 
 class BodyBudget:
-    """The bytes of bodies held, in all and per tenant."""
+    """The bytes held, in all and per tenant."""
 
     __slots__ = ("_edition", "_largest", "_most", "_of", "_part", "_room", "_shared", "_tenants")
 
@@ -50,7 +50,7 @@ class BodyBudget:
         self._arrange()
 
     def account(self, tenant: Tenant | None) -> str | None:
-        """Return the account that a tenant's bodies count on, or None without tenants."""
+        """Return the account of a tenant, None if there are no tenants."""
         tenants = self._tenants
         if tenants is None:
             return None
@@ -62,7 +62,7 @@ class BodyBudget:
         return STRANGERS if tenant is None else tenant.name
 
     def take(self, size: int, whose: str | None = None, before: int = 0) -> None:
-        """Add `size` bytes, or raise `RefusedError`; `before` of the same body are counted."""
+        """Add `size` bytes to the `before` of the same body, or raise `RefusedError`."""
         if whose is None:
             shared = self._shared + size
             if shared > self._room:
@@ -82,7 +82,7 @@ class BodyBudget:
             self._of[whose] = now
 
     def give(self, size: int, whose: str | None = None) -> None:
-        """Subtract the bytes of a body that is no longer held."""
+        """Subtract bytes that are no longer held."""
         if whose is None:
             self._shared -= size
         elif size:
@@ -96,7 +96,6 @@ class BodyBudget:
                 del self._of[whose]
 
     def _arrange(self) -> None:
-        """Recompute the shares for the current tenants."""
         held, tenants = self.held, self._tenants
         self._part = 0
         if tenants is not None and not tenants.open:

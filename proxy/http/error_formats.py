@@ -1,4 +1,4 @@
-"""Error bodies in the format of OpenAI, Anthropic or Cohere, as their client libraries expect."""
+"""Error bodies in the formats of OpenAI, Anthropic and Cohere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from proxy.core.model.route_table import ROUTES, ErrorFormat
 from proxy.core.model.types import Refusal
 
 ANTHROPIC, COHERE = "/v1/messages/", "/cohere/"
-# Anthropic's error types. Any other 5xx except 505 is `api_error`, the rest
-# `invalid_request_error`.
+# Anthropic's error types.
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,7 +23,7 @@ KINDS = {
     504: "timeout_error",
 }
 OTHER_HTTP = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
-FAILED = HTTPStatus.BAD_GATEWAY  # reported when a worker fails during a stream
+FAILED = HTTPStatus.BAD_GATEWAY  # of a worker, during a stream
 
 
 class StreamFormat(StrEnum):
@@ -42,7 +41,7 @@ def error(status: int, message: str, code: str | None = None, param: str | None 
 
 
 def format_of(path: str) -> ErrorFormat:
-    """Return the error format of a path, also of an unknown one."""
+    """Return the error format of a path."""
     if (route := ROUTES.get(path)) is not None:
         return route.error_format
     if path.startswith(ANTHROPIC):
@@ -51,7 +50,7 @@ def format_of(path: str) -> ErrorFormat:
 
 
 def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
-    """Return the error body of a refusal, in the format of the path."""
+    """Return the error body of a refusal in the path's format."""
     error_format = format_of(path)
     if error_format is ErrorFormat.ANTHROPIC:
         said = {"type": "error", "error": _anthropic(refusal.status, refusal.message)}
@@ -62,7 +61,7 @@ def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
 
 
 def error_event(manner: StreamFormat, message: str, code: str, number: int) -> bytes:
-    """Return the event that ends a stream after a worker failure; `number` is its sequence."""
+    """Return the event that ends a stream after a worker failure."""
     if manner is StreamFormat.COHERE:
         end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
         return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(end)
@@ -73,13 +72,13 @@ def error_event(manner: StreamFormat, message: str, code: str, number: int) -> b
     if manner is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
-    # OpenAI's clients raise on `error`; the documented fields alone they only pass on.
+    # OpenAI's clients raise an exception only if there is `error`, which is undocumented.
     body |= {"sequence_number": number, "error": nested}
     return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
 
 
 def is_servers(status: int) -> bool:
-    """True for a server error. 505, an unsupported HTTP version, is the client's fault."""
+    """Return True for a server error; 505 is the client's."""
     return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != OTHER_HTTP
 
 

@@ -1,7 +1,7 @@
-"""Headers that the router handles itself or forwards, status lines and parse errors.
+"""Headers, status lines and parse errors.
 
-An ambiguous message is refused, not repaired, to prevent request smuggling. llhttp in its strict
-default mode refuses most such messages; `request` and `response_parser` refuse the rest.
+Ambiguous messages are refused, not repaired, to prevent request smuggling. llhttp's strict mode
+refuses most; `request` and `response_parser` refuse the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 LONGEST_NUMBER = 10  # a Retry-After with as many digits is ignored
 
-# Headers that the router reads; True: they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
-# 7.6.1) are dropped; framing, Host and the request id are rewritten.
+# Headers that the router reads; True if they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
+# 7.6.1) are not; framing, Host and request id are rewritten.
 REQUEST_HEADERS = {
     b"accept": True,
     b"api-key": True,
@@ -72,7 +72,7 @@ STATUS_LINES = {
 
 
 class RefusedError(Exception):
-    """A refused request after which the connection closes: the next request's start is unknown."""
+    """A refusal that closes the connection: the next request's start is unknown."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -90,7 +90,7 @@ def status_line(status: int) -> bytes:
 
 
 def seconds(value: bytes) -> float | None:
-    """Return the seconds in a Retry-After header, a number or a date; None if invalid."""
+    """Return the seconds of a Retry-After, which is a number or a date."""
     if value.isdigit():
         return float(value) if len(value) < LONGEST_NUMBER else None
     try:
@@ -101,12 +101,12 @@ def seconds(value: bytes) -> float | None:
 
 
 def tokens(value: bytes) -> list[bytes]:
-    """Split a comma-separated header into lowercase tokens."""
+    """Split a comma-separated header."""
     return [token.strip().lower() for token in value.split(b",")]
 
 
 def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` without these headers; a header is four pieces: name, colon, value, CRLF."""
+    """Remove headers, each of four pieces: name, colon, value, CRLF."""
     drop = frozenset(names)
     kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]
     return [piece for at in kept for piece in lines[at : at + 4]]

@@ -74,7 +74,7 @@ def refuse(
     request_id: bytes = b"",
     path: str = "",
 ) -> bytes:
-    """Return an error response; `request_id` and `path` serve a request that failed to parse."""
+    """Return an error response; `request_id` and `path` replace an unparsed request."""
     headers: list[tuple[bytes, bytes]] = []
     bodiless = False
     if known_as := request.id if request is not None else request_id:

@@ -1,8 +1,4 @@
-"""A parsed request, and the checks of its head that llhttp does not make.
-
-Refused here: transfer codings other than `chunked`, chunks in HTTP/1.0, other HTTP versions, no or
-several Hosts, bodies above the limit.
-"""
+"""A parsed request, and the checks of its head that llhttp does not make."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ AROUND = 4  # bytes of a header line besides name and value
 
 
 class RequestHead:
-    """A request line with its headers, and the router's verdict on it."""
+    """A request line and its headers."""
 
     __slots__ = (
         "authorization",
@@ -57,7 +53,7 @@ class RequestHead:
         self.target = b""  # path and query
         self.size = 0  # bytes of all headers
         self.path = ""
-        self.start = b""  # what the worker gets, up to the value of Host
+        self.start = b""  # the worker's head up to the value of Host
         self.pieces: list[bytes] = []  # of the forwarded headers, four each
         self.lines = b""  # the joined `pieces`
         self.authorization = b""  # forwarded unless the worker has its own key
@@ -71,9 +67,9 @@ class RequestHead:
         self.route: Route | None = None
         self.refusal: Refusal | None = None
         self.tenant: Tenant | None = None
-        self.edition = -1  # of the tenants' list that `tenant` is from
+        self.edition = -1  # of the tenants that `tenant` is from
         self.batch = False  # served only while workers have spare capacity
-        self.lost_body = False  # a body was discarded because the head was refused
+        self.lost_body = False  # a refused request's body was discarded
 
     def add(self, name: bytes, value: bytes) -> None:
         """Add a header."""
@@ -87,7 +83,7 @@ class RequestHead:
             special[key] = value if key not in special else special[key] + b", " + value
 
     def complete(self, method: str, version: str, max_body: int) -> None:
-        """Check the head and prepare the forwarded bytes; raises `RefusedError`."""
+        """Check the head and prepare the forwarded bytes."""
         self.method = method
         if version != "1.1":
             if version != "1.0":
@@ -114,7 +110,7 @@ class RequestHead:
         self.explain = b"x-explain" in special and self.asks_why()
 
     def keep_back(self, names: Iterable[bytes]) -> None:
-        """Remove these headers from the forwarded ones."""
+        """Do not forward these headers."""
         self.pieces = without(self.pieces, names)
         self.lines = b"".join(self.pieces)
 
@@ -130,7 +126,7 @@ class RequestHead:
             raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
     def asks_why(self) -> bool:
-        """True if the client asks for the X-Route header."""
+        """Return True if the client asks for X-Route."""
         return _is_yes(self.special.get(b"x-explain", b""))
 
     def _check_expectation(self) -> None:
@@ -159,12 +155,12 @@ def _is_yes(value: bytes) -> bool:
 
 
 def too_large(max_body: int) -> RefusedError:
-    """Return the error for a body above the limit."""
+    """Return the error for a large body."""
     return malformed(f"the body is too large: this server accepts at most {max_body} bytes", 413)
 
 
 def _origin_form(target: bytes, method: str) -> bytes:
-    """Reduce `http://host/path?query`, as sent to a proxy, to path and query."""
+    """Reduce a URL, as sent to a proxy, to path and query."""
     if method == "CONNECT" or target == b"*":
         return target
     try:

@@ -1,7 +1,6 @@
 """The parser of requests, on top of llhttp.
 
-llhttp stops at `Upgrade`, which this parser ignores: Java's client asks for h2c with its first
-POST. A head that repeats the previous head is not parsed again; see `head_cache`.
+Unlike llhttp, it ignores `Upgrade`: Java's client asks for h2c with its first POST.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from proxy.http.head_cache import KnownHead, get_to_know
 from proxy.http.headers import RefusedError, malformed
 from proxy.http.request import Request, RequestHead, too_large
 
-MANY = 1024  # pieces of a body after which they are joined
+MANY = 1024  # pieces of a body that are joined
 AHEAD_BYTES = 1 << 10  # memory of a pipelined request besides its body
-LONGEST_ID = 256  # bytes of a request id in the response to a refused head
-# Heads with these headers are always parsed.
+LONGEST_ID = 256  # bytes of an id in the response to a refused head
+# Heads with these are always parsed.
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
 class ParserState(Enum):
-    """The part of a request that is being read."""
+    """The part of a request being read."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -33,7 +32,7 @@ class ParserState(Enum):
 
 
 class HttpRequestParser:
-    """The requests of one connection; `judge` is called with each complete head."""
+    """The requests of one connection; `judge` gets each head."""
 
     __slots__ = (
         "_begun",
@@ -75,30 +74,30 @@ class HttpRequestParser:
         self._max_body = max_body
         self._parser = httptools.HttpRequestParser(self)
         self._head = RequestHead()
-        self._blocks: list[bytes] = []  # of the body, each of MANY pieces
-        self._pieces: list[bytes] = []  # of the body after `_blocks`
-        self._held = 0  # bytes in `_blocks` and `_pieces`
+        self._blocks: list[bytes] = []  # of MANY pieces each
+        self._pieces: list[bytes] = []  # those after `_blocks`
+        self._held = 0  # bytes in both
         self._collecting = collecting or BodyBudget(max_body)
-        self._whose: str | None = None  # budget account of `_held`
-        self._waiting = 0  # bytes of `ready` counted in the budget
+        self._whose: str | None = None  # account of `_held`
+        self._waiting = 0  # counted bytes of `ready`
         self._waiting_of: str | None = None
-        self._begun = 0  # requests that began in the last bytes fed
+        self._begun = 0  # requests begun in the last bytes
         self._body_left = 0
-        self._quiet = 0  # bytes since the last parsed part: bounds endless framing
+        self._quiet = 0  # bytes of a head or framing
         self._last = False  # no request follows this one
-        self._framing = b""  # set while the head of an ignored upgrade is parsed again
+        self._framing = b""  # set while an upgrade's head is parsed again
         self._known: KnownHead | None = None
         self._known_as = self._head
-        self._missing = 0  # bytes left of the body after a known head
+        self._missing = 0  # bytes of a known head's body
 
     def limit(self, max_head: int, max_body: int) -> None:
-        """Set new limits for the heads that follow."""
+        """Set new limits."""
         self._max_head, self._max_body = max_head, max_body
-        self._known = None  # the head may exceed the new limit
+        self._known = None  # may exceed the limit
 
     @property
     def request_id(self) -> bytes:
-        """The X-Request-Id of the request being read, if known yet."""
+        """The id of the request being read, if known."""
         if self.state is ParserState.NOTHING:
             return b""
         said = self._head.special.get(b"x-request-id", b"")
@@ -106,18 +105,18 @@ class HttpRequestParser:
 
     @property
     def path(self) -> str:
-        """The path of the request being read, if known yet."""
+        """The path of the request being read, if known."""
         return "" if self.state is ParserState.NOTHING else self._head.path
 
     def owes_continue(self) -> bool:
-        """True, once per request, if the client waits for 100 Continue."""
+        """Return True, once per request, if the client waits for 100 Continue."""
         owes = self.state is ParserState.BODY and self._head.awaits_continue
         if owes:
             self._head.awaits_continue = False
         return owes
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes. After a `RefusedError` the parser must not be used."""
+        """Parse bytes; a `RefusedError` is final."""
         if self._missing:
             self._feed_body(data)
         elif self.state is ParserState.NOTHING and self._known is not None:
@@ -132,7 +131,7 @@ class HttpRequestParser:
     def _feed_known(self, length: int, data: bytes) -> None:
         head = self._head = self._known_as
         if length > self._max_body:
-            self.state = ParserState.BODY  # so that the error names this request
+            self.state = ParserState.BODY  # for `request_id`
             raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
@@ -157,7 +156,7 @@ class HttpRequestParser:
                 self._parse(rest)
 
     def _keep(self, piece: bytes) -> None:
-        """Append a piece of the body. Pieces are joined, because each costs about 40 bytes."""
+        # Pieces are joined, because each costs 40 bytes.
         if not self._held:
             self._whose = self._collecting.account(self._head.tenant)
         try:
@@ -173,7 +172,6 @@ class HttpRequestParser:
             pieces.clear()
 
     def _whole(self) -> bytes:
-        """Return the body and release it."""
         body = b"".join(self._blocks + self._pieces if self._blocks else self._pieces)
         self._forget()
         return body
@@ -185,7 +183,7 @@ class HttpRequestParser:
         self._forget()
 
     def wait(self) -> None:
-        """Count the requests in `ready` in the budget, or raise `RefusedError`."""
+        """Count `ready` in the budget, or raise `RefusedError`."""
         if (ready := self.ready) and not self._waiting:
             size = sum(AHEAD_BYTES + len(request.body) for request in ready)
             head = ready[0].head
@@ -193,12 +191,12 @@ class HttpRequestParser:
             try:
                 self._collecting.take(size, whose)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # the error names it
+                self._head, self.state = head, ParserState.BODY  # for `request_id`
                 raise
             self._waiting, self._waiting_of = size, whose
 
     def waits_no_more(self, request: Request) -> None:
-        """Subtract a request that no longer waits in `ready`."""
+        """Subtract a request of `ready`."""
         self._lighter(min(AHEAD_BYTES + len(request.body), self._waiting))
 
     def _lighter(self, size: int) -> None:
@@ -224,7 +222,7 @@ class HttpRequestParser:
             self._get_to_know(data)
 
     def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
-        """Parse up to an upgrade, if any; return the bytes after it."""
+        """Return the bytes after an upgrade."""
         self._quiet += len(data)
         try:
             self._parser.feed_data(data)
@@ -238,12 +236,11 @@ class HttpRequestParser:
             return b""
         else:
             return b""
-        # Outside the handler, so that no error raised here gets the upgrade as its context.
+        # Outside the handler, so that no error gets the upgrade as its context.
         self._ignore_upgrade()
         return memoryview(data)[read:]
 
     def _get_to_know(self, data: bytes) -> None:
-        """Remember the head at the start of these bytes."""
         head = self._head
         self._known = None
         if head.keep_alive and head.refusal is None and NEVER_KNOWN.isdisjoint(head.special):
@@ -268,11 +265,11 @@ class HttpRequestParser:
             self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head, pass it to `judge`, and prepare for the body."""
+        """Check the head and prepare for the body."""
         if self._framing:
             return
         head, parser = self._head, self._parser
-        # `_quiet` does not bound a head that arrives in one piece, after other requests.
+        # `_quiet` does not bound a head that arrives at once.
         if len(head.target) + head.size > self._max_head:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
@@ -284,11 +281,11 @@ class HttpRequestParser:
         head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
         self._judge(head)
         if head.awaits_continue and head.refusal is not None:
-            # The client may or may not send the body, so the next request's start is unknown.
+            # The client may send the body or the next request.
             raise RefusedError(head.refusal)
 
     def on_body(self, piece: bytes) -> None:
-        """Append a piece of the body, up to the limit."""
+        """Append a piece of the body."""
         self._quiet = 0
         self._body_left -= len(piece)
         if self._body_left < 0:
@@ -308,7 +305,7 @@ class HttpRequestParser:
         self.ready.append(Request(self._head, self._whole()))
 
     def _ignore_upgrade(self) -> None:
-        """Ignore an upgrade: continue with a new parser that knows only the framing."""
+        """Continue with a new parser that knows only the framing."""
         special = self._head.special
         if self._head.method == "CONNECT":
             raise malformed("CONNECT is not supported: this server is not a tunnel", 405)

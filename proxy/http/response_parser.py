@@ -1,7 +1,4 @@
-"""The parser of workers' responses, on top of llhttp.
-
-A response in one piece whose head repeats the previous one is not parsed; see `head_cache`.
-"""
+"""The parser of workers' responses, on top of llhttp."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import httptools
 from proxy.http.head_cache import MAX_DIGITS, KnownHead, get_to_know
 from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, without
 
-# Bytes without a parsed part; larger than one read of the transport.
+# Bytes of head or framing; more than one read of the transport.
 MAX_QUIET = 1 << 19
 OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
@@ -31,7 +28,7 @@ class ResponseHead:
         self.status = 0
         self.lines: list[bytes] = []  # forwarded headers, four pieces each
         self.special: dict[bytes, bytes] = {}  # headers that the router reads
-        self.length: bytes | None = None  # None: chunked, or until the connection closes
+        self.length: bytes | None = None  # None: chunked or until close
         self.until_close = False
         self._top = b""
 
@@ -87,14 +84,14 @@ class ResponseParser:
     def expect(self) -> None:
         """Prepare for the next response."""
         self.head: ResponseHead | None = None  # set once complete
-        self.pieces: list[bytes] = []  # of the body; the caller removes them
+        self.pieces: list[bytes] = []  # the caller removes them
         self.ended = False
-        self.reusable = False  # the connection can serve another request, once `ended`
-        self.between_chunks = False  # the last bytes fed ended with a chunk
+        self.reusable = False  # after `ended`, for another request
+        self.between_chunks = False  # the last bytes ended with a chunk
         self._in_chunk = True
         self._interim = False
         self._surplus = False
-        self._quiet = 0  # bytes since the last parsed part
+        self._quiet = 0  # bytes of head or framing
 
     @property
     def untouched(self) -> bool:
@@ -102,7 +99,7 @@ class ResponseParser:
         return self.head is None and not self._quiet
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes. After a `ResponseError` the parser must not be used."""
+        """Parse bytes; a `ResponseError` is final."""
         fresh = self.head is None and not self._quiet
         if fresh and self._known is not None and self._feed_known(self._known, data):
             return
@@ -111,7 +108,7 @@ class ResponseParser:
             self._get_to_know(data)
 
     def _feed_known(self, known: KnownHead, data: bytes) -> bool:
-        """Accept a whole response with the known head; False for any other bytes."""
+        """Return True if these bytes are a whole response with the known head."""
         digits = known.digits_in(data)
         size = known.size(digits)
         if not digits or len(data) - size != int(digits):
@@ -122,7 +119,6 @@ class ResponseParser:
         return True
 
     def _get_to_know(self, data: bytes) -> None:
-        """Remember the head of the single response in these bytes."""
         head, self._known = self.head, None
         if head is not None and head.status == OK and head.length is not None:
             known = get_to_know(data, head.length)
@@ -147,13 +143,13 @@ class ResponseParser:
             self.reusable = False
 
     def finish(self) -> bool:
-        """Handle the end of the connection; return True if it completes the response."""
+        """Return True if the end of the connection completes the response."""
         if self.head is not None and self.head.until_close:
             self.ended = True
         return self.ended
 
     def on_message_begin(self) -> None:
-        """Start a new head; after a complete response, the bytes are unsolicited."""
+        """Start a new head, unsolicited if a response has ended."""
         self._reading = ResponseHead()
         self._surplus = self.ended
 
@@ -171,7 +167,7 @@ class ResponseParser:
             special[key] = value if key not in special else special[key] + b", " + value
 
     def on_headers_complete(self) -> None:
-        """Check the head and set `head`, unless it is a 1xx."""
+        """Check the head; skip a 1xx."""
         if self.ended:
             return
         self._quiet = 0
@@ -211,11 +207,11 @@ class ResponseParser:
         self._in_chunk = True
 
     def on_chunk_complete(self) -> None:
-        """Note the end of a chunk; the next chunk's size may follow in the same bytes."""
+        """Note the end of a chunk."""
         self._in_chunk = False
 
     def on_message_complete(self) -> None:
-        """Note the end of the response; a 1xx does not end it."""
+        """Note the end of the response; skip a 1xx."""
         self._quiet = 0
         if self._interim:
             self._interim = False

@@ -1,11 +1,9 @@
-"""Tokens, usage and the end of a stream of server-sent events, at 1 to 2 µs per piece.
+"""Tokens, usage and the end of a stream of server-sent events, in 1 to 2 µs per piece.
 
-Only whole events are forwarded, so an error event after a worker failure never follows half an
-event.
+Only whole events are forwarded, so an error event never follows half an event.
 
-An event that carries text counts as a token. Chat streams also contain events without text: the
-first (the role), comments, usage, errors and `[DONE]`. Typed streams mark text with `delta`, in
-the event name (responses, messages) or in the data (cohere).
+An event with text counts as a token. Chat streams have others: role, comments, usage, errors,
+`[DONE]`. Typed streams mark text with `delta`, in the event name or (cohere) in the data.
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ from proxy.core.model.types import Usage
 from proxy.http.error_formats import StreamFormat, error_event
 
 MAX_HELD = 1 << 20
-# Usage is searched in the last bytes of a body, or the last pieces of a stream: up to two events
-# may follow it.
+# Where usage is searched: the end of a body, or pieces of a stream (two events may follow usage).
 TAIL = 1 << 16
 LAST_PIECES = 3
 USAGE_BYTES = 1024
-MOST_TOKENS = 10**9  # a larger count in `usage` is cut to this
+MOST_TOKENS = 10**9  # limit of a count in `usage`
 
 USAGE = b'"usage":'
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
@@ -31,14 +28,14 @@ WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 # Cohere writes numbers as 5.0.
 CACHED = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
-# Anthropic's `input_tokens` exclude the tokens read from and written to the cache.
+# Anthropic's `input_tokens` exclude the cache's tokens.
 TYPED, READ = b'"input', b'"cache_read'
 APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
-# Ends of a piece, plain or as an HTTP chunk: after a choice, or after `[DONE]`.
+# Ends of a piece, plain or as an HTTP chunk.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
 DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # JSON never begins a line so
-# The last event of other streams. Quotes in generated text are escaped.
+# Quotes in generated text are escaped.
 LAST_EVENTS = {
     StreamFormat.RESPONSES: re.compile(
         rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n"
@@ -47,15 +44,15 @@ LAST_EVENTS = {
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
 ERROR, EMPTY = b'data: {"error"', b"[]"
-COMMENT = b"\n:"  # a keep-alive; JSON never begins a line so
-# Deltas without text in typed streams: the end of a message, the signature of a thought.
+COMMENT = b"\n:"  # JSON never begins a line so
+# Typed deltas without text: the end of a message, a signature.
 NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
 RESPONSES = re.compile(rb"event: ?response\.")
 NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 COHERE = b'"type":"message-start"'
 CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
 TOOL_PLAN = b'"type":"tool-plan-delta"'
-CALLS = b'"type":"tool-call-start"'  # has generated text: the name
+CALLS = b'"type":"tool-call-start"'  # the name is generated
 
 
 class EventStream:
@@ -65,21 +62,21 @@ class EventStream:
 
     def __init__(self) -> None:
         self.manner = StreamFormat.CHAT
-        self.count: Callable[[bytes], int] = choices_in  # counts the tokens in whole events
-        self.torn = False  # an event above MAX_HELD was forwarded in part
+        self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
+        self.torn = False  # a part of an event was forwarded
         self.tokens = 0  # in the last result of `feed`
         self._held = b""
         self._started = False
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
-        self.keep = self._last.append  # for a piece of whole events that bypasses `feed`
+        self.keep = self._last.append  # for whole events that bypass `feed`
 
     @property
     def flows(self) -> bool:
-        """True if whole events may bypass `feed`: no partial event is held, tokens have begun."""
+        """True if whole events may bypass `feed`."""
         return self._started and not self._held and not self.torn
 
     def feed(self, data: bytes) -> bytes:
-        """Add a piece of the body; return the events that are complete now."""
+        """Return the events that this piece completes."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -101,11 +98,11 @@ class EventStream:
         return data
 
     def rest(self) -> bytes:
-        """Return the held bytes, at the end of the response."""
+        """Return the incomplete event."""
         return self._held
 
     def says_done(self, more: bytes = b"") -> bool:
-        """True if `[DONE]` has arrived, including in `more`, bytes that were not fed."""
+        """Return True if `[DONE]` has arrived, also in `more` bytes."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     @property
@@ -126,7 +123,7 @@ class EventStream:
         return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 
     def _open(self, data: bytes) -> None:
-        """Detect the format, and count tokens from the first event that carries text."""
+        """Detect the format; skip events before the first token."""
         if self.manner is not StreamFormat.CHAT:
             pass
         elif data.startswith(b"event:"):
@@ -143,12 +140,12 @@ class EventStream:
         self._started = self.tokens > 0
 
 
-# The counters below apply after the first token; events may be framed as an HTTP chunk. They test
-# for the usual case first, because searching every piece for rare events doubles the cost.
+# The counters take events after the first token, plain or as an HTTP chunk. They test for the usual
+# case first: searching every piece for rare events doubles the cost.
 
 
 def choices_in(events: bytes) -> int:
-    """Return the tokens in events without types."""
+    """Return the tokens in untyped events."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
     if events.endswith(CHOICE):
         return count
@@ -159,7 +156,7 @@ def choices_in(events: bytes) -> int:
 
 
 def deltas_in(events: bytes) -> int:
-    """Return the tokens in events that have names."""
+    """Return the tokens in named events."""
     # JSON never ends a line so.
     deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
     if not deltas or NO_TEXT not in events:
@@ -169,14 +166,13 @@ def deltas_in(events: bytes) -> int:
 
 
 def cohere_deltas_in(events: bytes) -> int:
-    """Return the tokens in events that state their type in JSON."""
-    # Quotes in generated text are escaped.
+    """Return the tokens in Cohere's events."""
     deltas = events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
     return deltas + events.count(CALLS)
 
 
 def carries_token(event: bytes) -> bool:
-    """True if an event without a type has generated content."""
+    """Return True if an untyped event has generated content."""
     opens = b'"role":"assistant"' in event and (
         b'"content":""' in event or b'"content":null' in event
     )
@@ -186,9 +182,9 @@ def carries_token(event: bytes) -> bool:
 
 
 def usage_in(text: bytes) -> Usage | None:
-    """Return the last `usage` in the TAIL of a JSON text, without parsing the text.
+    """Return the last `usage` at the end of a JSON text.
 
-    Quotes inside strings are escaped, so generated text cannot contain the key.
+    Quotes in strings are escaped, so generated text never contains the key.
     """
     at = text.rfind(USAGE, max(0, len(text) - TAIL))
     if at < 0:
@@ -204,7 +200,7 @@ def usage_in(text: bytes) -> Usage | None:
 
 
 def without_usage(events: bytes) -> bytes:
-    """Return `events` without the last event that has only `usage`."""
+    """Remove the last event that has only `usage`."""
     at = events.rfind(USAGE)
     start = _end_of_events(events[:at])
     end = start + _end_of_first(events[start:])
@@ -214,9 +210,9 @@ def without_usage(events: bytes) -> bytes:
 
 
 def recounted(text: bytes, cached: int) -> bytes:
-    """Return `text` with another number of cached tokens in its last `usage`.
+    """Replace the cached tokens in the last `usage`.
 
-    In Anthropic's format the sum of cached and other prompt tokens stays the same.
+    Anthropic's sum of cached and other prompt tokens stays the same.
     """
     at = text.rfind(USAGE)
     if at < 0 or (found := CACHED.search(text, at, at + USAGE_BYTES)) is None:

@@ -1,4 +1,4 @@
-"""W3C trace context of a request: the client's span, and the spans of the worker requests."""
+"""The W3C trace context of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import getrandbits
 from typing import NamedTuple
 
-# Version, trace, span, flags. Ids of zeros and version ff are invalid.
+# Version, trace, span, flags. Zeros and version ff are invalid.
 TRACEPARENT = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})"
 )
@@ -38,7 +38,7 @@ class Trace:
 
     @classmethod
     def begin(cls, told: bytes | None, *, sample: bool) -> Trace:
-        """Continue the client's trace, with its sampling decision, or begin a new trace."""
+        """Continue the client's trace and its sampling, or begin a trace."""
         found = TRACEPARENT.fullmatch(told) if told else None
         if found is None:
             return cls(new_id(128), None, new_id(64), sample, [])
@@ -51,7 +51,7 @@ class Trace:
         return f"{self.trace:032x}"
 
     def leg(self, worker: str, role: str) -> bytes:
-        """Record a request to a worker; return its traceparent header."""
+        """Record a worker request; return its traceparent header."""
         span = new_id(64)
         if self.sampled:
             self.legs.append(WorkerSpan(span, worker, role, self.clock_ns()))
