@@ -11,9 +11,9 @@ import orjson
 from proxy.core.model.route_table import ROUTES, ErrorFormat
 from proxy.core.model.types import Refusal
 
-ANTHROPIC, COHERE = "/v1/messages/", "/cohere/"
+ANTHROPIC_PREFIX, COHERE_PREFIX = "/v1/messages/", "/cohere/"
 # Anthropic's error types.
-KINDS = {
+ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -22,8 +22,8 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-OTHER_HTTP = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
-FAILED = HTTPStatus.BAD_GATEWAY  # of a worker, during a stream
+UNSUPPORTED_VERSION = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+WORKER_FAILED = HTTPStatus.BAD_GATEWAY  # in a stream
 
 
 class StreamFormat(StrEnum):
@@ -44,19 +44,19 @@ def format_of(path: str) -> ErrorFormat:
     """Return the error format of a path."""
     if (route := ROUTES.get(path)) is not None:
         return route.error_format
-    if path.startswith(ANTHROPIC):
+    if path.startswith(ANTHROPIC_PREFIX):
         return ErrorFormat.ANTHROPIC
-    return ErrorFormat.COHERE if path.startswith(COHERE) else ErrorFormat.OPENAI
+    return ErrorFormat.COHERE if path.startswith(COHERE_PREFIX) else ErrorFormat.OPENAI
 
 
 def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
     """Return the error body of a refusal in the path's format."""
     error_format = format_of(path)
     if error_format is ErrorFormat.ANTHROPIC:
-        said = {"type": "error", "error": _anthropic(refusal.status, refusal.message)}
-        return orjson.dumps(_signed(said, "request_id", request_id))
+        body = {"type": "error", "error": _anthropic(refusal.status, refusal.message)}
+        return orjson.dumps(_with_request_id(body, "request_id", request_id))
     if error_format is ErrorFormat.COHERE:
-        return orjson.dumps(_signed({"message": refusal.message}, "id", request_id))
+        return orjson.dumps(_with_request_id({"message": refusal.message}, "id", request_id))
     return error(refusal.status, refusal.message, refusal.code, refusal.param)
 
 
@@ -66,9 +66,9 @@ def error_event(manner: StreamFormat, message: str, code: str, number: int) -> b
         end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
         return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(end)
     if manner is StreamFormat.MESSAGES:
-        body: dict[str, Any] = {"type": "error", "error": _anthropic(FAILED, message)}
+        body: dict[str, Any] = {"type": "error", "error": _anthropic(WORKER_FAILED, message)}
         return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
-    nested = _openai(FAILED, message, code, None)
+    nested = _openai(WORKER_FAILED, message, code, None)
     if manner is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
@@ -79,7 +79,7 @@ def error_event(manner: StreamFormat, message: str, code: str, number: int) -> b
 
 def is_servers(status: int) -> bool:
     """Return True for a server error; 505 is the client's."""
-    return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != OTHER_HTTP
+    return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != UNSUPPORTED_VERSION
 
 
 def _openai(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _openai(status: int, message: str, code: str | None, param: str | None) -> d
 
 def _anthropic(status: int, message: str) -> dict[str, str]:
     other = "api_error" if is_servers(status) else "invalid_request_error"
-    return {"type": KINDS.get(status, other), "message": message}
+    return {"type": ANTHROPIC_ERROR_TYPES.get(status, other), "message": message}
 
 
-def _signed(said: dict[str, Any], name: str, request_id: bytes) -> dict[str, Any]:
-    return {**said, name: request_id.decode("latin-1")} if request_id else said
+def _with_request_id(body: dict[str, Any], name: str, request_id: bytes) -> dict[str, Any]:
+    return {**body, name: request_id.decode("latin-1")} if request_id else body

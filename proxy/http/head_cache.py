@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LENGTH = b"\r\ncontent-length:"
+CONTENT_LENGTH = b"\r\ncontent-length:"
 MAX_DIGITS = 18
 
 
@@ -36,8 +36,8 @@ class KnownHead:
 def get_to_know(data: bytes, length: bytes) -> KnownHead | None:
     """Return the head at the start of `data`, or None."""
     end = data.find(b"\r\n\r\n") + 4
-    at = data[:end].lower().find(LENGTH)
+    at = data[:end].lower().find(CONTENT_LENGTH)
     if at < 0 or not length.isdigit():
         return None
-    at = data.find(length, at + len(LENGTH))
+    at = data.find(length, at + len(CONTENT_LENGTH))
     return KnownHead(data[:at], data[at + len(length) : end])

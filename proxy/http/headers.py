@@ -18,7 +18,7 @@ EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
-LONGEST_NUMBER = 10  # a Retry-After with as many digits is ignored
+MAX_RETRY_AFTER_DIGITS = 10  # a Retry-After with as many digits is ignored
 
 # Headers that the router reads; True if they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
 # 7.6.1) are not; framing, Host and request id are rewritten.
@@ -92,7 +92,7 @@ def status_line(status: int) -> bytes:
 def seconds(value: bytes) -> float | None:
     """Return the seconds of a Retry-After, which is a number or a date."""
     if value.isdigit():
-        return float(value) if len(value) < LONGEST_NUMBER else None
+        return float(value) if len(value) < MAX_RETRY_AFTER_DIGITS else None
     try:
         until = parsedate_to_datetime(value.decode("latin-1")).timestamp()
     except (ValueError, OverflowError):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.trace import Trace
 
-NO = frozenset([b"", b"0", b"false", b"no", b"off"])
+FALSE_VALUES = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
-AROUND = 4  # bytes of a header line besides name and value
+HEADER_OVERHEAD_BYTES = 4  # bytes of a header line besides name and value
 
 
 class RequestHead:
@@ -73,7 +73,7 @@ class RequestHead:
 
     def add(self, name: bytes, value: bytes) -> None:
         """Add a header."""
-        self.size += len(name) + len(value) + AROUND
+        self.size += len(name) + len(value) + HEADER_OVERHEAD_BYTES
         key = name.lower()
         passes = REQUEST_HEADERS.get(key)
         if passes is not False:
@@ -127,7 +127,7 @@ class RequestHead:
 
     def asks_why(self) -> bool:
         """Return True if the client asks for X-Route."""
-        return _is_yes(self.special.get(b"x-explain", b""))
+        return _is_true(self.special.get(b"x-explain", b""))
 
     def _check_expectation(self) -> None:
         expected = self.special.get(b"expect")
@@ -150,8 +150,8 @@ class Request:
         self.trace: Trace | None = None  # if tracing is enabled
 
 
-def _is_yes(value: bytes) -> bool:
-    return value.strip().lower() not in NO
+def _is_true(value: bytes) -> bool:
+    return value.strip().lower() not in FALSE_VALUES
 
 
 def too_large(max_body: int) -> RefusedError:

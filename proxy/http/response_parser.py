@@ -8,7 +8,7 @@ from proxy.http.head_cache import MAX_DIGITS, KnownHead, get_to_know
 from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, without
 
 # Bytes of head or framing; more than one read of the transport.
-MAX_QUIET = 1 << 19
+MAX_UNPARSED_BYTES = 1 << 19
 OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
 VERSIONS = frozenset(["1.1", "1.0"])
@@ -62,12 +62,12 @@ class ResponseParser:
     __slots__ = (
         "_in_chunk",
         "_interim",
-        "_known",
-        "_known_as",
+        "_known_bytes",
+        "_known_head",
         "_parser",
-        "_quiet",
         "_reading",
         "_surplus",
+        "_unparsed",
         "between_chunks",
         "ended",
         "head",
@@ -77,8 +77,8 @@ class ResponseParser:
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._known: KnownHead | None = None
-        self._known_as = ResponseHead()
+        self._known_bytes: KnownHead | None = None
+        self._known_head = ResponseHead()
         self.expect()
 
     def expect(self) -> None:
@@ -91,21 +91,21 @@ class ResponseParser:
         self._in_chunk = True
         self._interim = False
         self._surplus = False
-        self._quiet = 0  # bytes of head or framing
+        self._unparsed = 0  # bytes of head or framing
 
     @property
     def untouched(self) -> bool:
         """True before the first byte of a response."""
-        return self.head is None and not self._quiet
+        return self.head is None and not self._unparsed
 
     def feed(self, data: bytes) -> None:
         """Parse bytes; a `ResponseError` is final."""
-        fresh = self.head is None and not self._quiet
-        if fresh and self._known is not None and self._feed_known(self._known, data):
+        fresh = self.head is None and not self._unparsed
+        if fresh and self._known_bytes is not None and self._feed_known(self._known_bytes, data):
             return
         self._parse(data)
         if fresh and self.ended and self.reusable:
-            self._get_to_know(data)
+            self._remember_head(data)
 
     def _feed_known(self, known: KnownHead, data: bytes) -> bool:
         """Return True if these bytes are a whole response with the known head."""
@@ -113,20 +113,20 @@ class ResponseParser:
         size = known.size(digits)
         if not digits or len(data) - size != int(digits):
             return False
-        self.head = self._known_as.with_length(digits)
+        self.head = self._known_head.with_length(digits)
         self.pieces.append(data[size:])
         self.ended = self.reusable = True
         return True
 
-    def _get_to_know(self, data: bytes) -> None:
-        head, self._known = self.head, None
+    def _remember_head(self, data: bytes) -> None:
+        head, self._known_bytes = self.head, None
         if head is not None and head.status == OK and head.length is not None:
             known = get_to_know(data, head.length)
             if known is not None and len(data) - known.size(head.length) == int(head.length):
-                self._known, self._known_as = known, head
+                self._known_bytes, self._known_head = known, head
 
     def _parse(self, data: bytes) -> None:
-        self._quiet += len(data)
+        self._unparsed += len(data)
         self._in_chunk = True
         try:
             self._parser.feed_data(data)
@@ -137,8 +137,8 @@ class ResponseParser:
                 raise ResponseError(str(error)) from None
             self._surplus = True
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
-        if self._quiet > MAX_QUIET:
-            raise ResponseError(f"headers or framing without end: over {MAX_QUIET} bytes")
+        if self._unparsed > MAX_UNPARSED_BYTES:
+            raise ResponseError(f"headers or framing without end: over {MAX_UNPARSED_BYTES} bytes")
         if self._surplus:
             self.reusable = False
 
@@ -170,7 +170,7 @@ class ResponseParser:
         """Check the head; skip a 1xx."""
         if self.ended:
             return
-        self._quiet = 0
+        self._unparsed = 0
         status = self._parser.get_status_code()
         head = self._reading
         special = head.special
@@ -198,7 +198,7 @@ class ResponseParser:
 
     def on_body(self, piece: bytes) -> None:
         """Append a piece of the body."""
-        self._quiet = 0
+        self._unparsed = 0
         if not self.ended:
             self.pieces.append(piece)
 
@@ -212,7 +212,7 @@ class ResponseParser:
 
     def on_message_complete(self) -> None:
         """Note the end of the response; skip a 1xx."""
-        self._quiet = 0
+        self._unparsed = 0
         if self._interim:
             self._interim = False
         elif not self.ended:

@@ -18,22 +18,22 @@ from proxy.http.error_formats import StreamFormat, error_event
 MAX_HELD = 1 << 20
 # Where usage is searched: the end of a body, or pieces of a stream (two events may follow usage).
 TAIL = 1 << 16
-LAST_PIECES = 3
-USAGE_BYTES = 1024
-MOST_TOKENS = 10**9  # limit of a count in `usage`
+MAX_LAST_PIECES = 3
+MAX_USAGE_BYTES = 1024
+MAX_USAGE_TOKENS = 10**9
 
 USAGE = b'"usage":'
-PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 # Cohere writes numbers as 5.0.
-CACHED = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
+CACHED_TOKENS = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
 # Anthropic's `input_tokens` exclude the cache's tokens.
-TYPED, READ = b'"input', b'"cache_read'
-APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
+INPUT_KEY, CACHE_READ_KEY = b'"input', b'"cache_read'
+CACHE_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
 # Ends of a piece, plain or as an HTTP chunk.
-CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
-LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
+CHOICE_ENDS = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
+DONE_ENDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
 DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # JSON never begins a line so
 # Quotes in generated text are escaped.
 LAST_EVENTS = {
@@ -43,16 +43,16 @@ LAST_EVENTS = {
     StreamFormat.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
-ERROR, EMPTY = b'data: {"error"', b"[]"
+ERROR_EVENT, EMPTY_LIST = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # JSON never begins a line so
 # Typed deltas without text: the end of a message, a signature.
-NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
-RESPONSES = re.compile(rb"event: ?response\.")
-NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
-COHERE = b'"type":"message-start"'
-CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
-TOOL_PLAN = b'"type":"tool-plan-delta"'
-CALLS = b'"type":"tool-call-start"'  # the name is generated
+TEXTLESS_DELTA, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
+RESPONSES_EVENT = re.compile(rb"event: ?response\.")
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
+COHERE_START = b'"type":"message-start"'
+CONTENT_DELTA, TOOL_CALL_DELTA = b'"type":"content-delta"', b'"type":"tool-call-delta"'
+TOOL_PLAN_DELTA = b'"type":"tool-plan-delta"'
+TOOL_CALL_START = b'"type":"tool-call-start"'  # the name is generated
 
 
 class EventStream:
@@ -67,7 +67,7 @@ class EventStream:
         self.tokens = 0  # in the last result of `feed`
         self._held = b""
         self._started = False
-        self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
+        self._last: deque[bytes] = deque(maxlen=MAX_LAST_PIECES)
         self.keep = self._last.append  # for whole events that bypass `feed`
 
     @property
@@ -119,7 +119,7 @@ class EventStream:
 
     def error_event(self, message: str, code: str) -> bytes:
         """Return the event that ends this stream after a worker failure."""
-        numbers = NUMBER.findall(b"".join(self._last))
+        numbers = SEQUENCE_NUMBER.findall(b"".join(self._last))
         return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 
     def _open(self, data: bytes) -> None:
@@ -128,8 +128,10 @@ class EventStream:
             pass
         elif data.startswith(b"event:"):
             self.count = deltas_in
-            self.manner = StreamFormat.RESPONSES if RESPONSES.match(data) else StreamFormat.MESSAGES
-        elif COHERE in data:
+            self.manner = (
+                StreamFormat.RESPONSES if RESPONSES_EVENT.match(data) else StreamFormat.MESSAGES
+            )
+        elif COHERE_START in data:
             self.manner, self.count = StreamFormat.COHERE, cohere_deltas_in
         if self.count is choices_in:
             events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
@@ -147,19 +149,19 @@ class EventStream:
 def choices_in(events: bytes) -> int:
     """Return the tokens in untyped events."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
-    if events.endswith(CHOICE):
+    if events.endswith(CHOICE_ENDS):
         return count
-    if EMPTY in events:
+    if EMPTY_LIST in events:
         count -= len(NO_CHOICES.findall(events))
-    count -= events.count(ERROR) + events.count(COMMENT) + events.startswith(COMMENT[1:])
-    return count - 1 if events.endswith(LAST_WORDS) else count
+    count -= events.count(ERROR_EVENT) + events.count(COMMENT) + events.startswith(COMMENT[1:])
+    return count - 1 if events.endswith(DONE_ENDS) else count
 
 
 def deltas_in(events: bytes) -> int:
     """Return the tokens in named events."""
     # JSON never ends a line so.
     deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
-    if not deltas or NO_TEXT not in events:
+    if not deltas or TEXTLESS_DELTA not in events:
         return deltas
     deltas -= events.count(b"message_delta\n") or events.count(b"message_delta\r\n")
     return deltas - len(SIGNATURE.findall(events))
@@ -167,8 +169,10 @@ def deltas_in(events: bytes) -> int:
 
 def cohere_deltas_in(events: bytes) -> int:
     """Return the tokens in Cohere's events."""
-    deltas = events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
-    return deltas + events.count(CALLS)
+    deltas = (
+        events.count(CONTENT_DELTA) + events.count(TOOL_CALL_DELTA) + events.count(TOOL_PLAN_DELTA)
+    )
+    return deltas + events.count(TOOL_CALL_START)
 
 
 def carries_token(event: bytes) -> bool:
@@ -178,7 +182,7 @@ def carries_token(event: bytes) -> bool:
     )
     if opens and b'"tool_calls":[{' not in event:
         return False
-    return event.startswith(b"data:") and not event.startswith(ERROR)
+    return event.startswith(b"data:") and not event.startswith(ERROR_EVENT)
 
 
 def usage_in(text: bytes) -> Usage | None:
@@ -189,14 +193,17 @@ def usage_in(text: bytes) -> Usage | None:
     at = text.rfind(USAGE, max(0, len(text) - TAIL))
     if at < 0:
         return None
-    end = at + USAGE_BYTES
-    numbers = [pattern.search(text, at, end) for pattern in (PROMPT, WRITTEN, CACHED)]
+    end = at + MAX_USAGE_BYTES
+    numbers = [
+        pattern.search(text, at, end)
+        for pattern in (PROMPT_TOKENS, COMPLETION_TOKENS, CACHED_TOKENS)
+    ]
     if (first := numbers[0]) is None:
         return None
     prompt, written, cached = [int(found[1]) if found else 0 for found in numbers]
-    if first[0].startswith(TYPED) and text.find(b'"cache_', at, end) >= 0:
-        prompt += sum(map(int, APART.findall(text, at, end)))
-    return Usage(*(min(each, MOST_TOKENS) for each in (prompt, written, cached)))
+    if first[0].startswith(INPUT_KEY) and text.find(b'"cache_', at, end) >= 0:
+        prompt += sum(map(int, CACHE_TOKENS.findall(text, at, end)))
+    return Usage(*(min(number, MAX_USAGE_TOKENS) for number in (prompt, written, cached)))
 
 
 def without_usage(events: bytes) -> bytes:
@@ -215,11 +222,15 @@ def recounted(text: bytes, cached: int) -> bytes:
     Anthropic's sum of cached and other prompt tokens stays the same.
     """
     at = text.rfind(USAGE)
-    if at < 0 or (found := CACHED.search(text, at, at + USAGE_BYTES)) is None:
+    if at < 0 or (found := CACHED_TOKENS.search(text, at, at + MAX_USAGE_BYTES)) is None:
         return text
     changes = [(found.start(1), found.end(), cached)]
-    others = PROMPT.search(text, at, at + USAGE_BYTES)
-    if others is not None and found[0].startswith(READ) and others[0].startswith(TYPED):
+    others = PROMPT_TOKENS.search(text, at, at + MAX_USAGE_BYTES)
+    if (
+        others is not None
+        and found[0].startswith(CACHE_READ_KEY)
+        and others[0].startswith(INPUT_KEY)
+    ):
         rest = int(others[1]) + int(found[1]) - cached
         changes.append((others.start(1), others.end(), max(rest, 0)))
     for start, end, number in sorted(changes, reverse=True):

@@ -37,9 +37,9 @@ class Trace:
     clock_ns: Callable[[], int] = time.time_ns
 
     @classmethod
-    def begin(cls, told: bytes | None, *, sample: bool) -> Trace:
+    def begin(cls, header: bytes | None, *, sample: bool) -> Trace:
         """Continue the client's trace and its sampling, or begin a trace."""
-        found = TRACEPARENT.fullmatch(told) if told else None
+        found = TRACEPARENT.fullmatch(header) if header else None
         if found is None:
             return cls(new_id(128), None, new_id(64), sample, [])
         wanted = bool(int(found[3], 16) & SAMPLED)
@@ -63,7 +63,7 @@ def new_id(bits: int) -> int:
     return getrandbits(bits) or 1
 
 
-def id_in(told: bytes | None) -> str:
+def id_in(header: bytes | None) -> str:
     """Return the trace id in a header, or an empty string."""
-    found = TRACEPARENT.fullmatch(told) if told else None
+    found = TRACEPARENT.fullmatch(header) if header else None
     return found[1].decode() if found else ""
