@@ -12,7 +12,6 @@ from proxy.core.model.route_table import ROUTES, ErrorFormat
 from proxy.core.model.types import Refusal
 
 ANTHROPIC_PREFIX, COHERE_PREFIX = "/v1/messages/", "/cohere/"
-# Anthropic's error types.
 ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

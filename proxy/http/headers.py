@@ -18,7 +18,7 @@ EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
-MAX_RETRY_AFTER_DIGITS = 10  # a Retry-After with as many digits is ignored
+MAX_RETRY_AFTER_DIGITS = 10  # exclusive
 
 # Headers that the router reads; True if they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
 # 7.6.1) are not; framing, Host and request id are rewritten.
@@ -46,7 +46,7 @@ REQUEST_HEADERS = {
     b"x-data-parallel-rank": True,
     b"x-explain": False,
     b"x-request-id": False,
-    b"x-route": False,  # only the router sets it, in responses
+    b"x-route": False,  # set in responses only
     b"x-vllm-priority": True,
 }
 RESPONSE_HEADERS = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FALSE_VALUES = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
-HEADER_OVERHEAD_BYTES = 4  # bytes of a header line besides name and value
+HEADER_OVERHEAD_BYTES = 4  # colon, space, CRLF
 
 
 class RequestHead:
@@ -68,7 +68,7 @@ class RequestHead:
         self.refusal: Refusal | None = None
         self.tenant: Tenant | None = None
         self.edition = -1  # of the tenants that `tenant` is from
-        self.batch = False  # served only while workers have spare capacity
+        self.batch = False  # served from spare capacity
         self.lost_body = False  # a refused request's body was discarded
 
     def add(self, name: bytes, value: bytes) -> None:
@@ -147,7 +147,7 @@ class Request:
         self.head = head
         self.body = body
         self.id = head.id
-        self.trace: Trace | None = None  # if tracing is enabled
+        self.trace: Trace | None = None
 
 
 def _is_true(value: bytes) -> bool:

@@ -19,7 +19,6 @@ from proxy.http.request import Request, RequestHead, too_large
 MAX_PIECES = 1024  # of a body before they are joined
 PIPELINED_REQUEST_BYTES = 1 << 10  # in memory, besides the body
 MAX_REQUEST_ID_BYTES = 256  # in the response to a refused head
-# Heads with these are always parsed.
 UNCACHED_HEADERS = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
@@ -78,7 +77,7 @@ class HttpRequestParser:
         self._ready_charge = BodyCharge(budget)
         self._requests_begun = 0  # in the last bytes fed
         self._body_left = 0
-        self._unparsed = 0  # bytes of a head or framing
+        self._unparsed = 0  # bytes since the last parsed part
         self._is_last = False
         self._framing = b""  # set while an upgrade's head is parsed again
         self._known_bytes: KnownHead | None = None
@@ -126,7 +125,7 @@ class HttpRequestParser:
     def _feed_known(self, length: int, data: bytes) -> None:
         head = self._head = self._known_head
         if length > self._max_body:
-            self.state = ParserState.BODY  # for `request_id`
+            self.state = ParserState.BODY  # makes `request_id` valid
             raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
@@ -182,7 +181,7 @@ class HttpRequestParser:
             try:
                 self._ready_charge.add(size, head.tenant)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # for `request_id`
+                self._head, self.state = head, ParserState.BODY  # as above
                 raise
 
     def waits_no_more(self, request: Request) -> None:
@@ -203,12 +202,12 @@ class HttpRequestParser:
         while rest and not (self._is_last and self.state is ParserState.NOTHING):
             rest = self._parse_some(rest)
         if self._unparsed > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
+            raise self._head_too_large()
         if starts and self._requests_begun == 1 and self.state is not ParserState.HEAD:
             self._remember_head(data)
 
     def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
-        """Return the bytes after an upgrade."""
+        """Parse up to an upgrade; return the bytes after it."""
         self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
@@ -232,6 +231,12 @@ class HttpRequestParser:
         if head.keep_alive and head.refusal is None and UNCACHED_HEADERS.isdisjoint(head.special):
             self._known_bytes = get_to_know(data, head.special.get(b"content-length", b""))
             self._known_head = head
+
+    def _head_too_large(self) -> RefusedError:
+        message = (
+            f"the request head is too large: this server accepts at most {self._max_head} bytes"
+        )
+        return malformed(message, 431)
 
     def on_message_begin(self) -> None:
         """Start a new head."""
@@ -257,7 +262,7 @@ class HttpRequestParser:
         head, parser = self._head, self._parser
         # `_unparsed` does not bound a head that arrives at once.
         if len(head.target) + head.size > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
+            raise self._head_too_large()
         self._unparsed = 0
         self.state = ParserState.BODY
         self._discard_body()

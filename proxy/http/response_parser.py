@@ -91,7 +91,7 @@ class ResponseParser:
         self._in_chunk = True
         self._interim = False
         self._surplus = False
-        self._unparsed = 0  # bytes of head or framing
+        self._unparsed = 0
 
     @property
     def untouched(self) -> bool:

@@ -44,7 +44,7 @@ LAST_EVENTS = {
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
 ERROR_EVENT, EMPTY_LIST = b'data: {"error"', b"[]"
-COMMENT = b"\n:"  # JSON never begins a line so
+COMMENT = b"\n:"
 # Typed deltas without text: the end of a message, a signature.
 TEXTLESS_DELTA, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
 RESPONSES_EVENT = re.compile(rb"event: ?response\.")
@@ -142,8 +142,7 @@ class EventStream:
         self._started = self.tokens > 0
 
 
-# The counters take events after the first token, plain or as an HTTP chunk. They test for the usual
-# case first: searching every piece for rare events doubles the cost.
+# Searching every piece for rare events doubles the cost, so these test for the usual case first.
 
 
 def choices_in(events: bytes) -> int:
@@ -239,14 +238,12 @@ def recounted(text: bytes, cached: int) -> bytes:
 
 
 def _end_of_events(data: bytes) -> int:
-    """Return the end of the last whole event."""
     if (end := data.rfind(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.rfind(b"\r\n\r\n")) >= 0 else 0
 
 
 def _end_of_first(data: bytes) -> int:
-    """Return the end of the first event, or of `data`."""
     if (end := data.find(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.find(b"\r\n\r\n")) >= 0 else len(data)
