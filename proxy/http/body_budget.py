@@ -1,16 +1,12 @@
-"""How much of bodies is kept, over all connections.
+"""A limit on the bytes of request bodies that the router holds in memory.
 
-A client may take its time over a large body, and a thousand may at once; and a worker over the
-first byte of its answer. What came of a body lies in memory until it is whole, and then until that
-byte, for another worker may be asked; an upload until the store has it; what was sent ahead until
-it is its turn. Together no more than this.
+A body is held until its response begins, because the request may be retried on another worker.
+Uploads and pipelined requests count too.
 
-Where there are tenants, each has a part that no other can fill: a quarter of all there is, in
-equal parts. What is more than its part it has of the rest, of which it has no more than it leaves
-free: whoever fills that leaves as much to all others, and what they fill of it leaves some again.
-One body it may have there whatever its size, beside what is within its part; so a few may fill the
-rest with a large one each, and everybody's small ones pass even so. Those who show no key are as
-one tenant.
+A quarter of the budget is reserved for tenants in equal shares; the rest is common. Beyond its
+share, a tenant may hold no more of the common part than it leaves free, except for a single body.
+So large bodies of a few tenants never exclude small ones of others. Requests without a key count
+as one tenant.
 """
 
 from __future__ import annotations
@@ -23,107 +19,143 @@ from proxy.http.headers import RefusedError
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant, Tenants
 
-STRANGERS = ""
-CODE, AGAIN_S = "too_many_bodies", 1.0
-APART = 4  # of so many bytes one is in parts, unless the largest body had no room beside them
+ANONYMOUS_ACCOUNT = ""
+ERROR_CODE, RETRY_AFTER_S = "too_many_bodies", 1.0
+RESERVED_DIVISOR = 4  # a quarter is reserved, or less if the largest body would not fit
 
 
 class BodyBudget:
-    """The count of it."""
+    """The bytes held, in all and per tenant."""
 
-    __slots__ = ("_edition", "_largest", "_most", "_of", "_part", "_room", "_shared", "_tenants")
+    __slots__ = (
+        "_common_held",
+        "_common_limit",
+        "_edition",
+        "_held_by_account",
+        "_max_body",
+        "_max_bytes",
+        "_share",
+        "_tenants",
+    )
 
     def __init__(self, most: int, tenants: Tenants | None = None, largest: int = 0) -> None:
-        self._most = self._room = most
-        self._largest = largest  # a body may be
+        self._max_bytes = self._common_limit = most
+        self._max_body = largest
         self._tenants = tenants
         self._edition = 0 if tenants is None else tenants.edition
-        self._part = 0  # of each
-        self._shared = 0  # held of the rest
-        self._of: dict[str, int] = {}  # what each has who has any
-        self._arrange()
+        self._share = 0  # bytes reserved for each tenant
+        self._common_held = 0
+        self._held_by_account: dict[str, int] = {}
+        self._recompute_shares()
 
     @property
     def held(self) -> int:
-        """How much is held in all."""
-        return self._shared + self._apart()
+        """Bytes held in total."""
+        return self._common_held + self._reserved_held()
 
     def limit(self, most: int, largest: int) -> None:
-        """Take new bounds: of all, and of one body."""
-        self._most, self._largest = most, largest
-        self._arrange()
+        """Set new limits for the total and for one body."""
+        self._max_bytes, self._max_body = most, largest
+        self._recompute_shares()
 
     def account(self, tenant: Tenant | None) -> str | None:
-        """Say whose part a body is of; None where there are no parts."""
+        """Return the account of a tenant, None if there are no tenants."""
         tenants = self._tenants
         if tenants is None:
             return None
         if tenants.edition != self._edition:
             self._edition = tenants.edition
-            self._arrange()
+            self._recompute_shares()
         if tenants.open:
             return None
-        return STRANGERS if tenant is None else tenant.name
+        return ANONYMOUS_ACCOUNT if tenant is None else tenant.name
 
-    def take(self, size: int, whose: str | None = None, before: int = 0) -> None:
-        """Count a piece; raises `RefusedError` where that is too much.
-
-        `before`: what was counted of the same body.
-        """
-        if whose is None:
-            shared = self._shared + size
-            if shared > self._room:
-                raise _too_many()
-            self._shared = shared
+    def take(self, size: int, account: str | None = None, before: int = 0) -> None:
+        """Add `size` bytes to the `before` of the same body, or raise `RefusedError`."""
+        if account is None:
+            common = self._common_held + size
+            if common > self._common_limit:
+                raise _budget_exceeded()
+            self._common_held = common
         elif size:
-            own, part = self._of.get(whose, 0), self._part
+            own, share = self._held_by_account.get(account, 0), self._share
             now = own + size
-            if now > part:
-                beyond = now - part
-                shared = self._shared + beyond - max(own - part, 0)
-                if shared > self._room:
-                    raise _too_many()
-                if beyond > self._room - shared and now - before - size > part:
-                    raise _too_many_of_yours()
-                self._shared = shared
-            self._of[whose] = now
+            if now > share:
+                beyond = now - share
+                common = self._common_held + beyond - max(own - share, 0)
+                if common > self._common_limit:
+                    raise _budget_exceeded()
+                if beyond > self._common_limit - common and now - before - size > share:
+                    raise _tenant_budget_exceeded()
+                self._common_held = common
+            self._held_by_account[account] = now
 
-    def give(self, size: int, whose: str | None = None) -> None:
-        """Count out what is passed on, or dropped."""
-        if whose is None:
-            self._shared -= size
+    def give(self, size: int, account: str | None = None) -> None:
+        """Subtract bytes that are no longer held."""
+        if account is None:
+            self._common_held -= size
         elif size:
-            own, part = self._of[whose], self._part
+            own, share = self._held_by_account[account], self._share
             left = own - size
-            if own > part:
-                self._shared -= own - max(left, part)
+            if own > share:
+                self._common_held -= own - max(left, share)
             if left:
-                self._of[whose] = left
+                self._held_by_account[account] = left
             else:
-                del self._of[whose]
+                del self._held_by_account[account]
 
-    def _arrange(self) -> None:
-        """Make the parts anew, for those that there are now."""
+    def _recompute_shares(self) -> None:
         held, tenants = self.held, self._tenants
-        self._part = 0
+        self._share = 0
         if tenants is not None and not tenants.open:
-            apart = min(self._most // APART, max(self._most - self._largest, 0))
-            self._part = apart // (len(tenants) + 1)
-        self._room = self._most - self._part * (0 if tenants is None else len(tenants) + 1)
-        self._shared = held - self._apart()
+            reserved = min(
+                self._max_bytes // RESERVED_DIVISOR, max(self._max_bytes - self._max_body, 0)
+            )
+            self._share = reserved // (len(tenants) + 1)
+        self._common_limit = self._max_bytes - self._share * (
+            0 if tenants is None else len(tenants) + 1
+        )
+        self._common_held = held - self._reserved_held()
 
-    def _apart(self) -> int:
-        return sum(min(own, self._part) for own in self._of.values())
+    def _reserved_held(self) -> int:
+        return sum(min(own, self._share) for own in self._held_by_account.values())
 
 
-def _too_many() -> RefusedError:
-    message = "Too many large requests are being sent at once. Retry after the time given."
-    return RefusedError(Refusal(503, Reason.QUEUE_FULL, message, CODE, retry_after_s=AGAIN_S))
+class BodyCharge:
+    """Bytes that count on one account of a budget."""
+
+    __slots__ = ("_account", "_budget", "size")
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.size = 0
+        self._account: str | None = None
+        self._budget = budget
+
+    def add(self, size: int, tenant: Tenant | None) -> None:
+        """Count bytes, or raise `RefusedError`; the first decide the account."""
+        if not self.size:
+            self._account = self._budget.account(tenant)
+        self._budget.take(size, self._account, self.size)
+        self.size += size
+
+    def release(self, size: int) -> None:
+        """Subtract bytes."""
+        self._budget.give(size, self._account)
+        self.size -= size
 
 
-def _too_many_of_yours() -> RefusedError:
-    message = (
-        "Too many large requests of yours are being sent, or wait, at once. Retry after the time "
-        "given."
+def _budget_exceeded() -> RefusedError:
+    message = "Too many large requests are in progress. Retry after the time in Retry-After."
+    return RefusedError(
+        Refusal(503, Reason.QUEUE_FULL, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S)
     )
-    return RefusedError(Refusal(429, Reason.LIMITED, message, CODE, retry_after_s=AGAIN_S))
+
+
+def _tenant_budget_exceeded() -> RefusedError:
+    message = (
+        "Too many large requests of this tenant are in progress. Retry after the time in "
+        "Retry-After."
+    )
+    return RefusedError(
+        Refusal(429, Reason.LIMITED, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S)
+    )

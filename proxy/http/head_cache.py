@@ -1,17 +1,13 @@
-"""Heads that were read before, but for the digits of their Content-Length.
-
-The heads of one connection are alike. The same bytes around other digits mean the same, so such a
-head costs two comparisons, where parsing it took a third of all that a small request costs.
-"""
+"""Heads that equal an earlier one except for Content-Length: comparing is cheaper than parsing."""
 
 from __future__ import annotations
 
-LENGTH = b"\r\ncontent-length:"
+CONTENT_LENGTH = b"\r\ncontent-length:"
 MAX_DIGITS = 18
 
 
 class KnownHead:
-    """The bytes of a head around those digits."""
+    """The bytes around the digits of Content-Length."""
 
     __slots__ = ("_after", "_before", "_size")
 
@@ -21,27 +17,27 @@ class KnownHead:
         self._size = len(before) + len(after)
 
     def digits_in(self, data: bytes) -> bytes:
-        """Return the digits if data begin with such a head, else nothing."""
+        """Return the digits if `data` starts with this head, else nothing."""
         before = self._before
         if not data.startswith(before):
             return b""
         at = len(before)
         end = data.find(b"\r", at, at + MAX_DIGITS)
-        if end < 0:  # more of this head follows
+        if end < 0:  # the head may be incomplete
             return b""
         digits = data[at:end]
         return digits if digits.isdigit() and data.startswith(self._after, end) else b""
 
     def size(self, digits: bytes) -> int:
-        """Return how long a head with these digits is."""
+        """Return the length of the head with these digits."""
         return self._size + len(digits)
 
 
 def get_to_know(data: bytes, length: bytes) -> KnownHead | None:
-    """Remember the head at the beginning of data, which states this length."""
+    """Return the head at the start of `data`, or None."""
     end = data.find(b"\r\n\r\n") + 4
-    at = data[:end].lower().find(LENGTH)
+    at = data[:end].lower().find(CONTENT_LENGTH)
     if at < 0 or not length.isdigit():
         return None
-    at = data.find(length, at + len(LENGTH))
+    at = data.find(length, at + len(CONTENT_LENGTH))
     return KnownHead(data[:at], data[at + len(length) : end])

@@ -1,8 +1,7 @@
-"""HTTP as the router speaks it: headers that stay behind, answers of its own, and their errors.
+"""Headers, status lines and parse errors.
 
-What is ambiguous is refused, not repaired: two servers that read one message differently are how
-requests get smuggled. llhttp, strict as it is by default, refuses most of it; `request` and
-`response` add what it lets pass.
+Ambiguous messages are refused, not repaired, to prevent request smuggling. llhttp's strict mode
+refuses most; `request` and `response_parser` refuse the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
-LONGEST_NUMBER = 10  # of seconds: no worker means so many
+MAX_RETRY_AFTER_DIGITS = 10  # exclusive
 
-# Headers that are looked at, by whether they pass on as they are. Those of one hop do not (RFC
-# 9110, 7.6.1), nor do those that are written anew: framing, Host, the id.
+# Headers that the router reads; True if they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
+# 7.6.1) are not; framing, Host and request id are rewritten.
 REQUEST_HEADERS = {
     b"accept": True,
     b"api-key": True,
@@ -47,7 +46,7 @@ REQUEST_HEADERS = {
     b"x-data-parallel-rank": True,
     b"x-explain": False,
     b"x-request-id": False,
-    b"x-route": False,  # it is ours to say, in answers
+    b"x-route": False,  # set in responses only
     b"x-vllm-priority": True,
 }
 RESPONSE_HEADERS = {
@@ -73,7 +72,7 @@ STATUS_LINES = {
 
 
 class RefusedError(Exception):
-    """The end of a connection: who can tell where the next request would start?"""
+    """A refusal that closes the connection: the next request's start is unknown."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -81,19 +80,19 @@ class RefusedError(Exception):
 
 
 def malformed(message: str, status: int = 400) -> RefusedError:
-    """Describe what is wrong with a message."""
+    """Return the error for a malformed message."""
     return RefusedError(Refusal(status, Reason.BAD_REQUEST, message))
 
 
 def status_line(status: int) -> bytes:
-    """Return the first line of an answer."""
+    """Return the first line of a response."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def seconds(value: bytes) -> float | None:
-    """Read a Retry-After, which may be a number or a date."""
+    """Return the seconds of a Retry-After, which is a number or a date."""
     if value.isdigit():
-        return float(value) if len(value) < LONGEST_NUMBER else None
+        return float(value) if len(value) < MAX_RETRY_AFTER_DIGITS else None
     try:
         until = parsedate_to_datetime(value.decode("latin-1")).timestamp()
     except (ValueError, OverflowError):
@@ -102,12 +101,12 @@ def seconds(value: bytes) -> float | None:
 
 
 def tokens(value: bytes) -> list[bytes]:
-    """Split a header that is a list."""
+    """Split a comma-separated header."""
     return [token.strip().lower() for token in value.split(b",")]
 
 
 def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
-    """Leave out headers by name; a header is four pieces: name, colon, value, line end."""
+    """Remove headers, each of four pieces: name, colon, value, CRLF."""
     drop = frozenset(names)
     kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]
     return [piece for at in kept for piece in lines[at : at + 4]]

@@ -1,4 +1,4 @@
-"""Answers of the router's own."""
+"""Responses that the router writes itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
-    """Write where a request went and why: `s0; reason=short_pool; s0=0.0120; l0=0.2500 (busy)`."""
+    """Return an X-Route value: `s0; reason=short_pool; s0=0.0120; l0=0.2500 (busy)`."""
     parts = [worker, f"reason={reason}"]
     for score in scores:
         note = f" ({score.note})" if score.note else ""
@@ -26,14 +26,14 @@ def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
 
 
 def shown_s(seconds: float) -> str:
-    """Write a cost; one that rounding made a little less than nothing is nothing."""
+    """Format a cost in seconds, without a negative zero."""
     return f"{seconds:z.4f}"
 
 
 def decision_header(decision: Decision) -> bytes:
-    """Write where a request went and why; of a hand-over, both workers: `d0; prefill=p0; ...`.
+    """Return the X-Route value of a decision.
 
-    Where it might have been one, `d0; handover=not_worth_it; ...`.
+    A hand-over reads `d0; prefill=p0; ...`, a rejected one `d0; handover=not_worth_it; ...`.
     """
     name, handover = decision.worker.name, decision.handover
     if handover is not None:
@@ -52,13 +52,13 @@ def answer(
     keep_alive: bool = True,
     bodiless: bool = False,
 ) -> bytes:
-    """Write an answer of the router's own; `bodiless` for HEAD."""
+    """Return a response; `bodiless` omits the body, for HEAD."""
     pieces = [status_line(status)]
     for name, value in headers:
         pieces += (name, b": ", value, b"\r\n")
     if body:
         pieces += (b"Content-Type: ", content_type, b"\r\n")
-    # HTTP/1.0 must be told that it may go on, HTTP/1.1 that it may not; each ignores the other.
+    # HTTP/1.0 needs keep-alive, HTTP/1.1 needs close.
     pieces.append(b"Connection: keep-alive\r\n" if keep_alive else b"Connection: close\r\n")
     pieces.append(b"Content-Length: %d\r\n\r\n" % len(body))
     if not bodiless:
@@ -74,10 +74,7 @@ def refuse(
     request_id: bytes = b"",
     path: str = "",
 ) -> bytes:
-    """Write an answer that says no, perhaps to what could not be read as a request.
-
-    Of that, `request_id` and `path` are what is known.
-    """
+    """Return an error response; `request_id` and `path` replace an unparsed request."""
     headers: list[tuple[bytes, bytes]] = []
     bodiless = False
     if known_as := request.id if request is not None else request_id:

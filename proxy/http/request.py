@@ -1,8 +1,4 @@
-"""What a request is, once read, and what is refused of its head.
-
-llhttp has refused what is malformed. What it lets pass and is refused here: a transfer coding other
-than plain `chunked`, chunks in HTTP/1.0, other versions, no or two Hosts, too large a body.
-"""
+"""A parsed request, and the checks of its head that llhttp does not make."""
 
 from __future__ import annotations
 
@@ -21,13 +17,13 @@ if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.trace import Trace
 
-NO = frozenset([b"", b"0", b"false", b"no", b"off"])
+FALSE_VALUES = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
-AROUND = 4  # bytes of a header, beside its name and value
+HEADER_OVERHEAD_BYTES = 4  # colon, space, CRLF
 
 
 class RequestHead:
-    """A request line and its headers, read and judged."""
+    """A request line and its headers."""
 
     __slots__ = (
         "authorization",
@@ -55,29 +51,29 @@ class RequestHead:
     def __init__(self) -> None:
         self.method = ""
         self.target = b""  # path and query
-        self.size = 0  # bytes of its headers, those that stay behind too
+        self.size = 0  # bytes of all headers
         self.path = ""
-        self.start = b""  # the request line for the worker, up to the name of its host
-        self.pieces: list[bytes] = []  # of the headers that pass on, four for each
-        self.lines = b""  # those, ready to be sent
-        self.authorization = b""  # so is this one, unless the worker has a key of its own
-        self.special: dict[bytes, bytes] = {}  # headers that are looked at
-        self.id = b""  # the client's, if it gave one
+        self.start = b""  # the worker's head up to the value of Host
+        self.pieces: list[bytes] = []  # of the forwarded headers, four each
+        self.lines = b""  # the joined `pieces`
+        self.authorization = b""  # forwarded unless the worker has its own key
+        self.special: dict[bytes, bytes] = {}  # headers that the router reads
+        self.id = b""  # the client's X-Request-Id
         self.http_1_0 = False
         self.keep_alive = True
         self.explain = False
         self.awaits_continue = False
-        # Set by whoever judges it: where it goes on, or why it does not; whose it is.
+        # Set by the parser's `judge` callback.
         self.route: Route | None = None
         self.refusal: Refusal | None = None
         self.tenant: Tenant | None = None
-        self.edition = -1  # of the tenants, among whom that was found
-        self.batch = False  # whether it is to be served in the gaps, whoever's it is
-        self.lost_body = False  # whether a body came that was not kept, for it was refused then
+        self.edition = -1  # of the tenants that `tenant` is from
+        self.batch = False  # served from spare capacity
+        self.lost_body = False  # a refused request's body was discarded
 
     def add(self, name: bytes, value: bytes) -> None:
-        """Sort a header."""
-        self.size += len(name) + len(value) + AROUND
+        """Add a header."""
+        self.size += len(name) + len(value) + HEADER_OVERHEAD_BYTES
         key = name.lower()
         passes = REQUEST_HEADERS.get(key)
         if passes is not False:
@@ -87,11 +83,11 @@ class RequestHead:
             special[key] = value if key not in special else special[key] + b", " + value
 
     def complete(self, method: str, version: str, max_body: int) -> None:
-        """Check it, and prepare what is sent on; raises `RefusedError`."""
+        """Check the head and prepare the forwarded bytes."""
         self.method = method
         if version != "1.1":
             if version != "1.0":
-                raise malformed(f"HTTP/{version} is not spoken here", 505)
+                raise malformed(f"HTTP/{version} is not supported; use HTTP/1.1", 505)
             self.http_1_0 = True
         if not self.target.startswith(b"/"):
             self.target = _origin_form(self.target, method)
@@ -102,7 +98,7 @@ class RequestHead:
         special = self.special
         host = special.get(b"host")
         if (host is None and not self.http_1_0) or (host is not None and b"," in host):
-            raise malformed("a request names one Host")
+            raise malformed("a request must have exactly one Host header")
         if (connection := special.get(b"connection")) is not None:
             named = set(tokens(connection)) - HANDLED_CONNECTION
             if named:
@@ -114,36 +110,36 @@ class RequestHead:
         self.explain = b"x-explain" in special and self.asks_why()
 
     def keep_back(self, names: Iterable[bytes]) -> None:
-        """Leave out headers of what is sent on."""
+        """Do not forward these headers."""
         self.pieces = without(self.pieces, names)
         self.lines = b"".join(self.pieces)
 
     def _check_framing(self, max_body: int) -> None:
         if (length := self.special.get(b"content-length")) is not None:
-            if len(length) > MAX_DIGITS:  # Python reads no number of many thousand noughts
-                raise malformed(f"a Content-Length has at most {MAX_DIGITS} digits")
+            if len(length) > MAX_DIGITS:  # `int` refuses thousands of digits
+                raise malformed(f"Content-Length must have at most {MAX_DIGITS} digits")
             if int(length) > max_body:
                 raise too_large(max_body)
         elif (coding := self.special.get(b"transfer-encoding")) is not None and (
             coding.strip().lower() != b"chunked" or self.http_1_0
         ):
-            raise malformed("the only Transfer-Encoding understood is chunked")
+            raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
     def asks_why(self) -> bool:
-        """Whether the client wants to know which worker serves it, and why."""
-        return _is_yes(self.special.get(b"x-explain", b""))
+        """Return True if the client asks for X-Route."""
+        return _is_true(self.special.get(b"x-explain", b""))
 
     def _check_expectation(self) -> None:
         expected = self.special.get(b"expect")
         if expected is None or self.http_1_0:
             return
         if expected.strip().lower() != b"100-continue":
-            raise malformed("the only expectation met is 100-continue", 417)
+            raise malformed("the only supported Expect value is 100-continue", 417)
         self.awaits_continue = True
 
 
 class Request:
-    """One request, read."""
+    """A complete request."""
 
     __slots__ = ("body", "head", "id", "trace")
 
@@ -151,28 +147,28 @@ class Request:
         self.head = head
         self.body = body
         self.id = head.id
-        self.trace: Trace | None = None  # where requests are traced
+        self.trace: Trace | None = None
 
 
-def _is_yes(value: bytes) -> bool:
-    return value.strip().lower() not in NO
+def _is_true(value: bytes) -> bool:
+    return value.strip().lower() not in FALSE_VALUES
 
 
 def too_large(max_body: int) -> RefusedError:
-    """Describe a body beyond the limit."""
-    return malformed(f"a body has at most {max_body} bytes here", 413)
+    """Return the error for a large body."""
+    return malformed(f"the body is too large: this server accepts at most {max_body} bytes", 413)
 
 
 def _origin_form(target: bytes, method: str) -> bytes:
-    """Turn `http://host/path?query`, as sent to a proxy, into path and query."""
+    """Reduce a URL, as sent to a proxy, to path and query."""
     if method == "CONNECT" or target == b"*":
         return target
     try:
-        url: Any = httptools.parse_url(target)  # a part is None where the URL has none, not `bytes`
+        url: Any = httptools.parse_url(target)  # its missing parts are None
     except httptools.HttpParserError:
         url = None
     if url is None or not url.schema or not url.host:
-        raise malformed("the target is no path and no URL")
+        raise malformed("the request target is neither a path nor a URL")
     path: bytes = url.path or b"/"
     query: bytes | None = url.query
     return path + b"?" + query if query else path

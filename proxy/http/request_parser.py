@@ -1,9 +1,6 @@
-"""Reading requests: bytes in, whole requests out.
+"""The parser of requests, on top of llhttp.
 
-llhttp does the parsing. What it would stop at and passes here: `Upgrade`, which a server may ignore
-(Java's client asks for h2c with every first POST, body and all).
-
-A head is read once: see `known_head`.
+Unlike llhttp, it ignores `Upgrade`: Java's client asks for h2c with its first POST.
 """
 
 from __future__ import annotations
@@ -14,20 +11,19 @@ from enum import Enum, auto
 
 import httptools
 
-from proxy.http.body_budget import BodyBudget
+from proxy.http.body_budget import BodyBudget, BodyCharge
 from proxy.http.head_cache import KnownHead, get_to_know
 from proxy.http.headers import RefusedError, malformed
 from proxy.http.request import Request, RequestHead, too_large
 
-# Heads with these are read anew each time.
-MANY = 1024
-AHEAD_BYTES = 1 << 10  # that a request takes which waits, beside its body
-LONGEST_ID = 256  # to be told to a client whose head was refused
-NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
+MAX_PIECES = 1024  # of a body before they are joined
+PIPELINED_REQUEST_BYTES = 1 << 10  # in memory, besides the body
+MAX_REQUEST_ID_BYTES = 256  # in the response to a refused head
+UNCACHED_HEADERS = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
 class ParserState(Enum):
-    """What a reader is in the middle of."""
+    """The part of a request being read."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -35,29 +31,26 @@ class ParserState(Enum):
 
 
 class HttpRequestParser:
-    """The requests of one connection. `judge` sees each head as soon as it is there."""
+    """The requests of one connection; `judge` gets each head."""
 
     __slots__ = (
-        "_begun",
         "_blocks",
+        "_body_charge",
         "_body_left",
-        "_collecting",
         "_framing",
         "_head",
-        "_held",
+        "_is_last",
         "_judge",
-        "_known",
-        "_known_as",
-        "_last",
+        "_known_body_left",
+        "_known_bytes",
+        "_known_head",
         "_max_body",
         "_max_head",
-        "_missing",
         "_parser",
         "_pieces",
-        "_quiet",
-        "_waiting",
-        "_waiting_of",
-        "_whose",
+        "_ready_charge",
+        "_requests_begun",
+        "_unparsed",
         "ready",
         "state",
     )
@@ -77,53 +70,51 @@ class HttpRequestParser:
         self._max_body = max_body
         self._parser = httptools.HttpRequestParser(self)
         self._head = RequestHead()
-        self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
-        self._pieces: list[bytes] = []  # and those after them
-        self._held = 0  # bytes in both
-        self._collecting = collecting or BodyBudget(max_body)
-        self._whose: str | None = None  # in whose part of what is held that is counted
-        self._waiting = 0  # what is counted there of `ready`
-        self._waiting_of: str | None = None
-        self._begun = 0  # requests that began in the bytes fed last
+        self._blocks: list[bytes] = []  # each MAX_PIECES pieces, joined
+        self._pieces: list[bytes] = []  # those after `_blocks`
+        budget = collecting or BodyBudget(max_body)
+        self._body_charge = BodyCharge(budget)
+        self._ready_charge = BodyCharge(budget)
+        self._requests_begun = 0  # in the last bytes fed
         self._body_left = 0
-        self._quiet = 0  # bytes since anything came of them: a head, or framing without end
-        self._last = False  # the client said that nothing follows
-        self._framing = b""  # set while the head of a refused upgrade is read again
-        self._known: KnownHead | None = None
-        self._known_as = self._head
-        self._missing = 0  # bytes of the body of a request whose head was known
+        self._unparsed = 0  # bytes since the last parsed part
+        self._is_last = False
+        self._framing = b""  # set while an upgrade's head is parsed again
+        self._known_bytes: KnownHead | None = None
+        self._known_head = self._head
+        self._known_body_left = 0
 
     def limit(self, max_head: int, max_body: int) -> None:
-        """Take new bounds, for heads that come from now on."""
+        """Set new limits."""
         self._max_head, self._max_body = max_head, max_body
-        self._known = None  # it may be too long now
+        self._known_bytes = None  # may exceed the limit
 
     @property
     def request_id(self) -> bytes:
-        """What the client calls the request that is being read, as far as that was said."""
+        """The id of the request being read, if known."""
         if self.state is ParserState.NOTHING:
             return b""
-        said = self._head.special.get(b"x-request-id", b"")
-        return said if len(said) <= LONGEST_ID else b""
+        request_id = self._head.special.get(b"x-request-id", b"")
+        return request_id if len(request_id) <= MAX_REQUEST_ID_BYTES else b""
 
     @property
     def path(self) -> str:
-        """Where the request that is being read goes, as far as that was read."""
+        """The path of the request being read, if known."""
         return "" if self.state is ParserState.NOTHING else self._head.path
 
     def owes_continue(self) -> bool:
-        """Whether a client waits to be told to send its body; it is told once."""
+        """Return True, once per request, if the client waits for 100 Continue."""
         owes = self.state is ParserState.BODY and self._head.awaits_continue
         if owes:
             self._head.awaits_continue = False
         return owes
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
-        if self._missing:
+        """Parse bytes; a `RefusedError` is final."""
+        if self._known_body_left:
             self._feed_body(data)
-        elif self.state is ParserState.NOTHING and self._known is not None:
-            known = self._known
+        elif self.state is ParserState.NOTHING and self._known_bytes is not None:
+            known = self._known_bytes
             if digits := known.digits_in(data):
                 self._feed_known(int(digits), data[known.size(digits) :])
             else:
@@ -132,102 +123,92 @@ class HttpRequestParser:
             self._parse(data)
 
     def _feed_known(self, length: int, data: bytes) -> None:
-        head = self._head = self._known_as
+        head = self._head = self._known_head
         if length > self._max_body:
-            self.state = ParserState.BODY  # or nobody would know whose it is
+            self.state = ParserState.BODY  # makes `request_id` valid
             raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
             return
         self.state = ParserState.BODY
-        self._forget()
-        self._missing = length
+        self._discard_body()
+        self._known_body_left = length
         self._feed_body(data)
 
     def _feed_body(self, data: bytes) -> None:
-        left = self._missing - len(data)
+        left = self._known_body_left - len(data)
         rest = b""
         if left < 0:
-            rest = data[self._missing :]
-            data = data[: self._missing]
-        self._keep(data)
-        self._missing = max(left, 0)
+            rest = data[self._known_body_left :]
+            data = data[: self._known_body_left]
+        self._add_piece(data)
+        self._known_body_left = max(left, 0)
         if left <= 0:
             self.state = ParserState.NOTHING
-            self.ready.append(Request(self._head, self._whole()))
-            if rest:  # sent ahead: parsed at one go, however many there are
+            self.ready.append(Request(self._head, self._take_body()))
+            if rest:  # pipelined requests
                 self._parse(rest)
 
-    def _keep(self, piece: bytes) -> None:
-        """Collect a piece of the body; one of two bytes takes forty, so many become one."""
-        if not self._held:
-            self._whose = self._collecting.account(self._head.tenant)
+    def _add_piece(self, piece: bytes) -> None:
+        # Pieces are joined, because each costs 40 bytes.
         try:
-            self._collecting.take(len(piece), self._whose, self._held)
+            self._body_charge.add(len(piece), self._head.tenant)
         except RefusedError:
-            self._forget()
+            self._discard_body()
             raise
-        self._held += len(piece)
         pieces = self._pieces
         pieces.append(piece)
-        if len(pieces) == MANY:
+        if len(pieces) == MAX_PIECES:
             self._blocks.append(b"".join(pieces))
             pieces.clear()
 
-    def _whole(self) -> bytes:
-        """Put the body together, and forget it."""
+    def _take_body(self) -> bytes:
         body = b"".join(self._blocks + self._pieces if self._blocks else self._pieces)
-        self._forget()
+        self._discard_body()
         return body
 
     def drop(self) -> None:
-        """Forget what came, whole or not: nobody will ask for it."""
+        """Discard all requests, complete or not."""
         self.ready.clear()
-        self._lighter(self._waiting)
-        self._forget()
+        self._ready_charge.release(self._ready_charge.size)
+        self._discard_body()
 
     def wait(self) -> None:
-        """Count what is in `ready` as held; raises `RefusedError` where that is too much."""
-        if (ready := self.ready) and not self._waiting:
-            size = sum(AHEAD_BYTES + len(request.body) for request in ready)
+        """Count `ready` in the budget, or raise `RefusedError`."""
+        if (ready := self.ready) and not self._ready_charge.size:
+            size = sum(PIPELINED_REQUEST_BYTES + len(request.body) for request in ready)
             head = ready[0].head
-            whose = self._collecting.account(head.tenant)
             try:
-                self._collecting.take(size, whose)
+                self._ready_charge.add(size, head.tenant)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # that one hears of it
+                self._head, self.state = head, ParserState.BODY  # as above
                 raise
-            self._waiting, self._waiting_of = size, whose
 
     def waits_no_more(self, request: Request) -> None:
-        """Count one out whose turn has come."""
-        self._lighter(min(AHEAD_BYTES + len(request.body), self._waiting))
+        """Subtract a request of `ready`."""
+        charge = self._ready_charge
+        charge.release(min(PIPELINED_REQUEST_BYTES + len(request.body), charge.size))
 
-    def _lighter(self, size: int) -> None:
-        self._collecting.give(size, self._waiting_of)
-        self._waiting -= size
-
-    def _forget(self) -> None:
-        self._collecting.give(self._held, self._whose)
-        self._held = 0
+    def _discard_body(self) -> None:
+        self._body_charge.release(self._body_charge.size)
         self._pieces = []
         if self._blocks:
             self._blocks = []
 
     def _parse(self, data: bytes) -> None:
         starts = self.state is ParserState.NOTHING
-        self._begun = 0
+        self._requests_begun = 0
         rest: memoryview | bytes = data
-        while rest and not (self._last and self.state is ParserState.NOTHING):
+        while rest and not (self._is_last and self.state is ParserState.NOTHING):
             rest = self._parse_some(rest)
-        if self._quiet > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
-        if starts and self._begun == 1 and self.state is not ParserState.HEAD:
-            self._get_to_know(data)
+        if self._unparsed > self._max_head:
+            raise self._head_too_large()
+        if starts and self._requests_begun == 1 and self.state is not ParserState.HEAD:
+            self._remember_head(data)
 
     def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
-        """Parse up to the end, or to an upgrade; return what is behind that."""
-        self._quiet += len(data)
+        """Parse up to an upgrade; return the bytes after it."""
+        self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -235,92 +216,97 @@ class HttpRequestParser:
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
-            if not (self._last and self.state is ParserState.NOTHING):
+            if not (self._is_last and self.state is ParserState.NOTHING):
                 raise malformed(f"malformed HTTP: {error}") from None
             return b""
         else:
             return b""
-        # Not while that is handled: it would be the context of whatever is raised now.
+        # Outside the handler, so that no error gets the upgrade as its context.
         self._ignore_upgrade()
         return memoryview(data)[read:]
 
-    def _get_to_know(self, data: bytes) -> None:
-        """Remember the one head in these bytes, which begin with it."""
+    def _remember_head(self, data: bytes) -> None:
         head = self._head
-        self._known = None
-        if head.keep_alive and head.refusal is None and NEVER_KNOWN.isdisjoint(head.special):
-            self._known = get_to_know(data, head.special.get(b"content-length", b""))
-            self._known_as = head
+        self._known_bytes = None
+        if head.keep_alive and head.refusal is None and UNCACHED_HEADERS.isdisjoint(head.special):
+            self._known_bytes = get_to_know(data, head.special.get(b"content-length", b""))
+            self._known_head = head
+
+    def _head_too_large(self) -> RefusedError:
+        message = (
+            f"the request head is too large: this server accepts at most {self._max_head} bytes"
+        )
+        return malformed(message, 431)
 
     def on_message_begin(self) -> None:
-        """Start anew."""
-        self._begun += 1
+        """Start a new head."""
+        self._requests_begun += 1
         if not self._framing:
             self._head = RequestHead()
             self.state = ParserState.HEAD
 
     def on_url(self, url: bytes) -> None:
-        """Take in the target, or a piece of it."""
+        """Append a piece of the target."""
         if not self._framing:
             self._head.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Sort a header; trailers are dropped."""
+        """Add a header; trailers are dropped."""
         if self.state is ParserState.HEAD:
             self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head, have it judged, and get ready for the body."""
+        """Check the head and prepare for the body."""
         if self._framing:
             return
         head, parser = self._head, self._parser
-        # Also where all of it came at once, behind other requests perhaps.
+        # `_unparsed` does not bound a head that arrives at once.
         if len(head.target) + head.size > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
-        self._quiet = 0
+            raise self._head_too_large()
+        self._unparsed = 0
         self.state = ParserState.BODY
-        self._forget()
+        self._discard_body()
         self._body_left = self._max_body
         head.keep_alive = parser.should_keep_alive()
-        self._last = not head.keep_alive
+        self._is_last = not head.keep_alive
         head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
         self._judge(head)
         if head.awaits_continue and head.refusal is not None:
-            # Its body may or may not follow: nobody can tell where the next request starts.
+            # The client may send the body or the next request.
             raise RefusedError(head.refusal)
 
     def on_body(self, piece: bytes) -> None:
-        """Collect the body, within bounds."""
-        self._quiet = 0
+        """Append a piece of the body."""
+        self._unparsed = 0
         self._body_left -= len(piece)
         if self._body_left < 0:
             raise too_large(self._max_body)
         if self._head.refusal is None:
-            self._keep(piece)
+            self._add_piece(piece)
         else:
             self._head.lost_body = True
 
     def on_message_complete(self) -> None:
-        """Hand the request over."""
+        """Append the request to `ready`."""
         if self._parser.should_upgrade():
-            return  # llhttp believes that; its body comes yet
-        self._quiet = 0
+            return  # llhttp ends here, but the body follows
+        self._unparsed = 0
         self._framing = b""
         self.state = ParserState.NOTHING
-        self.ready.append(Request(self._head, self._whole()))
+        self.ready.append(Request(self._head, self._take_body()))
 
     def _ignore_upgrade(self) -> None:
-        """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
+        """Continue with a new parser that knows only the framing."""
         special = self._head.special
         if self._head.method == "CONNECT":
-            raise malformed("this is no tunnel", 405)
+            raise malformed("CONNECT is not supported: this server is not a tunnel", 405)
         if (length := special.get(b"content-length")) is not None:
             self._framing = b"Content-Length: %d\r\n" % int(length)
         elif b"transfer-encoding" in special:
             self._framing = b"Transfer-Encoding: chunked\r\n"
         else:
             self._framing = b"Content-Length: 0\r\n"
-        if self._last:
+        if self._is_last:
             self._framing += b"Connection: close\r\n"
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")

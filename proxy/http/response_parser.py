@@ -1,7 +1,4 @@
-"""Reading a worker's answers: bytes in; a head, pieces of body and an end out.
-
-A head whose answer came in one piece is read once: see `known_head`.
-"""
+"""The parser of workers' responses, on top of llhttp."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ import httptools
 from proxy.http.head_cache import MAX_DIGITS, KnownHead, get_to_know
 from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, without
 
-# More than one read of the transport, which may hold a small head and the body's beginning.
-MAX_QUIET = 1 << 19
+# Bytes of head or framing; more than one read of the transport.
+MAX_UNPARSED_BYTES = 1 << 19
 OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
 VERSIONS = frozenset(["1.1", "1.0"])
@@ -19,31 +16,31 @@ FRAMING = frozenset([b"content-length", b"transfer-encoding"])
 
 
 class ResponseError(Exception):
-    """A worker that does not speak HTTP, or not to us."""
+    """An invalid response of a worker."""
 
 
 class ResponseHead:
-    """How an answer begins."""
+    """A status line and its headers."""
 
     __slots__ = ("_top", "length", "lines", "special", "status", "until_close")
 
     def __init__(self) -> None:
         self.status = 0
-        self.lines: list[bytes] = []  # headers that pass on, four pieces each
-        self.special: dict[bytes, bytes] = {}  # headers that are looked at
-        self.length: bytes | None = None  # None: only its framing, or the end, will tell
+        self.lines: list[bytes] = []  # forwarded headers, four pieces each
+        self.special: dict[bytes, bytes] = {}  # headers that the router reads
+        self.length: bytes | None = None  # None: chunked or until close
         self.until_close = False
         self._top = b""
 
     @property
     def top(self) -> bytes:
-        """Its first line, and the headers that pass on."""
+        """The status line and the forwarded headers."""
         if not self._top:
             self._top = status_line(self.status) + b"".join(self.lines)
         return self._top
 
     def with_length(self, length: bytes) -> ResponseHead:
-        """Return another that differs in its length alone."""
+        """Return a copy with another length."""
         head = ResponseHead()
         head.status = self.status
         head.lines = self.lines
@@ -54,23 +51,23 @@ class ResponseHead:
 
     @property
     def retry_after_s(self) -> float | None:
-        """For how long it asks to be left alone."""
+        """The seconds in Retry-After."""
         value = self.special.get(b"retry-after")
         return seconds(value.strip()) if value is not None else None
 
 
 class ResponseParser:
-    """The answers of one connection, one at a time."""
+    """The responses of one connection, one at a time."""
 
     __slots__ = (
         "_in_chunk",
         "_interim",
-        "_known",
-        "_known_as",
+        "_known_bytes",
+        "_known_head",
         "_parser",
-        "_quiet",
         "_reading",
         "_surplus",
+        "_unparsed",
         "between_chunks",
         "ended",
         "head",
@@ -80,86 +77,84 @@ class ResponseParser:
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._known: KnownHead | None = None
-        self._known_as = ResponseHead()
+        self._known_bytes: KnownHead | None = None
+        self._known_head = ResponseHead()
         self.expect()
 
     def expect(self) -> None:
-        """Get ready for the next answer."""
-        self.head: ResponseHead | None = None  # set once it is whole
-        self.pieces: list[bytes] = []  # of the body; the owner takes them
+        """Prepare for the next response."""
+        self.head: ResponseHead | None = None  # set once complete
+        self.pieces: list[bytes] = []  # the caller removes them
         self.ended = False
-        self.reusable = False  # whether the connection may serve another request, once ended
-        self.between_chunks = False  # the bytes fed last ended with a chunk
+        self.reusable = False  # after `ended`, for another request
+        self.between_chunks = False  # the last bytes ended with a chunk
         self._in_chunk = True
         self._interim = False
         self._surplus = False
-        self._quiet = 0  # bytes since anything came of them
+        self._unparsed = 0
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing came of an answer yet."""
-        return self.head is None and not self._quiet
+        """True before the first byte of a response."""
+        return self.head is None and not self._unparsed
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes; raises `ResponseError`, after which nothing more may be fed."""
-        fresh = self.head is None and not self._quiet
-        if fresh and self._known is not None and self._feed_known(self._known, data):
+        """Parse bytes; a `ResponseError` is final."""
+        fresh = self.head is None and not self._unparsed
+        if fresh and self._known_bytes is not None and self._feed_known(self._known_bytes, data):
             return
         self._parse(data)
         if fresh and self.ended and self.reusable:
-            self._get_to_know(data)
+            self._remember_head(data)
 
     def _feed_known(self, known: KnownHead, data: bytes) -> bool:
-        """Take in a whole answer with the head that is known; False if these bytes are none."""
+        """Return True if these bytes are a whole response with the known head."""
         digits = known.digits_in(data)
         size = known.size(digits)
         if not digits or len(data) - size != int(digits):
             return False
-        self.head = self._known_as.with_length(digits)
+        self.head = self._known_head.with_length(digits)
         self.pieces.append(data[size:])
         self.ended = self.reusable = True
         return True
 
-    def _get_to_know(self, data: bytes) -> None:
-        """Remember the head of the one answer in these bytes."""
-        head, self._known = self.head, None
+    def _remember_head(self, data: bytes) -> None:
+        head, self._known_bytes = self.head, None
         if head is not None and head.status == OK and head.length is not None:
             known = get_to_know(data, head.length)
             if known is not None and len(data) - known.size(head.length) == int(head.length):
-                self._known, self._known_as = known, head
+                self._known_bytes, self._known_head = known, head
 
     def _parse(self, data: bytes) -> None:
-        self._quiet += len(data)
+        self._unparsed += len(data)
         self._in_chunk = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            raise ResponseError("it switched protocols") from None
+            raise ResponseError("the worker switched protocols") from None
         except httptools.HttpParserError as error:
             if not self.ended:
                 raise ResponseError(str(error)) from None
             self._surplus = True
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
-        if self._quiet > MAX_QUIET:
-            raise ResponseError("headers, or framing, without end")
+        if self._unparsed > MAX_UNPARSED_BYTES:
+            raise ResponseError(f"headers or framing without end: over {MAX_UNPARSED_BYTES} bytes")
         if self._surplus:
-            # Said after its answer: whose would that be?
             self.reusable = False
 
     def finish(self) -> bool:
-        """Take in the end of the connection; tells whether it is a proper end of the answer."""
+        """Return True if the end of the connection completes the response."""
         if self.head is not None and self.head.until_close:
             self.ended = True
         return self.ended
 
     def on_message_begin(self) -> None:
-        """Start anew, and notice what nobody asked for."""
+        """Start a new head, unsolicited if a response has ended."""
         self._reading = ResponseHead()
         self._surplus = self.ended
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Sort a header; trailers are dropped."""
+        """Add a header; trailers are dropped."""
         if self.head is not None:
             return
         head = self._reading
@@ -172,27 +167,27 @@ class ResponseParser:
             special[key] = value if key not in special else special[key] + b", " + value
 
     def on_headers_complete(self) -> None:
-        """Hand the head over, unless it is a 1xx."""
+        """Check the head; skip a 1xx."""
         if self.ended:
             return
-        self._quiet = 0
+        self._unparsed = 0
         status = self._parser.get_status_code()
         head = self._reading
         special = head.special
         if status < OK:
             if not FRAMING.isdisjoint(special):
-                raise ResponseError("an interim answer with a body")
+                raise ResponseError("the worker sent a 1xx response with a body")
             self._interim = True
             return
         if self._parser.get_http_version() not in VERSIONS:
-            raise ResponseError("it speaks another HTTP")
+            raise ResponseError("the worker's HTTP version is neither 1.1 nor 1.0")
         head.status = status
         head.length = special.get(b"content-length")
         if head.length is not None and len(head.length) > MAX_DIGITS:
-            raise ResponseError(f"its Content-Length has more than {MAX_DIGITS} digits")
+            raise ResponseError(f"the response's Content-Length has more than {MAX_DIGITS} digits")
         coding = special.get(b"transfer-encoding")
         if coding is not None and coding.strip().lower() != b"chunked":
-            raise ResponseError("its Transfer-Encoding is not chunked")
+            raise ResponseError("the response's Transfer-Encoding is not chunked")
         if head.length is None and coding is None:
             head.until_close = status not in (NO_CONTENT, NOT_MODIFIED)
         if (connection := special.get(b"connection")) is not None:
@@ -202,22 +197,22 @@ class ResponseParser:
         self.head = head
 
     def on_body(self, piece: bytes) -> None:
-        """Collect a piece of the body."""
-        self._quiet = 0
+        """Append a piece of the body."""
+        self._unparsed = 0
         if not self.ended:
             self.pieces.append(piece)
 
     def on_chunk_header(self) -> None:
-        """Note that a chunk begins, the last one too."""
+        """Note the start of a chunk, including the last."""
         self._in_chunk = True
 
     def on_chunk_complete(self) -> None:
-        """Note that it ends; what follows it in the same bytes may be part of the next size."""
+        """Note the end of a chunk."""
         self._in_chunk = False
 
     def on_message_complete(self) -> None:
-        """Note the end, unless it is that of a 1xx."""
-        self._quiet = 0
+        """Note the end of the response; skip a 1xx."""
+        self._unparsed = 0
         if self._interim:
             self._interim = False
         elif not self.ended:

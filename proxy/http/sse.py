@@ -1,11 +1,9 @@
-"""What can be learnt from a stream of events while it passes, at a microsecond or two per piece.
+"""Tokens, usage and the end of a stream of server-sent events, in 1 to 2 µs per piece.
 
-Only whole events are let through. So a client never sees half of one followed by an error, and
-the error event that tells it of a worker's death always starts on a line of its own.
+Only whole events are forwarded, so an error event never follows half an event.
 
-An event counts as a token once it carries text. Chat streams open with a delta that names the role
-and has no text, and end with usage or an error, perhaps, and a last word; typed streams say `delta`
-of those that have, in the event's name (responses, messages) or in its data (cohere).
+An event with text counts as a token. Chat streams have others: role, comments, usage, errors,
+`[DONE]`. Typed streams mark text with `delta`, in the event name or (cohere) in the data.
 """
 
 from __future__ import annotations
@@ -18,27 +16,26 @@ from proxy.core.model.types import Usage
 from proxy.http.error_formats import StreamFormat, error_event
 
 MAX_HELD = 1 << 20
-# Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has
-# it may be followed by one or two that end the stream).
+# Where usage is searched: the end of a body, or pieces of a stream (two events may follow usage).
 TAIL = 1 << 16
-LAST_PIECES = 3
-USAGE_BYTES = 1024
-MOST_TOKENS = 10**9  # that a worker is believed to have computed for one request
+MAX_LAST_PIECES = 3
+MAX_USAGE_BYTES = 1024
+MAX_USAGE_TOKENS = 10**9
 
 USAGE = b'"usage":'
-PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
-WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-# Cohere's numbers are written as 5.0.
-CACHED = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
-# Anthropic's `input_tokens` leave out what was cached, read or written, which is told beside them.
-TYPED, READ = b'"input', b'"cache_read'
-APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
-# How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
-CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
-LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
-DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # no line of JSON begins so, whatever text is in it
-# The last event of a stream, where it is another. Quotes in a text are escaped.
+# Cohere writes numbers as 5.0.
+CACHED_TOKENS = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
+# Anthropic's `input_tokens` exclude the cache's tokens.
+INPUT_KEY, CACHE_READ_KEY = b'"input', b'"cache_read'
+CACHE_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
+# Ends of a piece, plain or as an HTTP chunk.
+CHOICE_ENDS = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
+DONE_ENDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
+DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # JSON never begins a line so
+# Quotes in generated text are escaped.
 LAST_EVENTS = {
     StreamFormat.RESPONSES: re.compile(
         rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n"
@@ -46,40 +43,40 @@ LAST_EVENTS = {
     StreamFormat.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
-ERROR, EMPTY = b'data: {"error"', b"[]"
-COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
-# Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
-NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
-RESPONSES = re.compile(rb"event: ?response\.")
-NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')  # of its events
-COHERE = b'"type":"message-start"'
-CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
-TOOL_PLAN = b'"type":"tool-plan-delta"'
-CALLS = b'"type":"tool-call-start"'  # with the name, which was generated; often with all arguments
+ERROR_EVENT, EMPTY_LIST = b'data: {"error"', b"[]"
+COMMENT = b"\n:"
+# Typed deltas without text: the end of a message, a signature.
+TEXTLESS_DELTA, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
+RESPONSES_EVENT = re.compile(rb"event: ?response\.")
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
+COHERE_START = b'"type":"message-start"'
+CONTENT_DELTA, TOOL_CALL_DELTA = b'"type":"content-delta"', b'"type":"tool-call-delta"'
+TOOL_PLAN_DELTA = b'"type":"tool-plan-delta"'
+TOOL_CALL_START = b'"type":"tool-call-start"'  # the name is generated
 
 
 class EventStream:
-    """The events of one answer."""
+    """The events of one response."""
 
     __slots__ = ("_held", "_last", "_started", "count", "keep", "manner", "tokens", "torn")
 
     def __init__(self) -> None:
         self.manner = StreamFormat.CHAT
         self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
-        self.torn = False  # an event too large to hold back has passed in part
-        self.tokens = 0  # carried by what `feed` returned last
+        self.torn = False  # a part of an event was forwarded
+        self.tokens = 0  # in the last result of `feed`
         self._held = b""
-        self._started = False  # a token was seen
-        self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
-        self.keep = self._last.append  # a piece that need not be fed: of whole events, as it came
+        self._started = False
+        self._last: deque[bytes] = deque(maxlen=MAX_LAST_PIECES)
+        self.keep = self._last.append  # for whole events that bypass `feed`
 
     @property
     def flows(self) -> bool:
-        """Whether whole events may pass it by: none is held in part, and tokens have come."""
+        """True if whole events may bypass `feed`."""
         return self._started and not self._held and not self.torn
 
     def feed(self, data: bytes) -> bytes:
-        """Take in a piece of body; returns the whole events there are now."""
+        """Return the events that this piece completes."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -101,38 +98,40 @@ class EventStream:
         return data
 
     def rest(self) -> bytes:
-        """Return what was held back, now that the answer has ended."""
+        """Return the incomplete event."""
         return self._held
 
     def says_done(self, more: bytes = b"") -> bool:
-        """Whether its last word is there, with what may have come and was not fed."""
+        """Return True if `[DONE]` has arrived, also in `more` bytes."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last event of the stream has passed."""
+        """True once the last event of the stream is complete."""
         passed, last = b"".join(self._last), LAST_EVENTS.get(self.manner)
         if self.torn and _end_of_events(passed) < len(passed):
-            return False  # the rest of an event is missing
+            return False
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
 
     def usage(self) -> Usage | None:
-        """Return what the last events say of it."""
+        """Return the usage in the last events."""
         return usage_in(b"".join(self._last))
 
     def error_event(self, message: str, code: str) -> bytes:
-        """Write the event that ends a stream whose worker is gone, in the stream's own manner."""
-        numbers = NUMBER.findall(b"".join(self._last))
+        """Return the event that ends this stream after a worker failure."""
+        numbers = SEQUENCE_NUMBER.findall(b"".join(self._last))
         return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 
     def _open(self, data: bytes) -> None:
-        """Count no token before the first event that carries one."""
+        """Detect the format; skip events before the first token."""
         if self.manner is not StreamFormat.CHAT:
             pass
         elif data.startswith(b"event:"):
             self.count = deltas_in
-            self.manner = StreamFormat.RESPONSES if RESPONSES.match(data) else StreamFormat.MESSAGES
-        elif COHERE in data:
+            self.manner = (
+                StreamFormat.RESPONSES if RESPONSES_EVENT.match(data) else StreamFormat.MESSAGES
+            )
+        elif COHERE_START in data:
             self.manner, self.count = StreamFormat.COHERE, cohere_deltas_in
         if self.count is choices_in:
             events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
@@ -143,68 +142,71 @@ class EventStream:
         self._started = self.tokens > 0
 
 
-# Each counts the events that carry a token, once one has; they may be framed as a chunk. To search
-# every piece for what is rare would cost as much as all the rest, so what is usual is known first.
+# Searching every piece for rare events doubles the cost, so these test for the usual case first.
 
 
 def choices_in(events: bytes) -> int:
-    """Count tokens of a stream without types."""
+    """Return the tokens in untyped events."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
-    if events.endswith(CHOICE):
+    if events.endswith(CHOICE_ENDS):
         return count
-    if EMPTY in events:
+    if EMPTY_LIST in events:
         count -= len(NO_CHOICES.findall(events))
-    count -= events.count(ERROR) + events.count(COMMENT) + events.startswith(COMMENT[1:])
-    return count - 1 if events.endswith(LAST_WORDS) else count
+    count -= events.count(ERROR_EVENT) + events.count(COMMENT) + events.startswith(COMMENT[1:])
+    return count - 1 if events.endswith(DONE_ENDS) else count
 
 
 def deltas_in(events: bytes) -> int:
-    """Count tokens of a stream whose events have names."""
-    # No line of JSON ends so, whatever text is in it.
+    """Return the tokens in named events."""
+    # JSON never ends a line so.
     deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
-    if not deltas or NO_TEXT not in events:
+    if not deltas or TEXTLESS_DELTA not in events:
         return deltas
     deltas -= events.count(b"message_delta\n") or events.count(b"message_delta\r\n")
     return deltas - len(SIGNATURE.findall(events))
 
 
 def cohere_deltas_in(events: bytes) -> int:
-    """Count tokens of a stream whose events say in JSON what they are."""
-    # Quotes in a text are escaped.
-    deltas = events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
-    return deltas + events.count(CALLS)
+    """Return the tokens in Cohere's events."""
+    deltas = (
+        events.count(CONTENT_DELTA) + events.count(TOOL_CALL_DELTA) + events.count(TOOL_PLAN_DELTA)
+    )
+    return deltas + events.count(TOOL_CALL_START)
 
 
 def carries_token(event: bytes) -> bool:
-    """Whether an event without a type has text in it, or whatever else was generated."""
+    """Return True if an untyped event has generated content."""
     opens = b'"role":"assistant"' in event and (
         b'"content":""' in event or b'"content":null' in event
     )
     if opens and b'"tool_calls":[{' not in event:
         return False
-    return event.startswith(b"data:") and not event.startswith(ERROR)
+    return event.startswith(b"data:") and not event.startswith(ERROR_EVENT)
 
 
 def usage_in(text: bytes) -> Usage | None:
-    """Read the last `usage` of a JSON text, or of its last part, without parsing the rest.
+    """Return the last `usage` at the end of a JSON text.
 
-    Quotes inside strings are escaped, so the key can't be met in what a model wrote.
+    Quotes in strings are escaped, so generated text never contains the key.
     """
     at = text.rfind(USAGE, max(0, len(text) - TAIL))
     if at < 0:
         return None
-    end = at + USAGE_BYTES
-    numbers = [pattern.search(text, at, end) for pattern in (PROMPT, WRITTEN, CACHED)]
+    end = at + MAX_USAGE_BYTES
+    numbers = [
+        pattern.search(text, at, end)
+        for pattern in (PROMPT_TOKENS, COMPLETION_TOKENS, CACHED_TOKENS)
+    ]
     if (first := numbers[0]) is None:
         return None
     prompt, written, cached = [int(found[1]) if found else 0 for found in numbers]
-    if first[0].startswith(TYPED) and text.find(b'"cache_', at, end) >= 0:
-        prompt += sum(map(int, APART.findall(text, at, end)))
-    return Usage(*(min(each, MOST_TOKENS) for each in (prompt, written, cached)))
+    if first[0].startswith(INPUT_KEY) and text.find(b'"cache_', at, end) >= 0:
+        prompt += sum(map(int, CACHE_TOKENS.findall(text, at, end)))
+    return Usage(*(min(number, MAX_USAGE_TOKENS) for number in (prompt, written, cached)))
 
 
 def without_usage(events: bytes) -> bytes:
-    """Leave the last event out that has `usage`, if it has nothing else."""
+    """Remove the last event that has only `usage`."""
     at = events.rfind(USAGE)
     start = _end_of_events(events[:at])
     end = start + _end_of_first(events[start:])
@@ -214,16 +216,20 @@ def without_usage(events: bytes) -> bytes:
 
 
 def recounted(text: bytes, cached: int) -> bytes:
-    """Put another number of cached tokens into the last `usage` of a text, if it has one.
+    """Replace the cached tokens in the last `usage`.
 
-    Where those are told apart from the prompt's others, the two come to as much as before.
+    Anthropic's sum of cached and other prompt tokens stays the same.
     """
     at = text.rfind(USAGE)
-    if at < 0 or (found := CACHED.search(text, at, at + USAGE_BYTES)) is None:
+    if at < 0 or (found := CACHED_TOKENS.search(text, at, at + MAX_USAGE_BYTES)) is None:
         return text
     changes = [(found.start(1), found.end(), cached)]
-    others = PROMPT.search(text, at, at + USAGE_BYTES)
-    if others is not None and found[0].startswith(READ) and others[0].startswith(TYPED):
+    others = PROMPT_TOKENS.search(text, at, at + MAX_USAGE_BYTES)
+    if (
+        others is not None
+        and found[0].startswith(CACHE_READ_KEY)
+        and others[0].startswith(INPUT_KEY)
+    ):
         rest = int(others[1]) + int(found[1]) - cached
         changes.append((others.start(1), others.end(), max(rest, 0)))
     for start, end, number in sorted(changes, reverse=True):
@@ -232,14 +238,12 @@ def recounted(text: bytes, cached: int) -> bytes:
 
 
 def _end_of_events(data: bytes) -> int:
-    """Find where the last whole event ends."""
     if (end := data.rfind(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.rfind(b"\r\n\r\n")) >= 0 else 0
 
 
 def _end_of_first(data: bytes) -> int:
-    """Find where the first event ends, if only with all of it."""
     if (end := data.find(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.find(b"\r\n\r\n")) >= 0 else len(data)

@@ -1,4 +1,4 @@
-"""The trace that a request belongs to, in the W3C's words: who asked, and whom we asked in turn."""
+"""The W3C trace context of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import getrandbits
 from typing import NamedTuple
 
-# Version, trace, span, flags; all zeros are no id, and ff is no version.
+# Version, trace, span, flags. Zeros and version ff are invalid.
 TRACEPARENT = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})"
 )
@@ -17,7 +17,7 @@ SAMPLED = 1
 
 
 class WorkerSpan(NamedTuple):
-    """A request to a worker, as it was sent."""
+    """The span of one request to a worker."""
 
     span: int
     worker: str
@@ -27,19 +27,19 @@ class WorkerSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """One request's."""
+    """The trace of one request."""
 
     trace: int
-    parent: int | None  # the client's span, if it has one
+    parent: int | None  # the client's span
     span: int
     sampled: bool
     legs: list[WorkerSpan]
     clock_ns: Callable[[], int] = time.time_ns
 
     @classmethod
-    def begin(cls, told: bytes | None, *, sample: bool) -> Trace:
-        """Go on with a client's trace, whose word on sampling is kept, or begin one."""
-        found = TRACEPARENT.fullmatch(told) if told else None
+    def begin(cls, header: bytes | None, *, sample: bool) -> Trace:
+        """Continue the client's trace and its sampling, or begin a trace."""
+        found = TRACEPARENT.fullmatch(header) if header else None
         if found is None:
             return cls(new_id(128), None, new_id(64), sample, [])
         wanted = bool(int(found[3], 16) & SAMPLED)
@@ -47,11 +47,11 @@ class Trace:
 
     @property
     def id(self) -> str:
-        """The trace, as people look for it."""
+        """The trace id in hex."""
         return f"{self.trace:032x}"
 
     def leg(self, worker: str, role: str) -> bytes:
-        """Note that a worker is asked; return the header that tells it so."""
+        """Record a worker request; return its traceparent header."""
         span = new_id(64)
         if self.sampled:
             self.legs.append(WorkerSpan(span, worker, role, self.clock_ns()))
@@ -59,11 +59,11 @@ class Trace:
 
 
 def new_id(bits: int) -> int:
-    """Make an id that nobody else has; it need not be hard to guess."""
+    """Return a random id. It is not a secret."""
     return getrandbits(bits) or 1
 
 
-def id_in(told: bytes | None) -> str:
-    """Return the trace that a header names, or nothing."""
-    found = TRACEPARENT.fullmatch(told) if told else None
+def id_in(header: bytes | None) -> str:
+    """Return the trace id in a header, or an empty string."""
+    found = TRACEPARENT.fullmatch(header) if header else None
     return found[1].decode() if found else ""

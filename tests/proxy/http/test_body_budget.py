@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 
 from proxy.core.tenants.tenants import Tenants, TenantSpec
-from proxy.http.body_budget import STRANGERS, BodyBudget
+from proxy.http.body_budget import ANONYMOUS_ACCOUNT, BodyBudget
 from proxy.http.headers import RefusedError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -70,7 +70,7 @@ def test_one_body_it_may_have_whatever_its_size_and_others_their_parts() -> None
         collecting.take(1, "b")
     assert error.value.refusal.status == 503
     collecting.take(10, "c")
-    collecting.take(10, STRANGERS)
+    collecting.take(10, ANONYMOUS_ACCOUNT)
     assert collecting.held == 160
     collecting.give(10, "b")
     collecting.give(120, "a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.http.response_parser import MAX_QUIET, ResponseError, ResponseParser
+from proxy.http.response_parser import MAX_UNPARSED_BYTES, ResponseError, ResponseParser
 
 FIXED = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX-Y: z\r\n\r\nabc"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nT: 1\r\n\r\n"
@@ -93,7 +93,7 @@ def test_headers_of_the_hop_stay_behind() -> None:
 )
 def test_headers_and_trailers_without_end_are_cut_off(start: bytes) -> None:
     with pytest.raises(ResponseError, match="without end"):
-        fed(start + b"x" * (MAX_QUIET + 20_000), 10_000)
+        fed(start + b"x" * (MAX_UNPARSED_BYTES + 20_000), 10_000)
 
 
 @pytest.mark.parametrize(
