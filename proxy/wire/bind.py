@@ -28,5 +28,5 @@ async def once_free(take: Callable[[], Awaitable[T]], notice_s: float) -> T:
                 raise
             if not said:
                 said = True
-                logger.warning("%s; retrying: an earlier router may still be draining", error)
+                logger.warning("%s; retrying: an earlier router may still drain", error)
         await asyncio.sleep(TRY_S)
