@@ -1,1 +1,1 @@
-"""Bytes: HTTP/1.1 on both sides, and what is between."""
+"""HTTP/1.1 connections to clients and workers."""

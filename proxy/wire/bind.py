@@ -1,4 +1,4 @@
-"""Ports that an earlier router may still have: its processes drain, and let go of them soon."""
+"""Waits for a port that an earlier, draining router still holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LET_GO_S, TRY_S = 3.0, 0.1  # that they may keep them, beside their notice; between two tries
+LET_GO_S, TRY_S = 3.0, 0.1  # total without the notice; pause between tries
 
 
 async def once_free(take: Callable[[], Awaitable[T]], notice_s: float) -> T:
-    """Take a port once whoever has it lets go; raises OSError where that takes too long."""
+    """Call `take` until its port is free; raise OSError after the time limit."""
     give_up = time.monotonic() + LET_GO_S + notice_s
     said = False
     while True:
@@ -28,5 +28,5 @@ async def once_free(take: Callable[[], Awaitable[T]], notice_s: float) -> T:
                 raise
             if not said:
                 said = True
-                logger.warning("%s; tried again, for an earlier router may still drain", error)
+                logger.warning("%s; retrying: an earlier router may still drain", error)
         await asyncio.sleep(TRY_S)

@@ -1,7 +1,4 @@
-"""The server as the connections, exchanges and legs of the data path see it.
-
-They depend on these protocols, so that none of their modules imports the server.
-"""
+"""Protocols of the server, so that no module of the data path imports the server."""
 
 from __future__ import annotations
 
@@ -30,47 +27,47 @@ if TYPE_CHECKING:
 
 
 class Expiring(Protocol):
-    """A part of the data path that the server ends at its deadline."""
+    """An object with a deadline."""
 
     deadline: float
 
     def expire(self, now: float) -> None:
-        """End it: its deadline has passed."""
+        """Handle a passed deadline."""
 
 
 class ServedClient(Client, Expiring, Protocol):
-    """A client's connection as the server keeps it."""
+    """A client's connection."""
 
     def limit(self, settings: WireSettings) -> None:
-        """Take new limits for the requests to come."""
+        """Apply new limits to later requests."""
 
     def look(self) -> None:
-        """Check whether a client whose socket is not read has gone."""
+        """Close the connection if the client has left."""
 
     def part_if_idle(self, now: float) -> None:
-        """Close the connection unless a request is under way on it."""
+        """Close an idle connection."""
 
     def dismiss(self, now: float) -> None:
-        """Close the connection once the client has what was written."""
+        """Close the connection at shutdown."""
 
     def abort(self) -> None:
-        """Close the connection now."""
+        """Close immediately."""
 
 
 class ServedExchange(Conversation, Expiring, Protocol):
-    """A request on its way as the server keeps it."""
+    """An exchange."""
 
     record: RequestRecord
 
     def placed(self, now: float, placed: Lease | Refusal) -> None:
-        """Go on after the queue: to a worker, or with a refusal."""
+        """Handle the end of queueing."""
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
-        """Give up on these workers unless the response has begun."""
+        """Leave these workers if possible."""
 
 
 class WireContext(Protocol):
-    """The parts of the server that the data path uses."""
+    """The server."""
 
     router: Router
     connector: Connector | None
@@ -91,21 +88,21 @@ class WireContext(Protocol):
 
     @property
     def visits(self) -> AbstractSet[Conversation]:
-        """The requests that an extension or the metrics page serves."""
+        """Open conversations that are no exchanges."""
 
     def new_id(self) -> bytes:
-        """Return an id for a request that came without one."""
+        """Return a request id."""
 
     def judge(self, head: RequestHead) -> None:
-        """Set the route of a request from its head, or the refusal."""
+        """Set the route or the refusal of a request."""
 
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        """Return the conversation that serves a request."""
+        """Return a conversation."""
 
     def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
-        """Count a request that was refused by its head."""
+        """Count a request refused by its head."""
 
     def answered(
         self,
@@ -116,7 +113,7 @@ class WireContext(Protocol):
         began: float,
         sent_bytes: int,
     ) -> None:
-        """Count a request that no worker was asked for."""
+        """Count a request that reached no worker."""
 
     def client_came(self, client: ServedClient) -> None:
         """Keep a connection."""
@@ -125,10 +122,10 @@ class WireContext(Protocol):
         """Forget a connection."""
 
     def reading_paused(self, client: ServedClient) -> None:
-        """Look at a client now and then while its socket is not read."""
+        """Check the client regularly."""
 
     def reading_resumed(self, client: ServedClient) -> None:
-        """Stop looking at a client: its socket is read again."""
+        """Stop these checks."""
 
     def exchange_began(self, exchange: ServedExchange) -> None:
         """Keep an exchange."""
@@ -143,22 +140,22 @@ class WireContext(Protocol):
         """Forget a visit."""
 
     def release_began(self, release: Expiring) -> None:
-        """Keep a request that frees KV blocks."""
+        """Keep a block release."""
 
     def release_over(self, release: Expiring) -> None:
-        """Forget a request that frees KV blocks."""
+        """Forget a block release."""
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
-        """Return a new request to a worker's /tokenize."""
+        """Return a new /tokenize request."""
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
-        """Call `placed` of the exchange once its ticket leaves the queue."""
+        """Queue an exchange."""
 
     def unqueue(self, ticket: Ticket) -> None:
         """Forget a ticket."""
 
     def settle(self, now: float) -> None:
-        """Send the queued requests that have room now."""
+        """Send queued requests that have room."""
 
     def short_of_room(self, now: float) -> None:
-        """Count a connection to a worker that this machine had no room for."""
+        """Count a lack of local resources."""

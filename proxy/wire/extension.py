@@ -1,4 +1,4 @@
-"""Who may stand beside the data path: a desk that answers some paths, requests of our own."""
+"""Protocols for extensions and conversations."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ if TYPE_CHECKING:
     from proxy.http.request import Request, RequestHead
 
 
-# What a desk answers, by the first part of its paths and the names of its routes.
+# The paths and routes of the batch extension.
 PATHS = ("/v1/files/", "/v1/batches/")
 ROUTES = frozenset(["files", "batches"])
 
 
 def absent(head: RequestHead) -> Refusal | None:
-    """Say why a path is not answered that a router with a desk would answer."""
+    """Return the refusal of a batch path if batches are disabled."""
     if not f"{head.path}/".startswith(PATHS):
         return None
-    message = "Batches are off on this router: its operator turns them on with router.batches.path."
+    message = "Batches are disabled on this router. Set router.batches.path to enable them."
     return Refusal(404, Reason.UNKNOWN_PATH, message, "batches_off")
 
 
 class Recipient(Protocol):
-    """Who gets an answer. After `done` or `break_off` there comes no more of it."""
+    """The recipient of a response; `done` or `break_off` is the last call."""
 
     def write(self, data: bytes, /) -> None:
-        """Take a piece of the answer, head and framing included."""
+        """Send a piece, including head and framing."""
 
     def done(self, now: float, *, keep_alive: bool) -> None:
-        """Hear that the answer is whole."""
+        """End a complete response."""
 
     def break_off(self) -> None:
-        """Hear that it can't be completed."""
+        """End an incomplete response."""
 
 
 class Conversation(Protocol):
-    """One request and its answer, as a client's connection sees them."""
+    """One request and its response."""
 
     def start(self, now: float) -> None:
-        """Begin."""
+        """Start the work."""
 
     def pause(self) -> None:
-        """Write no more for now."""
+        """Stop writing until `resume`."""
 
     def resume(self, now: float) -> None:
-        """Go on."""
+        """Write again."""
 
     def gone(self, now: float) -> None:
-        """Hear that nobody wants the answer any more."""
+        """Stop: the client has left."""
 
     def cut(self, now: float) -> None:
-        """End it, because the router does."""
+        """End: the router stops."""
 
 
 class Client(Recipient, Protocol):
-    """A recipient that may not keep up."""
+    """A recipient that can be slow."""
 
     writable: bool
 
 
 class Extension(Protocol):
-    """Answers some paths itself."""
+    """An extension that serves some paths."""
 
     def find(self, head: RequestHead) -> Route | Refusal | None:
-        """Name the route of a request; None if it is none of the desk's."""
+        """Return the route of a request; None if the path is not served."""
 
     def begin(self, client: Client, request: Request) -> Conversation:
-        """Answer a request for one of the desk's routes."""
+        """Return the conversation for a request."""

@@ -1,4 +1,4 @@
-"""The router on its port: listens, keeps deadlines, drains.
+"""The server of the data path: listens, keeps deadlines and drains.
 
     wire = Wire(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 8000)
@@ -52,18 +52,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-# All connections are looked at every so often; the queue and token counts more often, while there
-# are any: a tick of an idle router costs 150 us, with cold caches.
+# The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
 SWEEP_S = 0.2
 TICK_S = 0.05
-# A tick that comes so late was not ours to give: the process, or its machine, stood still.
+# A tick this late means a suspended process or machine.
 STOOD_STILL_S = 1.0
 COMPLAIN_EVERY_S = 60.0
-CLOSE_S = 1.0  # at least, for written answers to be sent
+CLOSE_S = 1.0  # minimum time to send written responses
 
 
 class WireServer:
-    """The data path: clients on one side, workers on the other, the router's core in between."""
+    """The data path between clients and workers."""
 
     def __init__(
         self,
@@ -74,20 +73,20 @@ class WireServer:
         connector: Connector | None = None,
     ) -> None:
         self.router = router
-        self.connector = connector  # what moves KV caches, if anything does
+        self.connector = connector
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
-        self.port = 0  # known once it listens
-        self.leaving = False  # all is served, and who keeps a connection is told to take another
-        self.draining = False  # nothing new is served
+        self.port = 0  # set by `start`
+        self.leaving = False  # ends keep-alive connections
+        self.draining = False  # refuses new requests
         self.clients: set[ServedClient] = set()
-        self.unread: set[ServedClient] = set()  # that are not read from for now
+        self.unread: set[ServedClient] = set()  # with paused reading
         self.exchanges: set[ServedExchange] = set()
-        self.tls: ssl.SSLContext | None = None  # set before it listens
-        self.desk: Extension | None = None  # set by whoever has one, before it listens
-        self.visits: set[Conversation] = set()  # to the desk, and for pages
-        # Writes the metrics, in either format; where several processes serve, those of all.
+        self.tls: ssl.SSLContext | None = None  # set before `start`
+        self.desk: Extension | None = None  # set before `start`
+        self.visits: set[Conversation] = set()
+        # Writes the metrics page of all processes.
         self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
         self.queued: dict[Ticket, ServedExchange] = {}
         self.counting: set[TokenizeRequest] = set()
@@ -99,9 +98,9 @@ class WireServer:
         self._forsaken = Failover()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when it should ring, whatever the clock says
-        self._hurried = False  # the timer is set to the shorter time
-        self._overslept = False  # in the tick before
+        self._due = 0.0  # monotonic time
+        self._hurried = False  # the timer uses TICK_S
+        self._overslept = False
         self._next_sweep = 0.0
         self._next_complaint = 0.0
         self._quiet: asyncio.Future[None] | None = None
@@ -111,7 +110,7 @@ class WireServer:
         metrics.under_way = self._under_way
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
-        """Listen, on a socket of the caller's if there is one."""
+        """Listen on `sock` or a new socket."""
         loop = asyncio.get_running_loop()
 
         def client() -> ClientConnection:
@@ -127,11 +126,7 @@ class WireServer:
             self._ring(SWEEP_S)
 
     def _tls(self) -> dict[str, Any]:
-        """Say how connections are encrypted.
-
-        A handshake takes no longer than a head may, and an end no longer than a client may take to
-        read: before that clients are looked after.
-        """
+        """Return TLS arguments with the time limits of clear-text connections."""
         if self.tls is None:
             return {}
         settings = self.settings
@@ -142,10 +137,9 @@ class WireServer:
         }
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing new, let the old finish until the deadline, then close.
+        """Refuse new requests, finish the old until the deadline, then close.
 
-        Before that, for as long as was asked for, whoever wants to know is told to go elsewhere,
-        and so is, with its answer, who keeps a connection.
+        For `notice_s` before that, /ready fails and responses end their connections.
         """
         give_up = self.clock() + deadline_s
         self.leaving = True
@@ -167,7 +161,7 @@ class WireServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close everything now."""
+        """Close all connections now."""
         self.leaving = self.draining = True
         for server in self._servers:
             server.close()
@@ -175,13 +169,13 @@ class WireServer:
             client.abort()
         await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
         self.pools.close()
-        self.router.fleet.settle(self.clock())  # the last of it: no tick comes after
+        self.router.fleet.settle(self.clock())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def reconfigure(self, settings: WireSettings) -> None:
-        """Take new limits; requests in flight keep theirs."""
+        """Apply new limits to later requests."""
         self.settings = settings
         self.collecting.limit(settings.max_collected_bytes, settings.max_body_bytes)
         self.pools.reconfigure(settings)
@@ -191,9 +185,9 @@ class WireServer:
     # For clients and exchanges
 
     def judge(self, head: RequestHead) -> None:
-        """Say where a request goes by its head, or why nowhere."""
+        """Set the route or the refusal of a request."""
         if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
-            head.id = b""  # it is given one of ours
+            head.id = b""
         head.route = None
         head.refusal = identify(self.router.tenants, head)
         if head.refusal is None and self.settings.refuses_pages and self.router.tenants.open:
@@ -215,20 +209,20 @@ class WireServer:
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        """Answer a request that has a route."""
+        """Return a conversation."""
         if self.desk is not None and route.name in extension.ROUTES:
             return self.desk.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
-        """Prepare a question to a worker's /tokenize."""
+        """Return a new /tokenize request."""
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
         self._hurry()
         return question
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
-        """Let an exchange wait for room."""
+        """Queue an exchange."""
         self.queued[ticket] = exchange
         self._hurry()
 
@@ -237,30 +231,30 @@ class WireServer:
         del self.queued[ticket]
 
     def settle(self, now: float) -> None:
-        """Send off those that may leave the queue."""
+        """Send queued requests that have room."""
         if not self.queued:
             return
         for ticket, placed in self.router.due(now):
             exchange = self.queued.pop(ticket)
             try:
                 exchange.placed(now, placed)
-            except Exception:  # the others of this turn are placed and charged by now
-                logger.exception("a request could not be sent on from the queue")
+            except Exception:  # the others are already charged
+                logger.exception("cannot send a queued request to its worker")
                 exchange.cut(now)
 
     def short_of_room(self, now: float) -> None:
-        """Note that this machine has no room for another connection; say so now and then."""
+        """Count a lack of local resources, and log it once a minute."""
         self.metrics.connects_failed += 1
         if now >= self._next_complaint:
             self._next_complaint = now + COMPLAIN_EVERY_S
             logger.error(
-                "no room for another connection to a worker (%d so far): raise the limit on open "
-                "files (ulimit -n), or the range of local ports",
+                "cannot open a connection to a worker (%d failures so far): raise the limit on "
+                "open files (ulimit -n), or the range of local ports",
                 self.metrics.connects_failed,
             )
 
     def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
-        """Count a request that came to nothing before it was read."""
+        """Count a request refused by its head."""
         self.answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
 
     def answered(
@@ -272,7 +266,7 @@ class WireServer:
         began: float,
         sent_bytes: int,
     ) -> None:
-        """Count a request that no worker was asked for."""
+        """Count a request that reached no worker."""
         metrics, now = self.metrics, self.clock()
         metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
         for tell in metrics.at_end:
@@ -295,17 +289,17 @@ class WireServer:
         self.visits.add(visit)
 
     def visit_over(self, visit: Conversation) -> None:
-        """Forget a visit to the desk."""
+        """Forget a visit."""
         self.visits.discard(visit)
         if not self.visits:
             self._wake()
 
     def release_began(self, release: Expiring) -> None:
-        """Keep a request that frees KV blocks."""
+        """Keep a block release."""
         self.releases.add(release)
 
     def release_over(self, release: Expiring) -> None:
-        """Forget a request that blocks be freed."""
+        """Forget a block release."""
         self.releases.discard(release)
         if not self.releases:
             self._wake()
@@ -323,11 +317,11 @@ class WireServer:
             self._wake()
 
     def reading_paused(self, client: ServedClient) -> None:
-        """Look at a client now and then while its socket is not read."""
+        """Check the client regularly."""
         self.unread.add(client)
 
     def reading_resumed(self, client: ServedClient) -> None:
-        """Stop looking at a client: its socket is read again."""
+        """Stop these checks."""
         self.unread.discard(client)
 
     @property
@@ -339,7 +333,7 @@ class WireServer:
         return (exchange.record for exchange in self.exchanges)
 
     def new_id(self) -> bytes:
-        """Make an id for a request that came without one."""
+        """Return a request id."""
         return b"%s-%x" % (self._id_prefix, next(self._ids))
 
     def _wake(self) -> None:
@@ -353,7 +347,6 @@ class WireServer:
         self._quiet = None
 
     def _hurry(self) -> None:
-        """Tick more often, now that something waits."""
         if not self._hurried and self._timer is not None:
             self._timer.cancel()
             self._hurried = True
@@ -368,8 +361,8 @@ class WireServer:
         self.metrics.loop_lag.observe(late_s)
         self._hurried = bool(self.queued or self.counting)
         self._ring(TICK_S if self._hurried else SWEEP_S)
-        # What came meanwhile lies in sockets, and is read first: who sent it was not late. Not
-        # twice in a row: a process that always has too much to do would hold nobody to a deadline.
+        # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
+        # in a row, or an overloaded process would enforce none.
         self._overslept = late_s > STOOD_STILL_S and not self._overslept
         if self._overslept:
             return
@@ -380,7 +373,7 @@ class WireServer:
         if not self._hurried or now >= self._next_sweep:
             self._next_sweep = now + SWEEP_S
             for exchange in [each for each in self.exchanges if each.deadline < now]:
-                if exchange in self.exchanges:  # the end of another one may have ended it
+                if exchange in self.exchanges:  # may have ended since
                     exchange.expire(now)
             for client in [each for each in self.clients if each.deadline < now]:
                 client.expire(now)

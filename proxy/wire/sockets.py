@@ -1,4 +1,4 @@
-"""What the kernel knows of a connection that its transport does not tell."""
+"""Kernel state of connections."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def socket_of(transport: asyncio.Transport) -> socket.socket | None:
 
 
 def unacknowledged(transport: asyncio.Transport) -> int | None:
-    """Count the bytes that the peer's kernel has not confirmed; None where that is not known.
+    """Return the bytes that the peer's kernel has not confirmed; None if unknown (not Linux).
 
-    On Linux only. What TLS adds is counted too.
+    The count includes TLS framing.
     """
     raw, size = socket_of(transport), array("i", [0])
     if raw is None:

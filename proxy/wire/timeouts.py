@@ -1,10 +1,8 @@
-"""How long a worker may take until its answer begins.
+"""Time limits for the start of a worker's response.
 
-A stream begins with its first token, and any other answer when all of it is made: it has the time
-that as many tokens may take, or a long one would be taken for a worker that hangs, and made again
-elsewhere. Where nobody said how many, or more time is needed than that, it has more while the
-worker is known to compute: to begin anew elsewhere would take as long again. Twice the usual is the
-most: an engine may hang under a server that lives.
+A response that is no stream begins when it is complete, so it gets extra time for its tokens. It
+gets more while the worker is known to compute, because a retry would take as long. The total is
+limited: an engine may hang while its HTTP server is alive.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
 
-SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
-LATE = 4.0  # times what was predicted, a prefill or an answer is
-MOST = 2.0  # times the usual, that an answer may take
+SLOW_STEP_S = 0.5  # without measured steps
+LATE = 4.0  # times the predicted duration
+MOST = 2.0  # times the usual limit
 
 
 def answer_patience_s(lease: Lease, usual_s: float) -> float:
-    """Tell how long a worker may take: what is usual, and as long as the client's tokens take.
+    """Return the usual limit plus the time for the client's output limit.
 
-    The client's limit is believed, where it states one; of the model's own most use little.
+    The model's limit gives no extra time: few responses reach it.
     """
     ask, pace = lease.ask, lease.worker.pace
     if ask.stream or not ask.output_tokens or not pace.steps:
@@ -32,22 +30,22 @@ def answer_patience_s(lease: Lease, usual_s: float) -> float:
 
 
 def more_patience_s(lease: Lease, now: float, usual_s: float, late_at: float = inf) -> float:
-    """Tell how much longer a worker has whose time is up; no longer than until `late_at`."""
+    """Return the extra time, until `late_at` at most, for a worker at its limit."""
     if not is_only_slow(lease, now):
         return 0.0
     return max(min(lease.charged_at + MOST * usual_s, late_at) - now, 0.0)
 
 
 def is_only_slow(lease: Lease, now: float) -> bool:
-    """Whether a worker that does not answer must be taken to be making the answer."""
+    """Return True if the worker computes and the request is no stream."""
     ask = lease.ask
     return ask.computes and not ask.stream and lease.worker.works(now)
 
 
 def decode_patience_s(lease: Lease, within_s: float) -> float:
-    """Tell how long a decode worker may take to show that it has read the blocks in time.
+    """Return the time limit for a decode worker to prove that it fetched the blocks.
 
-    A stream shows it by its first token, and any other answer by its last.
+    The proof is a stream's first token, or the end of another response.
     """
     ask = lease.ask
     if ask.stream or within_s == inf:
@@ -58,10 +56,7 @@ def decode_patience_s(lease: Lease, within_s: float) -> float:
 
 
 def prefill_patience_s(lease: Lease, least_s: float, usual_s: float) -> float:
-    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
-
-    Nobody knows how long a worker takes that has prefilled nothing yet: as long as is usual.
-    """
+    """Return the time limit of a prefill leg: as predicted, or as usual before any measurement."""
     first, halves = lease.prefill, lease.decision.handover
     if first is None or halves is None or not first.worker.pace.prefills:
         return usual_s

@@ -1,10 +1,8 @@
-"""What is to be written, kept until the event loop has read all that was there to read.
+"""Batches the socket writes of one turn of the event loop.
 
-A write to a socket may wake whoever reads it, and that costs more than the copy. Written together,
-the pieces of one turn of the loop wake a worker, or a client with many connections, once: at 32
-busy connections a request took a quarter less processor time, and half as many more came through.
-The first of a turn goes at once: where there is only one, it need not wait. So does what is much:
-whether its readers take it is to be known before more is read for them.
+A write may wake the reader, which costs more than the copy; a batch wakes a reader once. At 32 busy
+connections this saved 25% of CPU time per request and raised throughput by 50%. The first write of
+a turn is immediate. A large batch is flushed early, to detect slow readers.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ MOST = 128 << 10  # bytes
 
 
 class WriteBatch:
-    """All connections' writes of one turn of the loop, in their order."""
+    """The writes of one turn, in order."""
 
     __slots__ = ("_loop", "_size", "_turn_began", "_waiting")
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn_began = False
-        self._size = 0  # of the last piece of each that waits: the others are heads
+        self._size = 0  # counts last pieces only: the others are heads
         self._waiting: list[tuple[asyncio.Transport, Iterable[bytes]]] = []
 
     def write(self, transport: asyncio.Transport, *pieces: bytes) -> None:
-        """Write now or in a moment."""
+        """Write now or at the end of this turn."""
         if self._turn_began:
             self._waiting.append((transport, pieces))
             self._size += len(pieces[-1])
@@ -41,11 +39,11 @@ class WriteBatch:
         transport.writelines(pieces)
 
     def holds(self, transport: asyncio.Transport) -> bool:
-        """Whether anything for a connection still waits here."""
+        """Return True if a write to this connection is held."""
         return any(waiting is transport for waiting, _ in self._waiting)
 
     def flush(self) -> None:
-        """Write what waits, before a connection is closed for writing."""
+        """Write all held pieces."""
         waiting, self._waiting = self._waiting, []
         self._size = 0
         for transport, pieces in waiting:

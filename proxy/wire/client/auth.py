@@ -1,4 +1,4 @@
-"""Who sends a request, by the key in its head; and what of a head is for the router alone."""
+"""Tenants by key, and headers meant for the router only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from proxy.http.request import RequestHead
 
 BEARER = b"bearer "
-# What balancers and scrapers ask for needs no key.
+# Load balancers and scrapers need no key.
 FREE = frozenset(["/health", "/ready", "/metrics"])
 STAY = (*HEADERS, *KEYS)
 
 
 def presented(head: RequestHead) -> bytes:
-    """Return the key that a request shows; nothing if it shows none."""
+    """Return the key of a request; empty if there is none."""
     special = head.special
     authorization = special.get(b"authorization", b"").strip()
     if authorization[: len(BEARER)].lower() == BEARER:
@@ -28,7 +28,7 @@ def presented(head: RequestHead) -> bytes:
 
 
 def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
-    """Note whose request it is, and keep from workers what is not for them."""
+    """Set the tenant, and hide the router's headers from workers."""
     was_judged, head.edition = head.edition >= 0, tenants.edition
     head.tenant = None
     if tenants.open:
@@ -46,13 +46,13 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     tenant = head.tenant = tenants.of_key(key)
     if tenant is None:
         return refusals.bad_key()
-    if b"x-explain" in head.special:  # it names workers and what others do there
+    if b"x-explain" in head.special:  # it shows the load of workers
         head.explain = tenant.spec.explain and head.asks_why()
     return None
 
 
 def _give_back(head: RequestHead) -> None:
-    """Let workers have what was kept from them while there were tenants."""
+    """Restore the headers that were hidden before."""
     special = head.special
     if (said := special.get(b"authorization")) is not None:
         head.authorization = b"Authorization: %b\r\n" % said

@@ -1,7 +1,6 @@
-"""The client's side: one connection, its requests in turn, and what it may not keep us waiting for.
+"""Client connections: requests in order, with time limits.
 
-A client that closes its sending half is taken to be gone, as one that closes altogether: nothing
-tells the two apart, and an engine that writes for nobody costs more.
+A half-closed connection counts as closed: the two look alike.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from proxy.wire.extension import Conversation
     from proxy.wire.settings import WireSettings
 
-# Sent ahead of its turn; beyond that the client has to wait.
+# Limits on pipelined requests.
 MAX_AHEAD, MANY_AHEAD = 256 << 10, 256  # bytes, requests
-MOST_UNSENT = 64 << 10  # bytes of answers, before no more of them is taken from workers
-# That it has closed its end shows while what it sent before is not read yet, on Linux.
+MOST_UNSENT = 64 << 10  # bytes
+# On Linux, a closed peer shows before its data is read.
 LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -76,10 +75,10 @@ class ClientConnection(asyncio.Protocol):
         )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
-        self._last_words: Refusal | None = None  # to say once what came before is answered
+        self._last_words: Refusal | None = None  # sent after earlier responses
         self._leaving = False
-        self._leave_by = -inf  # however much of the last answer it has by then
-        self._unsent = True  # as far as was seen since it was to leave
+        self._leave_by = -inf  # latest time to close
+        self._unsent = True  # at the last check
         self._taking = False
         self._reading_paused = False
         self._ahead = 0
@@ -89,21 +88,21 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
-        if self._wire.encrypted:  # which keeps eight times as much by itself
+        if self._wire.encrypted:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MOST_UNSENT)
         self.write = partial(self._wire.outbox.write, self._transport)
-        # How long it may take nothing is for `idle_s` to say: who reads slowly is there.
+        # `idle_s` limits slow readers, so send probes only.
         notice_silence(transport)
         self._wire.client_came(self)
-        self.limit(self._wire.settings)  # there may be new ones since it was accepted
+        self.limit(self._wire.settings)
         self._listen(self._wire.clock())
 
     def limit(self, settings: WireSettings) -> None:
-        """Take new bounds for what else the client asks."""
+        """Apply new limits to later requests."""
         self._reader.limit(settings.max_header_bytes, settings.max_body_bytes)
 
     def data_received(self, data: bytes) -> None:
-        """Read requests, and take their turns."""
+        """Parse requests and serve them in order."""
         if self._leaving or self._last_words is not None:
             return
         try:
@@ -119,23 +118,20 @@ class ClientConnection(asyncio.Protocol):
             self._read_no_more()
 
     def eof_received(self) -> None:
-        """Take the client for gone; the transport closes itself, once it has nothing to send."""
-        leaves = self._leaving  # then it has all the time that it gets
+        """Treat the client as gone."""
+        leaves = self._leaving  # its deadline is already set
         self._gone()
         if not leaves:
             self._bear_with(self._wire.clock())
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Drop what was done for the client."""
+        """Stop all work for the client."""
         self._wire.client_left(self)
         self._wire.reading_resumed(self)
         self._gone()
 
     def pause_writing(self) -> None:
-        """Take no more from the worker than the client takes from us; and no more from the client.
-
-        Who takes no answers would else be answered, or read from, without end.
-        """
+        """Stop reading from both sides, to bound the buffers."""
         self.writable = False
         if self._leaving:
             return
@@ -146,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
             self._read_no_more()
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Resume the exchange or serve the next request."""
         self.writable = True
         now = self._wire.clock()
         if self._exchange is None:
@@ -156,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.resume(now)
 
     def done(self, now: float, *, keep_alive: bool) -> None:
-        """Hear from the exchange that its answer is written."""
+        """Serve the next request."""
         self._exchange = None
         if not keep_alive:
             self.leave(now)
@@ -168,17 +164,17 @@ class ClientConnection(asyncio.Protocol):
             self._read_no_more()
 
     def break_off(self) -> None:
-        """End an answer that can't be completed, so that no reader can take it for a whole one."""
+        """Reset the connection."""
         self._leaving = True
         self._exchange = None
         self._reader.drop()
-        # A plain close ends a body whose end is the connection's: as if it were complete.
+        # A plain close would be a valid end of an unframed body.
         if (raw := socket_of(self._transport)) is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self._transport.abort()
 
     def leave(self, now: float) -> None:
-        """Close, once everything written is sent."""
+        """Close after all written bytes are sent."""
         self._leaving = True
         self._reader.drop()
         self._bear_with(now)
@@ -186,7 +182,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.close()
 
     def dismiss(self, now: float) -> None:
-        """Close, because the router stops; who is in the middle of a request hears why."""
+        """Close, with a refusal for a partly received request."""
         idle = self._reader.state is ParserState.NOTHING
         if idle or self._leaving or self._exchange is not None:
             self.leave(now)
@@ -194,18 +190,18 @@ class ClientConnection(asyncio.Protocol):
             self._part(now, refusals.draining())
 
     def part_if_idle(self, now: float) -> None:
-        """Close, because nothing new is served, unless something is asked, or about to be."""
+        """Close unless a request is open or arriving."""
         if self._exchange is not None or self._leaving or not self.writable:
             return
         if self._reader.state is ParserState.NOTHING and not self._sees(select.POLLIN):
             self.leave(now)
 
     def abort(self) -> None:
-        """Close now."""
+        """Close immediately."""
         self._transport.abort()
 
     def expire(self, now: float) -> None:
-        """Act on a deadline that has passed."""
+        """Handle a passed deadline."""
         if self._still_takes(now):
             self.deadline = now + self._wire.settings.linger_s
         elif self._leaving or self._exchange is not None or not self.writable:
@@ -217,17 +213,16 @@ class ClientConnection(asyncio.Protocol):
             self._part(now, self._arrival.too_late(now, self._wire.settings))
 
     def _bear_with(self, now: float) -> None:
-        """Let a client that is to leave take what it was sent, for as long as it does."""
+        """Give a closing connection `idle_s` to deliver its last bytes."""
         self._leave_by = self.deadline = now + self._wire.settings.idle_s
         if self._wire.encrypted:
-            self.deadline = now  # for a look
+            self.deadline = now  # check at the next sweep
 
     def _still_takes(self, now: float) -> bool:
-        """Whether a client that is to leave has yet to take something, as far as is known.
+        """Return True if a closing connection may still have undelivered bytes.
 
-        TLS waits for its word that it has heard of the end; one that keeps a connection for later
-        does not look at it, and says nothing. Two looks: in between the kernel is given what the
-        loop still had.
+        A TLS client may never confirm the close. Two checks are needed: the event loop may write in
+        between.
         """
         if now >= self._leave_by:
             return False
@@ -235,13 +230,12 @@ class ClientConnection(asyncio.Protocol):
         return before or self._unsent
 
     def look(self) -> None:
-        """See whether a client has left that we don't read from: nobody else would tell us."""
+        """Close the connection if the client has left."""
         if self._sees(LEFT):
             self._gone()
             self._transport.abort()
 
     def _sees(self, events: int) -> bool:
-        """Whether any of these has happened to the socket, be it not heard of yet."""
         if (raw := socket_of(self._transport)) is None:
             return False
         poll = select.poll()
@@ -249,7 +243,6 @@ class ClientConnection(asyncio.Protocol):
         return bool(poll.poll(0))
 
     def _take_turns(self, now: float) -> None:
-        """Answer requests that are ready, one after the other."""
         if self._taking:
             return
         self._taking = True
@@ -260,7 +253,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader.waits_no_more(request)
             self._answer(now, request)
             if ready and not self._answers():
-                self._wire.outbox.flush()  # or nothing tells whether it takes the answers
+                self._wire.outbox.flush()  # updates `writable`
         self._taking = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MANY_AHEAD:
@@ -277,12 +270,12 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
-        self._waits_for = ParserState.NOTHING  # the next head has a deadline of its own
+        self._waits_for = ParserState.NOTHING  # restarts its deadline
         came_at = self._arrival.ended(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
-            wire.judge(head)  # anew: its key may not be one any more
+            wire.judge(head)  # the key may have been removed
         if head.route is not None and not wire.draining:
             self.deadline = inf
             self._exchange = wire.begin(self, request, head.route, came_at)
@@ -304,8 +297,7 @@ class ClientConnection(asyncio.Protocol):
         self.done(now, keep_alive=keep_alive)
 
     def _read_no_more(self) -> None:
-        """Leave what else comes in the client's socket, until it is its turn."""
-        self._waits_for = ParserState.NOTHING  # what is begun of a request has its time anew
+        self._waits_for = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
             self._wire.reading_paused(self)
@@ -323,14 +315,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _rest(self, now: float) -> None:
-        """Wait for more of the client, unless nothing more would be served."""
+        """Wait for a request unless the router drains."""
         if self._wire.draining:
             self.part_if_idle(now)
         if not self._leaving:
             self._listen(now)
 
     def _listen(self, now: float) -> None:
-        """Wait for it with the patience that is due to what comes next."""
+        """Read again, with the parser state's deadline."""
         reader, settings = self._reader, self._wire.settings
         if self._reading_paused:
             self._read_on()
@@ -352,7 +344,7 @@ class ClientConnection(asyncio.Protocol):
         self._waits_for = reader.state
 
     def _part(self, now: float, refusal: Refusal) -> None:
-        """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
+        """Refuse and close; read on for `linger_s`, as a reset could discard the response."""
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
@@ -363,7 +355,7 @@ class ClientConnection(asyncio.Protocol):
         self.write(answer)
         self.deadline = now + self._wire.settings.linger_s
         self._wire.outbox.flush()
-        if self._transport.can_write_eof():  # there is no half of TLS to close
+        if self._transport.can_write_eof():
             self._transport.write_eof()
 
     def _gone(self) -> None:

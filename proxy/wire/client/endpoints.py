@@ -1,4 +1,4 @@
-"""What the router answers itself: that it lives, that it can serve, its models, its counts."""
+"""The router's own endpoints."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from proxy.wire.context import WireContext
 
 METRICS, MODELS = "/metrics", "/v1/models"
-ONE_MODEL = f"{MODELS}/"  # and its name, which may have slashes in it
+ONE_MODEL = f"{MODELS}/"  # names may contain slashes
 PATHS = frozenset(["/health", "/ready", MODELS, METRICS])
 METHODS = "GET", "HEAD"
 OPENMETRICS = b"application/openmetrics-text"
 
 
 def is_local(path: str) -> bool:
-    """Whether the router itself answers there."""
+    """Return True if the router serves this path itself."""
     return path in PATHS or (path.startswith(ONE_MODEL) and path != ONE_MODEL)
 
 
 def local_refusal(head: RequestHead) -> Refusal | None:
-    """Refuse other methods than those that read."""
+    """Return a refusal for methods other than GET and HEAD."""
     if head.method in METHODS:
         return None
     return refusals.wrong_method(head.path, head.method, METHODS)
 
 
 def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> bytes:
-    """Answer a request that `is_local`, but for a page of metrics: see `PageVisit`."""
+    """Return the response for a local path; `MetricsRequest` serves /metrics."""
     fleet, head = wire.router.fleet, request.head
     bodiless = head.method == "HEAD"
     body = b""
@@ -58,12 +58,12 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
 
 
 def wants_openmetrics(head: RequestHead) -> bool:
-    """Whether a scrape asks for the other of the two formats."""
+    """Return True if the client asks for OpenMetrics."""
     return OPENMETRICS in head.special.get(b"accept", b"")
 
 
 def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -> bytes:
-    """Answer with a page of metrics."""
+    """Return a metrics page."""
     return answer(
         200,
         body,
@@ -75,15 +75,12 @@ def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -
 
 
 def live(fleet: Fleet) -> bool:
-    """Whether anything can be served."""
+    """Return True if a worker is live."""
     return any(worker.live for worker in fleet)
 
 
 def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
-    """List what live workers serve, each model once, with the longest context that one offers.
-
-    To a tenant, those that it may use.
-    """
+    """Return the tenant's live models, each with its longest context."""
     cards = [
         _card(fleet, name, limit)
         for name, limit in fleet.contexts().items()
@@ -93,7 +90,7 @@ def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
 
 
 def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
-    """Show one of them; or say what a request for it would be told."""
+    """Return one model, or the refusal of requests for that model."""
     known = [each for each in fleet.models() if tenant is None or tenant.may_use(each)]
     if not fleet.serves(name):
         return refusals.model_not_served(name, known, all_told=fleet.all_told())
@@ -106,7 +103,7 @@ def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refu
 
 
 def _named(path: str) -> str:
-    """Read a model's name from a path, its slashes as they are or escaped."""
+    """Return the model name; slashes may be escaped."""
     return unquote_to_bytes(path.removeprefix(ONE_MODEL).encode("latin-1")).decode(errors="replace")
 
 

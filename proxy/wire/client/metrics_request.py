@@ -1,4 +1,4 @@
-"""The page of metrics for whoever asks: written in slices, or that of all processes."""
+"""Requests for the metrics page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = asyncio.Task[tuple[bytes, str]]
 
 
 class MetricsRequest:
-    """One request for them; see `desk.Conversation`."""
+    """One request for the metrics page; a `Conversation`."""
 
     def __init__(self, wire: WireContext, client: Recipient, request: Request) -> None:
         self._wire = wire
@@ -30,7 +30,7 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        """Ask for the page."""
+        """Start to write the page."""
         self._wire.visit_began(self)
         pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
         self._found = asyncio.ensure_future(pages)
@@ -40,13 +40,15 @@ class MetricsRequest:
         if found.cancelled():
             return
         error = found.exception()
-        if self not in self._wire.visits:  # its client left after the page was written
+        if self not in self._wire.visits:  # the client has left
             return
         self._wire.visit_over(self)
         keep_alive = self._request.head.keep_alive and not self._wire.leaving
         if error:
-            logger.warning("no metrics: %s", repr(error))
-            refusal = Refusal(503, Reason.NO_WORKER, "not all processes answer", retry_after_s=1.0)
+            logger.warning("cannot write the metrics page: %s", repr(error))
+            refusal = Refusal(
+                503, Reason.NO_WORKER, "not all router processes responded", retry_after_s=1.0
+            )
             self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
         else:
             page = endpoints.page_answer(*found.result(), self._request, keep_alive=keep_alive)
@@ -54,18 +56,18 @@ class MetricsRequest:
         self._client.done(self._wire.clock(), keep_alive=keep_alive)
 
     def pause(self) -> None:
-        """Go on: a page is written at once."""
+        """Do nothing: the page is sent in one write."""
 
     def resume(self, now: float) -> None:
-        """Go on."""
+        """Do nothing."""
 
     def gone(self, now: float) -> None:  # noqa: ARG002
-        """Ask no more."""
+        """Cancel the page."""
         if self._found is not None:
             self._found.cancel()
         self._wire.visit_over(self)
 
     def cut(self, now: float) -> None:
-        """End it, because the router does."""
+        """End the request because the router stops."""
         self.gone(now)
         self._client.break_off()

@@ -1,11 +1,8 @@
-"""Web pages of elsewhere are no clients of a router that asks for no key.
+"""Refuses requests from web pages of other origins, for a router without keys.
 
-Listening on loopback keeps other machines out, but not the pages in this machine's browsers. A page
-could send what needs no leave of ours, as a form does, or have its own name resolve to 127.0.0.1:
-in either case its browser names it in Origin, as with every POST. Clients that are programs send
-none. Host is not judged: proxies on this machine pass on whatever name they are known by.
-
-Asked of each head that is new on its connection: a client's next requests cost nothing.
+A web page in a local browser can send a form, or resolve its own name to 127.0.0.1. Browsers send
+`Origin` with every POST; programs do not. `Host` is not checked: local proxies may set any name.
+Repeated heads on a connection are not checked again.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ PAGES = ("http", "https")
 
 
 def page_refusal(head: RequestHead) -> Refusal | None:
-    """Refuse what pages from elsewhere send."""
+    """Return the refusal of a foreign web page."""
     origin = head.special.get(b"origin", b"").decode("latin-1")
     return refusals.origin_not_allowed(origin) if origin and not _may_ask(origin) else None
 
 
 def _may_ask(origin: str) -> bool:
-    """Whether it is a page of this machine's, or a program that is built like one."""
+    """Return True for local pages and desktop apps."""
     scheme, colon, _ = origin.partition("://")
     if colon and scheme not in PAGES:
         return True
@@ -38,4 +35,4 @@ def _may_ask(origin: str) -> bool:
         name = urlsplit(origin).hostname or ""
     except ValueError:
         return False
-    return is_loopback(name) or name.endswith(".localhost")  # which browsers ask nobody about
+    return is_loopback(name) or name.endswith(".localhost")  # browsers resolve these locally

@@ -1,4 +1,4 @@
-"""How long the rest of a request may take to arrive: what has come of it, and since when."""
+"""Deadlines for the arrival of a request."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 
 class UploadDeadline:
-    """The request that a connection is reading."""
+    """The deadline of an arriving request."""
 
     __slots__ = ("_body_at", "_body_bytes", "_came_at")
 
     def __init__(self) -> None:
-        self._came_at = inf  # the first byte of its head; inf between two requests
-        self._body_at = inf  # the first byte of its body
-        self._body_bytes = 0  # that have come since then
+        self._came_at = inf  # first byte of the head
+        self._body_at = inf  # first byte of the body
+        self._body_bytes = 0  # received since then
 
     def got(self, size: int) -> None:
-        """Count bytes that came while no other request was being answered."""
+        """Count received bytes."""
         self._body_bytes += size
 
     def reset(self) -> None:
-        """Begin anew with the next request."""
+        """Prepare for the next request."""
         self._came_at = self._body_at = inf
 
     def ended(self, now: float) -> float:
-        """Return when the request that is answered now came, and begin anew."""
+        """Return when the request arrived, and reset."""
         came_at = min(self._came_at, now)
         self.reset()
         return came_at
 
     def due(self, now: float, settings: WireSettings, *, in_body: bool, body_begins: bool) -> float:
-        """Return when the rest of the request has to be there; inf where nothing says so."""
+        """Return the deadline for the rest of the request."""
         self._came_at = min(self._came_at, now)
         request_s = settings.request_s
         due = inf if request_s is None else self._came_at + request_s
@@ -46,16 +46,15 @@ class UploadDeadline:
         return min(due, self._body_due(settings)) if in_body else due
 
     def too_late(self, now: float, settings: WireSettings) -> Refusal:
-        """Return the refusal for a request that has passed a deadline."""
+        """Return the refusal for the passed deadline."""
         request_s = settings.request_s
         if request_s is not None and now > self._came_at + request_s:
             return refusals.request_late(request_s)
         if now > self._body_due(settings):
             return refusals.slow_body(settings.body_min_bytes_per_s)
-        return Refusal(408, Reason.BAD_REQUEST, "the request took too long to come")
+        return Refusal(408, Reason.BAD_REQUEST, "the request took too long to arrive")
 
     def _body_due(self, settings: WireSettings) -> float:
-        """Return until when what has come of a body suffices, at the least rate."""
         least = settings.body_min_bytes_per_s
         if not least:
             return inf

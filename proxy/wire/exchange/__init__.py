@@ -1,1 +1,1 @@
-"""One request on its way from a client to a worker and back."""
+"""Requests between a client and a worker."""

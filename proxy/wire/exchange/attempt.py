@@ -1,8 +1,7 @@
 """One attempt at a request: a worker, or two for a hand-over, and the response as it arrives.
 
-An attempt receives what its connections bring. It passes the response on to the client, or gives up
-and lets its exchange send the request to another worker. Once the client has a byte of the response
-no other worker is asked.
+An attempt passes the response on, or fails and lets its exchange try another worker. There is no
+retry once the client has a byte of the response.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ if TYPE_CHECKING:
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
 TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
-# Any other 5xx is a failure of the worker.
+# Any other 5xx counts as a worker failure.
 OUTCOMES = {
     TOO_MANY: Outcome.BUSY,
     UNAVAILABLE: Outcome.BUSY,
     SERVER_ERROR: Outcome.ERRED,
 }
-# 5xx for what a worker does not support: no failure of the worker.
+# The worker does not support the request: not a failure.
 NOT_SUPPORTED = frozenset([501, 505])
-# vLLM's message for a request that exceeds the worker's context.
+# vLLM's message for an exceeded context length.
 TOO_LONG = re.compile(rb"maximum (?:context|model) length")
-MAX_ERROR_BYTES = 1 << 16  # of a 400, that are searched for that message
+MAX_ERROR_BYTES = 1 << 16  # searched for that message
 
 
 class Attempt:
-    """A request on the worker that was chosen for it."""
+    """A request on its chosen worker."""
 
     __slots__ = (
         "_error_body",
@@ -79,20 +78,20 @@ class Attempt:
         self.handover: TwoLegExchange | None = None
         self._owner = owner
         self._wire = owner.wire
-        self._head: ResponseHead | None = None  # of a response without any of its body yet
+        self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
         self._passage: StreamFastPath | None = None
-        self._error_body: bytes | None = None  # of a 400, while a larger worker may be asked
+        self._error_body: bytes | None = None  # of a 400, while a retry is possible
 
     @property
     def has_begun(self) -> bool:
-        """True if the client has a part of the response."""
+        """True if the client has part of the response."""
         return self.response is not None and self.response.has_begun
 
     # To the worker
 
     def start(self, now: float, lease: Lease) -> None:
-        """Send the request, or its prefill leg."""
+        """Send the request or its prefill leg."""
         owner, wire = self._owner, self._wire
         request = owner.request
         if lease.prefill is not None:
@@ -123,18 +122,18 @@ class Attempt:
     # From the worker
 
     def begun(self, now: float, head: ResponseHead) -> None:
-        """Pass the response on, unless its status tells to ask another worker."""
+        """Start the response or a retry."""
         owner, status = self._owner, head.status
         self._head = self._error_body = None
         if status == OK and self.handover is None:
-            self._head = head  # until a part of the body is there, which may be all of it
+            self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._is_retried(now, head):
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
             cached_tokens = handover.cached_tokens
-            if status >= BAD_REQUEST:  # the connector was not told of a request that was refused
+            if status >= BAD_REQUEST:  # the connector did not see it
                 handover.give_back(now, well=True)
         lease = self.lease
         if status == BAD_REQUEST and lease is not None and owner.wire.router.has_larger(lease):
@@ -142,18 +141,18 @@ class Attempt:
         self.response = writer_for(owner, head, cached_tokens)
 
     def _is_retried(self, now: float, head: ResponseHead) -> bool:
-        """Ask another worker where an error calls for it; False if the error passes on."""
+        """Retry after an error; False if the error goes to the client."""
         owner, status, handover = self._owner, head.status, self.handover
         if (status >= SERVER_ERROR or status == TOO_MANY) and status not in NOT_SUPPORTED:
             retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
             if outcome is Outcome.ERRED and retry_after_s is not None:
-                outcome = Outcome.FAILED  # the worker knows that it is at fault
+                outcome = Outcome.FAILED  # the worker reports a fault of its own
             refusal = owner.try_another(
                 now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
             )
         elif handover is not None and handover.prefills:
-            # The limits of the prefill leg are not the client's, so a decode worker decides.
+            # The prefill leg's limits differ from the client's.
             handover.refused(now, status, again=bool(owner.tried))
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
@@ -191,8 +190,8 @@ class Attempt:
         data = response.take(body, ended)
         if not had_begun and response.has_begun:
             if not owner.client.writable:
-                self.pause()  # the client stopped reading before there was a connection to pause
-            if self.handover is not None:  # a head alone proves nothing: a stream's comes too early
+                self.pause()  # paused before the connection existed
+            if self.handover is not None:  # a head alone proves no transfer
                 self.handover.fetched()
             first_bytes(owner, self.lease, now, response, data)
         if response.tokens:
@@ -214,7 +213,7 @@ class Attempt:
         return True
 
     def _open_passage(self, response: ResponseWriter) -> None:
-        """Let the rest of a stream pass without this object."""
+        """Use the fast path for the rest of a stream."""
         connection, lease, owner = self.connection, self.lease, self._owner
         stream = response.flowing
         if connection is None or lease is None or stream is None:
@@ -224,7 +223,7 @@ class Attempt:
         connection.open_passage(self._passage)
 
     def _is_final(self, now: float) -> bool:
-        """Ask another worker after a failed transfer, as after a 500; True if there is none."""
+        """Retry a failed transfer as after a 500; True if no worker is left."""
         failed, self.response = self.response, None
         refusal = self._owner.try_another(now, Outcome.ERRED, WorkerError.STATUS)
         if refusal is None:
@@ -233,10 +232,9 @@ class Attempt:
         return True
 
     def _of_its_size(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
-        """Read a 400 to its end, and place a request once more that was too long for the worker.
+        """Collect a 400, and retry a request that exceeded the worker's context.
 
-        The router's estimate was too low then, and the client is not at fault. None if the client
-        gets nothing of the error, or not yet.
+        Return the error for the client, or None.
         """
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
@@ -255,7 +253,7 @@ class Attempt:
     # Failures
 
     def late(self, now: float) -> float:
-        """Return how much longer to wait for a worker that is only slow."""
+        """Return the extra seconds for a slow worker."""
         lease, handover = self.lease, self.handover
         if lease is None:
             return 0.0
@@ -263,7 +261,7 @@ class Attempt:
         return more_patience_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
-        """Give up on one of these workers, unless its response has begun or no other is left."""
+        """Leave these workers if a retry is possible."""
         lease, handover = self.lease, self.handover
         if lease is None or self._owner.last_refusal or self.has_begun:
             return
@@ -276,11 +274,11 @@ class Attempt:
             connection.fail(now, WorkerError.TIMEOUT)
 
     def lost(self, now: float, error: WorkerError) -> None:
-        """Ask another worker, or show a client that has a part of the response that it ends."""
+        """Retry, or break off a response that has begun."""
         owner, wire = self._owner, self._wire
         connection, self.connection = self.connection, None
         if error is WorkerError.OURS:
-            # No worker has failed, and for no other would there be room.
+            # No worker failed: this machine lacks resources.
             wire.short_of_room(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
@@ -302,7 +300,7 @@ class Attempt:
             return
         if self.lease is not None:
             wire.router.finish(self.lease, now, Outcome.FAILED, why=error.value)
-        break_off(owner, now, response, "The worker failed while it answered.", f"worker_{error}")
+        break_off(owner, now, response, "The worker failed during the response.", f"worker_{error}")
 
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
         self.stop(now, outcome)
@@ -310,7 +308,7 @@ class Attempt:
         self._wire.settle(now)
 
     def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
-        """Return True if the response takes long to make, as it would on another worker."""
+        """Return True if another worker would be as slow."""
         lease = self.lease
         if lease is None or self.handover is not None or self._head or self.response:
             return False
@@ -319,7 +317,7 @@ class Attempt:
     # The end
 
     def ends_whole(self, now: float) -> bool:
-        """End a stream whose last event the client has; False if the client does not have it."""
+        """End a stream if the client has its last event."""
         owner, response = self._owner, self.response
         if response is None or not response.is_whole:
             return False
@@ -332,17 +330,17 @@ class Attempt:
         return True
 
     def pause(self) -> None:
-        """Read no more from the worker: the client does not keep up."""
+        """Stop reading from the worker."""
         if self.connection is not None:
             self.connection.pause()
 
     def resume(self, now: float) -> None:
-        """Read on."""
+        """Read again."""
         if self.connection is not None:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:
-        """Stop the worker, and release its lease."""
+        """Stop the worker and release the lease."""
         wire = self._wire
         connection, self.connection = self.connection, None
         if self.handover is not None:

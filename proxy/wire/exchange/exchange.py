@@ -1,11 +1,10 @@
-"""One request on its way: read, placed, sent to a worker, answered, whatever happens in between.
+"""One request from its arrival to the end of its response.
 
-`state` draws its phases. An exchange owns what concerns the client and the router's core: the body,
-the ticket in the queue, the retries and the end. What concerns a worker is an `Attempt`, one for
-each time that the request is placed.
+`state` defines the phases. An exchange owns the body, the ticket in the queue, the retries and the
+end. Each placement makes a new `Attempt`, which handles the worker.
 
-Callbacks only: a request costs no task, no timer and no future. Each way out goes through `close`,
-once. Each lease is finished once, each ticket withdrawn or placed.
+A request uses callbacks only: no task, timer or future. Every exit calls `close` once. Each lease
+is finished once, and each ticket is withdrawn or placed.
 """
 
 from __future__ import annotations
@@ -49,26 +48,26 @@ class Exchange(AttemptOwner):
         route: Route,
         came_at: float = inf,
     ) -> None:
-        """Prepare it; `came_at` is when its first byte came, for the limit on its time."""
+        """Create an exchange; the time limit starts at `came_at`."""
         super().__init__(wire, client, request, route)
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
-        self.deadline = came_at + self._limit_s  # of its end
+        self.deadline = came_at + self._limit_s
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
-        self._attempt: Attempt | None = None  # the last one
-        self._held_bytes = 0  # of the body, which is kept while another worker may be asked
-        self._account: str | None = None  # that these bytes are counted to
+        self._attempt: Attempt | None = None
+        self._held_bytes = 0  # kept for retries
+        self._account: str | None = None
 
     def __repr__(self) -> str:
-        """Show the request and its state."""
+        """Return the request's id, route and state."""
         request_id = self.request.id.decode("latin-1")
         return f"<Exchange {request_id} {self.route.name} {self.state.name}>"
 
     # To a worker
 
     def start(self, now: float) -> None:
-        """Read the body, and place the request."""
+        """Read the body and place the request."""
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchange_began(self)
@@ -138,7 +137,7 @@ class Exchange(AttemptOwner):
         self.wire.queue(ticket, self)
 
     def placed(self, now: float, placed: Lease | Refusal) -> None:
-        """Send the request to the worker that has room, or refuse it."""
+        """Send the request to its worker, or refuse it."""
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
             self._ticket = None
@@ -159,9 +158,9 @@ class Exchange(AttemptOwner):
         free: bool = False,
         why: str = "",
     ) -> Refusal | None:
-        """Give up the attempt and send the request to another worker; a refusal if there is none.
+        """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry costs nothing of the budget. `why`: the error in more words.
+        `free`: the retry does not use the retry budget. `why`: details of the error.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
@@ -169,7 +168,7 @@ class Exchange(AttemptOwner):
             return self.last_refusal
         failed = lease.under_way
         worker = failed.worker
-        self.suspect = None  # a failure of the whole request is not the transfer's
+        self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
@@ -201,14 +200,14 @@ class Exchange(AttemptOwner):
         return placed if isinstance(placed, Refusal) else None
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
-        """Give up on these workers, unless the response has begun or no other is left."""
+        """Leave these workers if a retry is possible."""
         if self._attempt is not None:
             self._attempt.forsake(now, workers)
 
     # To the client
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        """End the exchange with a response of the router's own."""
+        """End the exchange with a refusal."""
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
         self.record.sent_bytes += len(answer)
@@ -217,25 +216,25 @@ class Exchange(AttemptOwner):
         self.client.done(now, keep_alive=keep_alive)
 
     def pause(self) -> None:
-        """Read no more from the worker: the client does not keep up."""
+        """Stop reading from the worker."""
         if self._attempt is not None:
             self._attempt.pause()
 
     def resume(self, now: float) -> None:
-        """Read on."""
+        """Read again."""
         if self._attempt is not None:
             self._attempt.resume(now)
 
     # The end
 
     def gone(self, now: float) -> None:
-        """Stop all work: the client has left."""
+        """Stop: the client has left."""
         self._stop(now)
         self.close(now, CLIENT_GONE)
         self.wire.settle(now)
 
     def cut(self, now: float) -> None:
-        """End the exchange because the router stops."""
+        """End: the router stops."""
         attempt = self._attempt
         if attempt is not None and attempt.ends_whole(now):
             return
@@ -247,7 +246,7 @@ class Exchange(AttemptOwner):
             break_off(self, now, response, "The router was stopped.", "router_stopped")
 
     def expire(self, now: float) -> None:
-        """End the exchange because its time is up."""
+        """End the exchange at its time limit."""
         attempt = self._attempt
         if attempt is not None and attempt.ends_whole(now):
             return
@@ -262,7 +261,6 @@ class Exchange(AttemptOwner):
             break_off(self, now, response, refusal.message, "time_limit", status, reason)
 
     def _stop(self, now: float) -> None:
-        """Stop all that is done for the client."""
         wire, outcome = self.wire, Outcome.CLIENT_GONE
         if (count := self._count) is not None:
             self._count = None
@@ -278,14 +276,14 @@ class Exchange(AttemptOwner):
             self._attempt.stop(now, outcome)
 
     def forget_body(self) -> None:
-        """Free the body: no other worker will be asked."""
+        """Free the body: no retry will need it."""
         self.request.body = b""
         if self._held_bytes:
             self.wire.collecting.give(self._held_bytes, self._account)
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        """Count the request, whichever way it ended."""
+        """Count the request and forget the exchange."""
         self.enter(ExchangeState.DONE)
         self.forget_body()
         self.wire.exchange_over(self)

@@ -1,9 +1,7 @@
-"""Requests on workers that are down, of whose answers nothing has come.
+"""Retry of requests on workers that are down.
 
-A worker that takes no more probes may hang, and its requests would wait for as long as an answer
-may take at most. So after a while they are failures, and go to others as those do. Where nobody
-else would take one it waits on: that a worker is down may be a mistake of the probes, or of the
-network between.
+After a grace period the requests of such a worker are retried. A request that no other worker
+accepts keeps waiting: the probes may be wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.wire.context import ServedExchange
 
-# Beyond the seconds that it takes to be called down. It may come up again meanwhile.
+# Counted from the failed probes.
 GRACE_S = 10.0
 
 
 class Failover:
-    """The workers that are down while requests wait on them."""
+    """Workers that are down with requests."""
 
     def __init__(self) -> None:
         self._since: dict[Worker, float] = {}
@@ -28,9 +26,9 @@ class Failover:
     def look(
         self, now: float, workers: Iterable[Worker], exchanges: Iterable[ServedExchange]
     ) -> None:
-        """See whom to wait for no longer.
+        """Retry requests after the grace period.
 
-        Cost: a look at each worker, and while one is overdue at each request that is under way.
+        Cost: O(workers), plus O(exchanges) while a worker is overdue.
         """
         before = self._since
         self._since = {w: before.get(w, now) for w in workers if not w.up and w.requests}

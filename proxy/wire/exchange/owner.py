@@ -1,4 +1,4 @@
-"""The exchange of an attempt, as the attempt uses it."""
+"""The base class of an exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AttemptOwner:
-    """What an attempt shares with its exchange, and may ask of it."""
+    """The state and methods of an exchange that an attempt uses."""
 
     def __init__(self, wire: WireContext, client: Client, request: Request, route: Route) -> None:
         self.wire = wire
@@ -30,8 +30,8 @@ class AttemptOwner:
         self.record = RequestRecord()
         self.state = ExchangeState.READING
         self.tried: frozenset[Worker] = frozenset()
-        self.last_refusal: Refusal | None = None  # of another attempt, while an error passes on
-        # A hand-over that failed, perhaps by its transfer. The next attempt shows whether it did.
+        self.last_refusal: Refusal | None = None  # of a failed retry
+        # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 
     def enter(self, state: ExchangeState) -> None:
@@ -50,14 +50,11 @@ class AttemptOwner:
         free: bool = False,
         why: str = "",
     ) -> Refusal | None:
-        """Give up the attempt and send the request to another worker; a refusal if there is none.
-
-        `free`: the retry costs nothing of the budget. `why`: the error in more words.
-        """
+        """Retry, or return a refusal."""
         raise NotImplementedError
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        """End the exchange with a response of the router's own."""
+        """End the exchange with a refusal."""
         raise NotImplementedError
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
@@ -65,5 +62,5 @@ class AttemptOwner:
         raise NotImplementedError
 
     def forget_body(self) -> None:
-        """Free the body: no other worker will be asked."""
+        """Free the body."""
         raise NotImplementedError

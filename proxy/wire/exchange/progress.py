@@ -1,4 +1,4 @@
-"""What is done as a response passes: at its first bytes, at tokens, and at its end."""
+"""Actions as a response passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD_REQUEST, BAD_GATEWAY = 400, 502
 def writer_for(
     owner: AttemptOwner, head: ResponseHead, cached_tokens: int | None = None
 ) -> ResponseWriter:
-    """Return the writer of a response that begins with this head."""
+    """Return a writer for a response."""
     request, ask = owner.request, owner.ask
     changed = None if ask is None else ask.fields
     return ResponseWriter(
@@ -39,7 +39,7 @@ def writer_for(
 def first_bytes(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, data: bytes
 ) -> None:
-    """Note that the client has a part of the response, so that no other worker is asked."""
+    """Record that the response has begun."""
     router = owner.wire.router
     owner.enter(ExchangeState.ANSWERING)
     owner.forget_body()
@@ -83,7 +83,7 @@ def fast_path(
 
 
 def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
-    """Return True if a whole response may take the short path of `pass_whole`."""
+    """Return True if `pass_whole` may handle the response."""
     asked = owner.request.head
     return (
         head.length is not None
@@ -99,7 +99,7 @@ def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
 def pass_whole(
     owner: AttemptOwner, lease: Lease, now: float, head: ResponseHead, body: bytes
 ) -> None:
-    """Pass on a response that arrived in one piece, and end the exchange."""
+    """Pass on a response in one piece, and end the exchange."""
     wire, client = owner.wire, owner.client
     owner.forget_body()
     data = b"%bX-Request-Id: %b\r\nContent-Length: %b\r\n\r\n%b" % (
@@ -118,14 +118,14 @@ def pass_whole(
 
 
 def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter) -> None:
-    """End an exchange whose client has all of the response."""
+    """End an exchange after a complete response."""
     wire, status = owner.wire, response.status
     if lease is not None:
         done = status < BAD_REQUEST
         if done and lease.sent and lease.prefill and owner.record.first_token_at is None:
             wire.metrics.handovers.arrived(lease)
         outcome = Outcome.DONE if done else Outcome.REFUSED
-        # Reading the usage takes a microsecond or two, and few requests have to teach anything.
+        # Reading the usage costs 1-2 us.
         usage = response.usage() if wire.router.wants_usage(lease, now) else None
         wire.router.finish(lease, now, outcome, usage)
     owner.close(now, status)
@@ -142,9 +142,9 @@ def break_off(
     status: int = BAD_GATEWAY,
     reason: Reason | None = None,
 ) -> None:
-    """End a response that is not whole so that the client notices.
+    """End an incomplete response so that the client notices.
 
-    An error event and the end of the framing leave the connection fit for another request.
+    After an error event and the end of the framing, the connection can be reused.
     """
     last_words = response.last_words(message, code)
     owner.record.sent_bytes += len(last_words or b"")

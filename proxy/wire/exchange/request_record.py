@@ -1,4 +1,4 @@
-"""What is told of a request once it is over: when it came, waited, began to be answered, ended."""
+"""Records of requests, for metrics and logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACE = b"traceparent"
 
 
 class RequestRecord:
-    """The times of one request, and what became of it."""
+    """The times and the outcome of one request."""
 
     __slots__ = (
         "_gaps",
@@ -45,71 +45,71 @@ class RequestRecord:
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        self.prompt = b""  # its whole body, where prompts are to be logged
+        self.prompt = b""  # the whole body, if prompts are logged
         self.ask: RequestInfo | None = None
-        self.decision: Decision | None = None  # the last one, if it was placed at all
+        self.decision: Decision | None = None
         self.started = 0.0
         self.queue_s = 0.0
-        self.placed_at: float | None = None  # last
-        self.prefilled_at: float | None = None  # by another worker than the one that decodes
-        self.sent_bytes = 0  # to the client, the head included
-        self.number = 0  # on the status page, once somebody looks
-        self.ticks: list[float] | None = None  # and when tokens passed, since it was told last
+        self.placed_at: float | None = None
+        self.prefilled_at: float | None = None  # end of the prefill leg
+        self.sent_bytes = 0
+        self.number = 0  # on the status page
+        self.ticks: list[float] | None = None  # token times since the last status update
         self.first_token_at: float | None = None
-        self.opening = 0  # tokens that came with the first, itself included
-        self.tokens = 0  # after those
+        self.opening = 0  # tokens in the first piece
+        self.tokens = 0  # in later pieces
         self._last_token_at = 0.0
-        self._gaps: Histogram | None = None  # what these times are for, once it has begun
+        self._gaps: Histogram | None = None
 
     @property
     def id(self) -> str:
-        """The client's name for it, or else ours."""
+        """The request id."""
         return "" if self.request is None else self.request.id.decode("latin-1")
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose it is: told by its key, be its body read or not."""
+        """The tenant that the API key names."""
         return None if self.request is None else self.request.head.tenant
 
     @property
     def in_the_gaps(self) -> bool:
-        """Whether it is of those that wait for room that nobody else wants."""
+        """True if the request has batch priority."""
         tenant = self.tenant
         of_batch = self.request is not None and self.request.head.batch
         return of_batch or (tenant is not None and tenant.spec.rank is BATCH)
 
     @property
     def trace_id(self) -> str:
-        """The trace that it belongs to, if any."""
+        """The trace id, if any."""
         if (trace := self.trace) is not None:
             return trace.id
         return "" if self.request is None else id_in(self.request.head.special.get(TRACE))
 
     @property
     def trace(self) -> Trace | None:
-        """Its own part of that trace, where requests are traced."""
+        """The router's span, if traced."""
         return None if self.request is None else self.request.trace
 
     def begin(self, now: float, request: Request, metrics: Metrics) -> None:
-        """Note when it came."""
+        """Record the arrival."""
         self.started = now
         self.request = request
         if metrics.begin_trace is not None:
             head = request.head
             request.trace = metrics.begin_trace(told := head.special.get(TRACE))
             if told is not None:
-                head.keep_back((TRACE,))  # each leg is told its own
+                head.keep_back((TRACE,))
         if metrics.keeps_prompts:
             self.prompt = request.body
 
     def place(self, now: float, decision: Decision) -> None:
-        """Note where it goes."""
+        """Record a placement."""
         self.decision = decision
         self.placed_at = now
         self.prefilled_at = None
 
     def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
-        """Note when tokens passed, and how many."""
+        """Record tokens."""
         if self.first_token_at is None:
             self.first_token_at = now
             self.opening = tokens
@@ -126,7 +126,7 @@ class RequestRecord:
     def close(
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
     ) -> None:
-        """Count the request; `reason` is given where it was refused."""
+        """Count the request; `reason` is set if the router refused it."""
         ask, decision = self.ask, self.decision
         first, worker, pool, predicted, leg = self.first_token_at, NONE, NONE, None, None
         placed_s, leg_s, fetched = None, None, False
@@ -139,7 +139,7 @@ class RequestRecord:
             if (placed_at := self.placed_at) is not None:
                 placed_s = placed_at - self.started
                 if predicted is not None:
-                    # What had passed by then, its wait or a leg that failed, is in the real one.
+                    # The measured TTFT includes the time before the last placement.
                     predicted += placed_s
                 if self.prefilled_at is not None:
                     leg_s = self.prefilled_at - placed_at
@@ -149,7 +149,7 @@ class RequestRecord:
                 fetched = handover.tokens > 0
             reason = reason or decision.reason
         elif reason is None:
-            reason = Reason.FLEET_FULL  # its client left while it waited
+            reason = Reason.FLEET_FULL  # left before placement
         model, size = ask.model if ask is not None else "", class_of(ask)
         stream = ask.stream if ask is not None and ask.computes else None
         metrics.request_done(

@@ -1,7 +1,6 @@
-"""A worker's answer on its way to the client: the head rewritten, the body framed anew.
+"""A worker's response with a new head and new framing.
 
-Nothing is written before the body's first byte is there: until then another worker can still be
-asked, and a stream's head comes long before its first token.
+Nothing is written before the first byte of the body, so that a retry stays possible.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
 class ResponseWriter:
-    """The answer to one request."""
+    """The response to one request."""
 
     __slots__ = (
         "_cached",
@@ -58,14 +57,14 @@ class ResponseWriter:
     ) -> None:
         self.status = head.status
         self.keep_alive = keep_alive
-        self.has_begun = False  # the client has part of it
-        self.tokens = 0  # carried by what `take` returned last
+        self.has_begun = False
+        self.tokens = 0  # in the last result of `take`
         self._stream: EventStream | None = None
-        self._tail: bytes | None = None  # of a JSON body, where usage will be
+        self._tail: bytes | None = None  # of a JSON body, with the usage
         self._chunked = False
         self._until_close = head.until_close
-        self._cached = cached_tokens  # to be told in place of what the worker says
-        self._hides = hides_usage  # whether a stream's usage was not asked for by the client
+        self._cached = cached_tokens  # replaces the worker's count
+        self._hides = hides_usage  # the client asked for none
         self._held = b""
         self._head = self._compose(request, head, decision)
         kind = head.special.get(b"content-type", b"")
@@ -76,7 +75,7 @@ class ResponseWriter:
                 self._tail = b""
 
     def take(self, body: bytes, ended: bool) -> bytes:
-        """Take in a piece of body; returns what the client is to be sent, perhaps nothing yet."""
+        """Return the bytes to send; may be empty."""
         stream = self._stream
         if stream is not None:
             body = stream.feed(body)
@@ -105,28 +104,24 @@ class ResponseWriter:
         return data
 
     def _whole(self, body: bytes, cached: int, ended: bool) -> bytes:
-        """Hold a JSON body back until its usage is there."""
+        """Hold back a JSON body to correct its usage."""
         self._held += body
         if not ended and len(self._held) <= MOST_HELD:
             return b""
         body, self._held = self._held, b""
         if ended:
             told = recounted(body, cached)
-            if len(told) != len(body):  # of an answer whose length is told, in a head not yet sent
+            if len(told) != len(body):  # correct Content-Length in the unsent head
                 length = b"\r\nContent-Length: %d\r\n" % len(told)
                 self._head = LENGTH.sub(length, self._head, 1)
             body = told
         else:
-            self._cached = None  # an answer this long: its count has to do
+            self._cached = None  # too long
         self._tail = body[-TAIL:]
         return body
 
     def is_cut(self, route: str, body: bytes) -> bool:
-        """Whether a stream ends without its last word, where nothing else tells its end.
-
-        Its end is that of the connection then, and so is the death of its worker. `body`: its last
-        piece, not taken yet.
-        """
+        """Return True if an unframed stream ends before `[DONE]`; `body` is its last piece."""
         stream = self._stream
         if stream is None or not self._until_close or route not in ENDS_WITH_DONE:
             return False
@@ -134,27 +129,27 @@ class ResponseWriter:
 
     @property
     def flowing(self) -> EventStream | None:
-        """The stream, while whole chunks of it are what the client is to be sent, as they come."""
+        """The stream, while its chunks can pass unchanged."""
         stream = self._stream
         return stream if stream is not None and self._chunked and stream.flows else None
 
     @property
     def recounts(self) -> bool:
-        """Whether its usage is not to pass as it is."""
+        """True if the usage changes."""
         return self._cached is not None or self._hides
 
     @property
     def is_whole(self) -> bool:
-        """Whether the client has the last event of a stream, whatever ends the connection."""
+        """True if the client has the last event of a stream."""
         return self._stream is not None and self._stream.is_whole
 
     @property
     def end(self) -> bytes:
-        """The framing that ends a body after whole events."""
+        """The framing that ends the body."""
         return LAST_CHUNK if self._chunked else b""
 
     def last_words(self, message: str, code: str) -> bytes | None:
-        """Write the end of an answer that fails midway; None if it can only be broken off."""
+        """Return an error event that ends a failed stream; None if not possible."""
         stream = self._stream
         if stream is None or stream.torn:
             return None
@@ -162,7 +157,7 @@ class ResponseWriter:
         return b"%x\r\n%b\r\n%b" % (len(event), event, self.end) if self._chunked else event
 
     def usage(self) -> Usage | None:
-        """Return what the worker says it computed."""
+        """Return the reported usage."""
         if self._stream is not None:
             return self._stream.usage()
         return usage_in(self._tail) if self._tail else None
@@ -173,7 +168,7 @@ class ResponseWriter:
             route = decision_header(decision)
             pieces += (b"X-Route: ", route, b"\r\n")
         if head.status == NO_CONTENT:
-            pass  # RFC 9110, 8.6: it must have no Content-Length
+            pass  # RFC 9110, 8.6 forbids Content-Length
         elif head.length is not None:
             pieces += (b"Content-Length: ", head.length, b"\r\n")
         elif head.status != NOT_MODIFIED:
@@ -191,13 +186,13 @@ class ResponseWriter:
 
 
 def response_id_in(data: bytes) -> str | None:
-    """Read the id of a stored response from an answer's first bytes."""
+    """Return the id of a stored response."""
     found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
     return found[1].decode("latin-1") if found else None
 
 
 def usage_of(head: ResponseHead, body: bytes) -> Usage | None:
-    """Read what a whole answer says was computed, if that can be read."""
+    """Return the usage in a whole response, if readable."""
     special = head.special
     if b"content-encoding" in special or not special.get(b"content-type", b"").startswith(JSON):
         return None

@@ -1,9 +1,7 @@
-"""Pieces of a stream that pass on as they came.
+"""Fast path for stream chunks that pass on unchanged.
 
-Once an answer streams, nearly every read of a worker's connection brings one whole chunk of whole
-events. Those very bytes, framing included, are what the client is to be sent: nothing is parsed,
-cut or put together. Whatever else comes is left to the reader, which is between two chunks then,
-as it was before.
+Nearly every read of a stream returns one whole chunk of whole events. Those bytes go to the client
+without parsing. Other reads go to the parser, which is between two chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MOST_DIGITS = 4
 
 @lru_cache(maxsize=1024)
 def size_line(length: int) -> bytes:
-    """Return how a chunk begins that is so long in all; nothing where none is."""
+    """Return the size line of a chunk of this total length; may be empty."""
     for digits in range(1, MOST_DIGITS + 1):
         size = b"%x" % max(length - digits - 4, 0)
         if len(size) == digits and size != b"0":
@@ -37,7 +35,7 @@ def size_line(length: int) -> bytes:
 
 
 class StreamFastPath:
-    """The way of one stream's pieces, from its first token on."""
+    """The fast path of one stream."""
 
     __slots__ = (
         "_count",
@@ -65,13 +63,13 @@ class StreamFastPath:
         self._lease = lease
         self._metrics = metrics
         self._record = record
-        self._keep = stream.keep  # for its usage
+        self._keep = stream.keep  # for the usage
         self._count = stream.count
         self._write = write
-        self._recounts = recounts  # whether its usage is not to pass as it is
+        self._recounts = recounts  # the usage changes
 
     def take(self, now: float, data: bytes) -> bool:
-        """Pass on what was read; False if it is not for here."""
+        """Pass on one chunk; False if the parser must read it."""
         begin = size_line(len(data))
         if not begin or not data.startswith(begin) or not data.endswith(CHUNK_END):
             return False

@@ -1,4 +1,4 @@
-"""Asking a worker how many tokens a prompt has, when the estimate is too near a limit to decide."""
+"""Token counts from a worker, for estimates too close to a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_ANSWER = 1 << 20
 
 
 class TokenizeRequest:
-    """One question to `/tokenize`; `done` gets the count, or None when the estimate has to do."""
+    """A request to `/tokenize`; `done` receives the count or None."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
     patience_s = inf
@@ -32,27 +32,27 @@ class TokenizeRequest:
         self._answer = b""
 
     def ask(self, now: float, pool: ConnectionPool, body: bytes, authorization: bytes) -> None:
-        """Send the question."""
+        """Send the request."""
         start = b"POST /tokenize HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         pool.send(now, self, (start + framing + body,))
 
     def drop(self) -> None:
-        """Forget the question."""
+        """Cancel the request."""
         if self.connection is not None:
             self.connection.drop()
 
     def expire(self, now: float) -> None:
-        """Wait no longer."""
+        """Give up at the deadline."""
         self.drop()
         self._done(now, None)
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
-        """Note whether it is an answer at all."""
+        """Record the status."""
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Collect the answer; it lists the tokens themselves too."""
+        """Collect the response."""
         self._answer += body
         if ended:
             self.connection = None
@@ -61,11 +61,11 @@ class TokenizeRequest:
             self.expire(now)
 
     def late(self, now: float) -> float:  # noqa: ARG002
-        """Wait no longer."""
+        """Allow no extra time."""
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
-        """Do without."""
+        """Continue without a count."""
         self.connection = None
         self._done(now, None)
 

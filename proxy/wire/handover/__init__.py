@@ -1,1 +1,1 @@
-"""The two legs of a request whose prefill and decode run on different workers."""
+"""Requests with prefill and decode on different workers."""

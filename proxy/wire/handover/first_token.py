@@ -1,19 +1,18 @@
-"""How a stream begins before anything was generated, and how it says that nothing will be.
+"""Finds the first event of a stream that shows whether the KV transfer worked.
 
-vLLM answers a stream with 200 before the engine has begun. Chat then names the role; typed streams
-tell of the answer that they are about to give, `response.created` and the like. Whatever it is, it
-shows nothing of a transfer; the first event that carries text does, and so does an error.
+vLLM sends opening events before the engine starts: a chat role, or events such as
+`response.created`. Only the first text or error shows the result.
 """
 
 from __future__ import annotations
 
 import re
 
-MOST = 1 << 20  # of an opening: it may repeat instructions and tools
-STARTS = (b"d", b"e", b":")  # data, event, a remark
+MOST = 1 << 20  # bytes; opening events may repeat the instructions
+STARTS = (b"d", b"e", b":")  # data, event, comment
 END = re.compile(rb"\n\r?\n")
 ROLE = re.compile(rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)')
-# The events of typed streams that come of something: text, an end, an error.
+# Text, an end or an error.
 TELLS = re.compile(rb"event: ?\S*(?:delta|done|stop|completed|incomplete|failed|error)")
 # Cohere's events have no names; vLLM writes the type last.
 COHERE = re.compile(rb'data: ?\{[^\n]*"type": ?"message-start"')
@@ -24,10 +23,10 @@ FAILED = re.compile(
 
 
 def after(text: bytes) -> int:
-    """Find where the first whole event begins that tells something; -1 while there is none."""
+    """Return the offset of the first event after the opening; -1 if none."""
     at = 0
     if not text.startswith(STARTS):
-        return 0  # no stream
+        return 0  # not an event stream
     while (end := END.search(text, at)) is not None:
         if not _is_quiet(text, at, end.start()):
             return at
@@ -44,5 +43,5 @@ def _is_quiet(text: bytes, at: int, end: int) -> bool:
 
 
 def says_failed(text: bytes) -> bool:
-    """Whether a stream begins with an error, as after a transfer that failed."""
+    """Return True if the first event after the opening is an error."""
     return FAILED.match(text, max(after(text), 0)) is not None

@@ -1,4 +1,4 @@
-"""The first leg of a hand-over: a worker prefills, and its answer is for us, unless it says no."""
+"""The prefill leg of a hand-over."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
     from proxy.wire.worker.pool import ConnectionPool
 
-MAX_ANSWER = 64 << 20  # it may repeat a long prompt's token ids
-# It is written in one go, and what it tells of is not kept for long.
+MAX_ANSWER = 64 << 20  # bytes; may list all token ids
+# From head to end of the response: the worker keeps the blocks only briefly.
 REST_S = 10.0
 
 
 class PrefillOwner(Protocol):
-    """Whoever wants the prefill done."""
+    """The owner of a prefill leg."""
 
     connection: WorkerConnection | None
 
     def prefilled(self, now: float, answer: bytes) -> None:
-        """Hear that it is done."""
+        """Handle the complete response."""
 
     def begun(self, now: float, head: ResponseHead) -> None:
-        """Hear what begins as the answer to the client: the worker has said no."""
+        """Handle the head of an error."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Take a piece of that."""
+        """Handle a piece of an error."""
 
     def lost(self, now: float, trouble: WorkerError) -> None:
-        """Hear that there will be no (more of the) answer."""
+        """Handle a failure of the leg."""
 
 
 class PrefillLeg:
-    """One of them. Its owner hears of it, or whoever it is left to."""
+    """One prefill request."""
 
     __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "patience_s")
 
     def __init__(self, owner: PrefillOwner, patience_s: float) -> None:
         self.connection: WorkerConnection | None = None
         self.patience_s = patience_s
-        self.begun_at = inf  # by then the prefill was done
+        self.begun_at = inf  # end of the prefill
         self._owner = owner
         self._pieces: list[bytes] = []
-        self._size = -1  # until an answer has begun
-        self._passes = False  # the answer is the client's
+        self._size = -1  # until the response begins
+        self._passes = False  # an error, passed to the owner
 
     def send(self, now: float, pool: ConnectionPool, request: tuple[bytes, ...]) -> None:
-        """Send it."""
+        """Send the request."""
         pool.send(now, self, request)
 
     @property
     def is_answering(self) -> bool:
-        """Whether the prefill is done and its answer is on its way."""
+        """True if the response has begun: the prefill is done."""
         return self._size >= 0
 
     @property
     def is_sent(self) -> bool:
-        """Whether the worker may have begun with it."""
+        """True if the prefill may have started."""
         return self.connection is not None and self.connection.is_open
 
     def leave_to(self, owner: PrefillOwner) -> None:
-        """Let somebody else hear the rest."""
+        """Change the owner."""
         self._owner = owner
 
     def begun(self, now: float, head: ResponseHead) -> None:
-        """See whether it is an answer for us."""
+        """Keep a successful response; pass on an error."""
         if head.status == OK:
             self._size = 0
             self.begun_at = now
@@ -80,7 +80,7 @@ class PrefillLeg:
         self._owner.begun(now, head)
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Collect the answer."""
+        """Collect the response."""
         if self._passes:
             self._owner.received(now, body, ended)
             return
@@ -96,22 +96,21 @@ class PrefillLeg:
             self._hurry()
 
     def _hurry(self) -> None:
-        """Wait for the rest no longer than that may take."""
         if self.connection is not None:
             deadline = self.connection.deadline
             self.connection.deadline = min(deadline, self.begun_at + REST_S)
 
     def late(self, now: float) -> float:  # noqa: ARG002
-        """Wait no longer."""
+        """Allow no extra time."""
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:
-        """Pass it on."""
+        """Report the failure."""
         self.connection = None
         self._owner.lost(now, trouble)
 
     def drop(self) -> None:
-        """Let the worker stop."""
+        """Cancel the prefill."""
         if self.connection is not None:
             self.connection.drop()
             self.connection = None

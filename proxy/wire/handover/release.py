@@ -1,7 +1,7 @@
-"""Having a prefill worker's blocks freed that no decode leg will fetch.
+"""Release of prefilled KV blocks that no decode leg will fetch.
 
-They would be kept for half a minute else. A decode worker that refuses a request before it is
-scheduled tells the prefill worker that nobody will come, so it is sent one that it must refuse.
+The prefill worker would keep them for 30 s. A decode worker frees the blocks of a request that it
+refuses before scheduling, so the router sends a request that must be refused.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT = "released", "left_to_expire"
-# With these it was refused by what knows of the connector; a 401, say, comes from before that.
+# Refusals by code that knows the connector; a 401 precedes that code.
 FREES = frozenset([400, 404])
-# Well under the time after which they are freed anyway.
 PATIENCE_S, TRIES = 5.0, 3
-GRACE_S = 1.0  # for a prefill that should be done by now, and whose client has left
+GRACE_S = 1.0  # for an abandoned prefill that is nearly done
 
 
 class BlockRelease:
-    """Has one prefill's blocks freed: by a decode worker, or if that fails by another."""
+    """Frees one prefill's blocks through a decode worker, with retries."""
 
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
     patience_s = inf
@@ -46,7 +45,7 @@ class BlockRelease:
         self._status = 0
 
     def send(self, now: float, decode: Worker) -> None:
-        """Send a decode worker what it must refuse."""
+        """Send a decode worker the request to refuse."""
         wire, body = self._wire, self._body
         self._tried.append(decode)
         self._status = 0
@@ -59,11 +58,11 @@ class BlockRelease:
         pool.send(now, self, (start + framing + body,))
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
-        """Note how it was refused."""
+        """Record the status."""
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
-        """Count it once the refusal is there."""
+        """Count the release, or retry it."""
         if not ended:
             return
         self.connection = None
@@ -73,23 +72,23 @@ class BlockRelease:
             self.elsewhere(now, self._tried[-1])
 
     def late(self, now: float) -> float:  # noqa: ARG002
-        """Wait no longer."""
+        """Allow no extra time."""
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
-        """Ask another."""
+        """Try another worker."""
         self.connection = None
         self.elsewhere(now, self._tried[-1])
 
     def expire(self, now: float) -> None:
-        """Wait no longer for this one."""
+        """Try another worker."""
         if self.connection is not None:
             self.connection.drop()
             self.connection = None
         self.elsewhere(now, self._tried[-1])
 
     def elsewhere(self, now: float, decode: Worker) -> None:
-        """Ask another in place of a decode worker; without one, the blocks expire in time."""
+        """Try another decode worker, or let the blocks expire."""
         left = [w for w in others(self._wire, decode) if w not in self._tried]
         if left and len(self._tried) < TRIES:
             self.send(now, left[0])
@@ -102,7 +101,7 @@ class BlockRelease:
 
 
 class AbandonedPrefill:
-    """Takes the answer to a prefill whose client left when it was done, or nearly so."""
+    """A nearly complete prefill leg without a client."""
 
     __slots__ = ("_authorization", "_decode", "_leg", "_pair", "_wire", "connection", "deadline")
 
@@ -116,43 +115,43 @@ class AbandonedPrefill:
         self._leg = leg
 
     def adopt(self, now: float) -> None:
-        """Wait for it, a little."""
+        """Take over the leg."""
         self.deadline = now + GRACE_S
         self._wire.release_began(self)
         self._leg.leave_to(self)
 
     def prefilled(self, now: float, answer: bytes) -> None:
-        """Have the blocks freed."""
+        """Release the blocks."""
         connector = self._wire.connector
         taken = PrefillResult() if connector is None else connector.taken(self._pair, read(answer))
         release(self._wire, now, self._decode, taken, self._authorization)
         self._wire.release_over(self)
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
-        """Hear that it was refused: nothing is held for it."""
+        """End: a refused prefill holds no blocks."""
         self._leg.drop()
         self._wire.release_over(self)
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Hear nothing."""
+        """Ignore the body."""
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
-        """Give up: if it had begun to answer, blocks are held for it."""
+        """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
             self._wire.metrics.handover_ended(LEFT)
         self._wire.release_over(self)
 
     def expire(self, now: float) -> None:  # noqa: ARG002
-        """Let the prefill stop: it takes longer than was thought. An answer has longer to come."""
+        """Cancel the prefill unless its response has begun."""
         if self._leg.is_answering:
-            self.deadline = inf  # its connection has one of its own
+            self.deadline = inf  # the connection's deadline remains
             return
         self._leg.drop()
         self._wire.release_over(self)
 
 
 def others(wire: WireContext, decode: Worker) -> list[Worker]:
-    """List whom else than a decode worker one may ask to have blocks freed."""
+    """Return the other usable decode workers."""
     return [
         worker
         for worker in wire.router.fleet.of(decode.model)
@@ -161,7 +160,7 @@ def others(wire: WireContext, decode: Worker) -> list[Worker]:
 
 
 def read(answer: bytes) -> dict[str, Any]:
-    """Read a prefill's answer; there is nothing in one that makes no sense."""
+    """Return the fields of a prefill response; empty if invalid."""
     try:
         fields = orjson.loads(answer)
     except orjson.JSONDecodeError:
@@ -178,7 +177,7 @@ def release(
     *,
     well: bool = True,
 ) -> None:
-    """Have what was taken freed: through a decode worker, or if it is not well through another."""
+    """Free the blocks through this decode worker; if not `well`, through another."""
     body = wire.connector.release(taken) if wire.connector is not None else None
     if body is None:
         if taken.params is not None:

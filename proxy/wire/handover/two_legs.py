@@ -1,8 +1,7 @@
-"""The two legs of a request that is handed over, and the blocks in between.
+"""The two legs of a hand-over, and the KV blocks between them.
 
-An exchange has one `TwoLegExchange` from the charge of both workers until the request is placed
-again or ends. It sends the legs for the exchange and tells it how they go. It keeps what the
-prefill left behind, which is good for one decode leg and is given back in every other case.
+A `TwoLegExchange` exists until the request is retried or ends. The result of the prefill serves one
+decode leg; otherwise its blocks are released.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Why a request is served whole after all.
+# Why a request is served whole.
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
 SOON_S = 0.25
-# What may be said for the worker's own key, adapters or routes: the next one may have others.
+# Perhaps due to one worker's key, adapters or routes.
 ITS_OWN = frozenset([401, 403, 404, 405])
 
 
 class TwoLegExchange:
-    """One of them."""
+    """The two legs of one request."""
 
     __slots__ = (
         "_connector",
@@ -64,27 +63,27 @@ class TwoLegExchange:
 
     def __init__(self, wire: WireContext, request: Request, lease: Lease, first: Worker) -> None:
         if wire.connector is None:
-            raise RuntimeError("a hand-over without a connector")
+            raise RuntimeError("a hand-over needs a connector")
         self._wire, self._connector = wire, wire.connector
         self._request = request
         self._lease, self._first = lease, first
         number = wire.new_id().decode()
-        if lease.ask.route in IDS:  # its answer may be asked for by that, and not by neighbours
+        if lease.ask.route in IDS:  # stored under this id: make it hard to guess
             number += os.urandom(8).hex()
         self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
         self._leg: PrefillLeg | None = None
-        self._taken: PrefillResult | None = None  # by the prefill, and not yet by the decode worker
-        self._early = b""  # of a decode leg's stream, what says nothing yet
+        self._taken: PrefillResult | None = None  # until fetched
+        self._early = b""  # opening events
         self._is_sent = False  # the decode leg
-        self.late_at = inf  # when the blocks may be another's
+        self.late_at = inf  # then the blocks may be reused
         self._was_late = False
-        self._refused = 0  # the status that the prefill worker refused with
-        self.is_suspect = False  # whether its transfer or its prefill worker may have failed
+        self._refused = 0  # status of a refused prefill
+        self.is_suspect = False  # `blame` applies
 
     # The legs
 
     def prefill(self, now: float, exchange: PrefillOwner) -> None:
-        """Have the prompt prefilled."""
+        """Send the prefill leg."""
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.of(self._first)
         body = prefill_body(self._connector, self._pair, lease.ask, request.body)
@@ -94,7 +93,7 @@ class TwoLegExchange:
         leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
 
     def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
-        """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
+        """Send the decode leg; False if no healthy worker is left."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         leg, self._leg = self._leg, None
         fields = read(answer)
@@ -104,14 +103,14 @@ class TwoLegExchange:
         learns = halves is not None and halves.cached_tokens > 0
         bare = connector.needs_params and taken.params is None
         if bare and halves is not None:
-            halves.tokens = 0  # the decode worker's prefill is no transfer
+            halves.tokens = 0  # nothing to transfer
         wire.metrics.handovers.prefilled(lease, now, bare=bare)
         wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
         if bare:
             self._strike(now, None)
         else:
             wire.router.links.worked(self._first, None)
-        # As long as its answer took to come, the blocks have been kept.
+        # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
         if not wire.router.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
@@ -132,47 +131,43 @@ class TwoLegExchange:
 
     @property
     def prefills(self) -> bool:
-        """Whether its prefill is under way."""
+        """True while the prefill leg runs."""
         return self._leg is not None
 
     @property
     def is_free(self) -> bool:
-        """Whether trying again costs no retry: no decode worker was asked, or none has failed.
+        """True if a retry is free: no decode leg was sent, or its transfer was late.
 
-        One that had no time for it before its blocks might have been another's is well, and the
-        request is served whole then: that it is free happens once.
+        After a late transfer the request is served whole, so this happens once.
         """
         return not self._is_sent or self._was_late
 
     @property
     def prefill_connection(self) -> WorkerConnection | None:
-        """What a prefill that is under way is asked over."""
+        """The prefill leg's connection."""
         return None if self._leg is None else self._leg.connection
 
     @property
     def is_answering(self) -> bool:
-        """Whether part of the prefill's answer is here."""
+        """True if the prefill leg's response has begun."""
         return self._leg is not None and self._leg.is_answering
 
-    # The decode worker's answer
+    # The decode worker's response
 
     @property
     def waits(self) -> bool:
-        """Whether nothing shows yet that the decode worker has what the prefill left behind."""
+        """True until the blocks are known to be fetched."""
         return self._taken is not None
 
     @property
     def cached_tokens(self) -> int | None:
-        """What the client's usage is to tell, where the decode worker can't know."""
+        """The cached tokens for the client's usage."""
         return None if self._taken is None else self._taken.cached_tokens
 
     def first_of(
         self, body: bytes, ended: bool, connection: WorkerConnection | None
     ) -> bytes | None:
-        """Take the first piece of an answer; None while it does not tell how the transfer went.
-
-        Until then its worker has no longer than the blocks are sure to be the prompt's.
-        """
+        """Return the first pieces of a response; None until they show a transfer's result."""
         early = self._early = self._early + body
         if not ended and len(early) <= first_token.MOST and first_token.after(early) < 0:
             if connection is not None:
@@ -182,27 +177,24 @@ class TwoLegExchange:
         return early
 
     def fetched(self) -> None:
-        """Note that the decode worker has it all: there is nothing to be given back."""
+        """Record that the blocks were fetched."""
         if self._taken is not None:
             self._wire.router.links.worked(self._first, self._lease.worker)
             self._taken = None
 
-    # What does not go to its end
+    # Failures
 
     def refused(self, now: float, status: int, *, again: bool) -> None:
-        """Hear that the prefill worker won't: a decode worker is asked for all of it.
-
-        Or another prefill worker first, unless that was tried before.
-        """
+        """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused = status
         router, lease = self._wire.router, self._lease
         if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
             lease.ask.whole = REFUSED_PREFILL
 
     def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
-        """Give up; tell who need not be asked again, and what the leg under way says of it."""
+        """End the hand-over; return the worker to avoid and its outcome."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
-        if self.is_answering:  # blocks are held, and where was in the part that is missing
+        if self.is_answering:  # the missing part would locate the held blocks
             self._wire.metrics.handover_ended(LEFT)
         self._leg = None
         late = trouble is WorkerError.TIMEOUT and now >= self.late_at
@@ -218,8 +210,7 @@ class TwoLegExchange:
         erred = late or outcome is Outcome.ERRED
         if not (erred if was_sent else well):
             return lease.worker, outcome
-        # The transfer may have failed: then no worker is left out for it. Where it took, or would
-        # take, too long, another worker is better.
+        # Only a late transfer rules out its decode worker.
         self._was_late = late
         late = late or not was_sent
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
@@ -230,45 +221,41 @@ class TwoLegExchange:
         return lease.worker if spared else first, Outcome.MOOT
 
     def blame(self, now: float) -> None:
-        """Hold its failure against the link, now that the request could be served without it.
-
-        Or a refusal against the prefill worker. Until then it may be a request that every worker
-        answers so.
-        """
+        """Count the failure, after the request succeeded elsewhere."""
         self._strike(now, None if self._refused else self._lease.worker)
 
     def _strike(self, now: float, second: Worker | None) -> None:
-        """Count a failure of the link to a decode worker, or of the prefill worker itself."""
+        """Count a failure of the link; without `second`, of the prefill worker."""
         first, wire = self._first, self._wire
         if not wire.router.links.failed(first, second, now):
             return
         wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
         if self._refused:
             logger.warning(
-                "%s refuses prefills of what others then serve, the last with status %d; it is "
-                "given none for %g s; are its key, adapters and flags those of the others?",
+                "%s refuses prefills that other workers serve, the last with status %d; it gets no "
+                "prefills for %g s. Check its key, adapters and flags.",
                 first.name,
                 self._refused,
                 BARRED_S,
             )
         elif second is None:
             logger.warning(
-                "%s answers prefills with nothing to fetch by, so that all is prefilled twice; it "
-                "is given none for %g s; is it started with the %s connector?",
+                "%s returns prefills without transfer parameters, so prompts are prefilled twice; "
+                "it gets no prefills for %g s. Check that it runs with the %s connector.",
                 first.name,
                 BARRED_S,
                 self._connector.name,
             )
         else:
             logger.warning(
-                "transfers from %s to %s fail, or come too late; there are none for %g s",
+                "transfers from %s to %s fail or are late; the router makes none for %g s",
                 first.name,
                 second.name,
                 BARRED_S,
             )
 
     def left(self, now: float, connection: WorkerConnection | None) -> None:
-        """Stop both legs: whoever wanted the answer is gone. The decode leg's is this one."""
+        """Stop both legs; the connection is the decode leg's."""
         if self._leg is not None:
             self._abandon(now, self._leg)
             self._leg = None
@@ -276,17 +263,13 @@ class TwoLegExchange:
             sent, well = connection.has_sent, connection.is_open
             connection.drop()
             if not sent:
-                # One whose connection is not open yet may be well: it is asked if nobody else is.
+                # A worker may be healthy before its connection is open.
                 self.give_back(now, well=well or not others(self._wire, self._lease.worker))
-        else:  # there was no room for one
+        else:
             self.give_back(now, well=True)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
-        """Let the prefill stop; if it is done already, hear where its blocks are to free them.
-
-        An answer that crosses the end of its connection is read by nobody. So one that should be
-        there any moment is waited for.
-        """
+        """Cancel the prefill, or await a nearly complete one to release its blocks."""
         if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
             who = self._request.head.authorization
             AbandonedPrefill(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
@@ -294,7 +277,7 @@ class TwoLegExchange:
             leg.drop()
 
     def give_back(self, now: float, *, well: bool) -> None:
-        """Have the blocks freed that the decode worker has not fetched, or may not have."""
+        """Release blocks that may not have been fetched."""
         taken, self._taken = self._taken, None
         if taken is not None:
             who = self._request.head.authorization
@@ -302,7 +285,7 @@ class TwoLegExchange:
 
 
 def nearly_done(lease: Lease, now: float) -> bool:
-    """Whether a prefill should be done in a moment; where nobody knows, it may be."""
+    """Return True if a prefill should end within `SOON_S` or is not predictable."""
     first, halves = lease.prefill, lease.decision.handover
     if first is None or halves is None or not first.worker.pace.prefills:
         return True

@@ -1,8 +1,7 @@
 """One connection to a worker.
 
-A worker may close an idle connection just as a request is put on it. Its kernel confirms no byte of
-that request then. Only such a request is sent again on a fresh connection to the same worker, as if
-for the first time. A request of which any byte was confirmed may have been read and acted upon.
+A worker may close an idle connection as a request is sent. The request is sent again only if the
+worker's kernel confirmed no byte: otherwise the worker may have acted on it.
 """
 
 from __future__ import annotations
@@ -26,42 +25,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# uvicorn closes what was idle for 5 s.
+# uvicorn closes connections after 5 s idle.
 MAX_IDLE_S = 4.0
 
 
 class WorkerError(StrEnum):
-    """How a worker failed a request; a label in metrics."""
+    """How a request to a worker failed; a metric label."""
 
     CONNECT = "connect"
     RESET = "reset"
     TIMEOUT = "timeout"
-    BROKEN = "broken"  # what it said was no HTTP
-    STATUS = "status"  # it answered with a 5xx or 429
-    OURS = "ours"  # this machine has no room for another connection
+    BROKEN = "broken"  # invalid HTTP
+    STATUS = "status"  # a 5xx or 429
+    OURS = "ours"  # no local resources
 
 
 class ResponseReceiver(Protocol):
-    """Who waits for a worker's answer. After `received(ended=True)` or `lost` it hears no more."""
+    """The receiver of a response; `received(ended=True)` or `lost` is the last call."""
 
     connection: WorkerConnection | None
-    patience_s: float  # until its answer begins
+    patience_s: float  # until the response begins
 
     def begun(self, now: float, head: ResponseHead) -> None:
-        """Hear that the head of the answer is there."""
+        """Handle the head."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Take a piece of the body, perhaps empty, perhaps the last."""
+        """Handle a piece of the body; may be empty."""
 
     def late(self, now: float) -> float:
-        """Hear that its patience is over; return how much more of it there is."""
+        """Return the extra seconds to wait after `patience_s`."""
 
     def lost(self, now: float, trouble: WorkerError) -> None:
-        """Hear that there will be no (more of the) answer."""
+        """Handle a failed connection."""
 
 
 class ConnectionOwner:
-    """The pool that a connection belongs to, as the connection uses it."""
+    """Base class of a pool."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ConnectionOwner:
         self.settings = settings
         self.clock = clock
         self.outbox = outbox
-        self.host = b"%b\r\n" % urlsplit(spec.url).netloc.encode()  # two headers as sent
+        self.host = b"%b\r\n" % urlsplit(spec.url).netloc.encode()  # ends its line
         self.idle: list[WorkerConnection] = []
 
     def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
@@ -82,12 +81,12 @@ class ConnectionOwner:
         raise NotImplementedError
 
     def forget(self, connection: WorkerConnection) -> None:
-        """Drop a closed connection from the pool."""
+        """Remove a closed connection."""
         raise NotImplementedError
 
 
 class WorkerConnection(asyncio.Protocol):
-    """One connection to a worker, from before it is made."""
+    """One connection to a worker, perhaps not open yet."""
 
     __slots__ = (
         "_begun",
@@ -107,19 +106,17 @@ class WorkerConnection(asyncio.Protocol):
         self.caller: ResponseReceiver | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None
-        self.passage: StreamFastPath | None = (
-            None  # while the reader is between two chunks of a stream
-        )
+        self.passage: StreamFastPath | None = None  # while the reader is between two chunks
         self._pool = pool
         self._reader = ResponseParser()
         self._transport: asyncio.Transport | None = None
         self._request: tuple[bytes, ...] = ()
-        self._used = False  # an answer came over it before
+        self._used = False  # has carried a response
         self._begun = False
         self._paused = False
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Put a request on the connection, or keep it until there is one."""
+        """Send a request once the connection is open."""
         self.caller = caller
         self._request = request
         if self._transport is None:
@@ -130,19 +127,19 @@ class WorkerConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker has taken the connection."""
+        """True if the worker has accepted the connection."""
         return self._transport is not None
 
     @property
     def has_sent(self) -> bool:
-        """Whether all of its request has left this process, so that a worker may act on it."""
+        """True if the whole request has left this process."""
         transport = self._transport
         if transport is None or self._pool.outbox.holds(transport):
             return False
         return not transport.get_write_buffer_size()
 
     def drop(self) -> None:
-        """Walk away: whatever the worker does for the caller, it may stop doing."""
+        """Close without a call to the caller."""
         self.caller = self.passage = None
         self._pool.forget(self)
         if self._transport is not None:
@@ -151,23 +148,23 @@ class WorkerConnection(asyncio.Protocol):
             self.opening.cancel()
 
     def pause(self) -> None:
-        """Take no more for now; the worker's silence is not its own meanwhile."""
+        """Stop reading, and suspend the deadline."""
         if self._transport is not None and not self._paused:
             self._paused = True
             self.deadline = inf
             self._transport.pause_reading()
 
     def resume(self, now: float) -> None:
-        """Take more again."""
+        """Read again."""
         if self._transport is not None and self._paused:
             self._paused = False
-            # Before its answer begins, the client can only have been slow with another.
+            # Without a response yet, an earlier response caused the pause.
             waits = None if self._begun else self.caller
             self.deadline = now + (waits.patience_s if waits else self._pool.settings.idle_s)
             self._transport.resume_reading()
 
     def expire(self, now: float) -> None:
-        """Act on a deadline that has passed."""
+        """Handle a passed deadline."""
         waits = None if self._begun or self._transport is None else self.caller
         if waits is not None and (more_s := waits.late(now)) > 0:
             self.deadline = now + more_s
@@ -175,23 +172,23 @@ class WorkerConnection(asyncio.Protocol):
             self.fail(now, WorkerError.TIMEOUT)
 
     def fail(self, now: float, trouble: WorkerError) -> None:
-        """Close, and tell the caller if there is one."""
+        """Close and report the error."""
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
             caller.lost(now, trouble)
 
     def open_passage(self, passage: StreamFastPath) -> None:
-        """Have whole chunks of a stream pass by, if its reader is between two of them."""
+        """Use the fast path if possible."""
         if self._reader.between_chunks:
             self.passage = passage
 
     def is_usable(self) -> bool:
-        """Whether an idle connection may serve again."""
+        """Return True if the connection is still open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send what waits."""
+        """Send the kept request."""
         self._transport = cast("asyncio.Transport", transport)
         self.opening = None
         if self.caller is None:
@@ -200,7 +197,7 @@ class WorkerConnection(asyncio.Protocol):
             self.send(self._pool.clock(), self.caller, self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what the worker says."""
+        """Parse and pass on data."""
         caller, reader = self.caller, self._reader
         now = self._pool.clock()
         if (passage := self.passage) is not None:
@@ -210,7 +207,7 @@ class WorkerConnection(asyncio.Protocol):
                 return
             self.passage = None
         if caller is None:
-            self.drop()  # it speaks though nobody asked
+            self.drop()  # unsolicited data
             return
         try:
             reader.feed(data)
@@ -220,7 +217,7 @@ class WorkerConnection(asyncio.Protocol):
         self._tell(now, caller)
 
     def eof_received(self) -> None:
-        """Take it for the end, whatever of the request may still wait to be sent."""
+        """End the response, or send the request again."""
         if self._used and self._reader.untouched and self._has_delivered_nothing():
             self._send_afresh()
         else:
@@ -228,10 +225,7 @@ class WorkerConnection(asyncio.Protocol):
         self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See whether that was the end, an accident, or nothing to anybody.
-
-        TLS announces its end, and that is heard before: what ends otherwise may have been cut off.
-        """
+        """End or fail the response; TLS without `eof_received` may be truncated."""
         self._ended(proper=error is None and self._pool.spec.tls is None)
 
     def _ended(self, *, proper: bool) -> None:
@@ -246,10 +240,9 @@ class WorkerConnection(asyncio.Protocol):
             self.fail(now, WorkerError.RESET)
 
     def _has_delivered_nothing(self) -> bool:
-        """Whether the worker's machine has not taken a byte of the request.
+        """Return True if no byte of the request was confirmed.
 
-        The segment that ends a connection confirms all that came before it. A reset confirms
-        nothing, so after one this is not known.
+        A FIN confirms all data before it; a reset confirms nothing.
         """
         transport, pool = self._transport, self._pool
         if self.caller is None or transport is None:
@@ -266,20 +259,17 @@ class WorkerConnection(asyncio.Protocol):
             self._pool.open_for(self._pool.clock(), caller, self._request)
 
     def _tell(self, now: float, caller: ResponseReceiver) -> None:
-        """Hand over what was read; whoever can't make anything of it hears that it is broken.
-
-        Else a mistake of ours would leave a client waiting for ever, for nobody would tell it.
-        """
+        """Pass on the parsed data; an exception fails the request, or its client would hang."""
         try:
             self._hand_over(now, caller)
         except Exception:
-            logger.exception("an answer of %s could not be dealt with", self._pool.host.decode())
+            logger.exception("cannot process a response from %s", self._pool.host.decode())
             self.drop()
             caller.connection = None
             caller.lost(now, WorkerError.BROKEN)
 
     def _hand_over(self, now: float, caller: ResponseReceiver) -> None:
-        """Hand over what was read. In between, the caller may drop the connection."""
+        """Pass on the parsed data; the caller may drop the connection."""
         reader = self._reader
         head = reader.head
         if head is None:
@@ -294,7 +284,7 @@ class WorkerConnection(asyncio.Protocol):
             if self.caller is not caller:
                 return
         if ended:
-            # Before the caller hears of it: what waits for room will want this connection.
+            # Release first, for the next queued request.
             self._release(now)
         elif body and not self._paused:
             self.deadline = now + self._pool.settings.idle_s
@@ -304,7 +294,7 @@ class WorkerConnection(asyncio.Protocol):
     def _release(self, now: float) -> None:
         transport = self._transport
         self.caller = None
-        # A worker that answered before it had read all may never read the rest.
+        # A worker that responds early may never read the rest.
         if not self._reader.reusable or transport is None or transport.get_write_buffer_size():
             self.drop()
             return

@@ -1,4 +1,4 @@
-"""Machines that are gone and can't say so: power, a cable, a router that forgot the connection."""
+"""TCP keepalive, to detect machines that disappear."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ Option = tuple[int, int, int]  # level, name, value
 
 
 def _known(*options: tuple[int, str, int]) -> tuple[Option, ...]:
-    """Leave out what this system has not."""
     found = [(level, getattr(socket, name, None), value) for level, name, value in options]
     return tuple((level, name, value) for level, name, value in found if name is not None)
 
 
-# Idle for 15 s it is asked three times: its kernel answers however busy its process is.
+# Three probes after 15 s idle; the kernel of a busy process responds.
 PROBES = _known(
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
 )
-# And what it is sent it has to confirm.
+# Sent data must be confirmed within 60 s.
 CONFIRMS = (*PROBES, *_known((socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000)))
 
 
 def notice_silence(transport: asyncio.BaseTransport, options: tuple[Option, ...] = PROBES) -> None:
-    """Have the kernel end a connection whose other machine is gone."""
-    if transport.is_closing():  # nobody waits for it any more
+    """Let the kernel end the connection if the peer's machine disappears."""
+    if transport.is_closing():
         return
     raw = transport.get_extra_info("socket")
     if raw is None or raw.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,4 +1,4 @@
-"""The connections to workers: kept open, and the one used last is used first."""
+"""Pools of connections to workers; the latest used is reused first."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 PORTS = {"http": 80, "https": 443}
-# No more files, here or on the whole machine; no memory for sockets.
+# No file descriptors or socket memory.
 OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-# No port left to call from; or it is an address that nothing here leads to, as ::1 without IPv6.
+# No local port left, or no route, as to ::1 without IPv6.
 NO_PORT = errno.EADDRNOTAVAIL
-NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # which says nothing of ports
+NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # unrelated to ports
 HANDSHAKE_S = 60.0
 
 
@@ -49,12 +49,12 @@ class ConnectionPool(ConnectionOwner):
         address = urlsplit(spec.url)
         key = spec.api_key
         self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
-        self.open: set[WorkerConnection] = set()  # and being opened
+        self.open: set[WorkerConnection] = set()  # or opening
         self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
         self.side = Side(spec.name, self._where[0])
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request on the connection that was used last, or on a new one."""
+        """Send a request on an idle connection or a new one."""
         while self.idle:
             connection = self.idle.pop()
             if connection.is_usable():
@@ -72,13 +72,13 @@ class ConnectionPool(ConnectionOwner):
         connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
 
     def forget(self, connection: WorkerConnection) -> None:
-        """Let a closed connection go."""
+        """Remove a closed connection."""
         self.open.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Act on deadlines that have passed."""
+        """Expire connections."""
         for connection in [each for each in self.open if each.deadline < now]:
             connection.expire(now)
 
@@ -86,17 +86,16 @@ class ConnectionPool(ConnectionOwner):
         host, port = self._where
         try:
             tls = to_worker(self.spec.tls)
-            # The connection's own deadline comes first.
             transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
             notice_silence(transport, CONFIRMS)
-        except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
+        except (OSError, UnicodeError, TlsError) as error:  # UnicodeError: invalid host name
             connection.fail(
                 self.clock(), WorkerError.OURS if is_ours(error) else WorkerError.CONNECT
             )
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether it is this machine that has no room for another connection."""
+    """Return True if this machine lacks resources for a connection."""
     if not isinstance(error, NoAddressAnswersError):
         return isinstance(error, OSError) and (error.errno in OURS or error.errno == NO_PORT)
     each = {why.errno for why in error.errors}
@@ -104,12 +103,12 @@ def is_ours(error: Exception) -> bool:
 
 
 def met(spec: WorkerSpec) -> tuple[object, ...]:
-    """Return what of a worker its connections depend on."""
+    """Return the parts of a spec that connections depend on."""
     return spec.url, spec.api_key, spec.tls
 
 
 class ConnectionPools:
-    """A pool for each worker."""
+    """The pools of all workers."""
 
     def __init__(
         self, settings: WireSettings, clock: Callable[[], float], outbox: WriteBatch
@@ -118,12 +117,10 @@ class ConnectionPools:
         self._clock = clock
         self._outbox = outbox
         self._pools: dict[str, ConnectionPool] = {}
-        self._retired: list[
-            ConnectionPool
-        ] = []  # of workers that left or moved, with requests in flight
+        self._retired: list[ConnectionPool] = []  # removed or moved, with requests in flight
 
     def of(self, worker: Worker) -> ConnectionPool:
-        """Return the pool of this worker, a new one if its address or key has changed."""
+        """Return the worker's pool; replace it if the address or key has changed."""
         pool = self._pools.get(worker.name)
         spec = worker.spec
         if pool is not None and pool.spec is spec:
@@ -138,30 +135,30 @@ class ConnectionPools:
         return pool
 
     def sweep(self, now: float) -> None:
-        """Act on deadlines that have passed, and forget pools that nobody uses."""
+        """Expire connections and remove empty pools."""
         for pool in self._retired:
             pool.sweep(now)
         for name, pool in list(self._pools.items()):
             pool.sweep(now)
-            # A timeout may have led to a retry, and that to a new pool of this name.
+            # A timeout may have led to a new pool of this name.
             if not pool.open and self._pools.get(name) is pool:
                 del self._pools[name]
         self._retired = [pool for pool in self._retired if pool.open]
 
     def reconfigure(self, settings: WireSettings) -> None:
-        """Take new limits."""
+        """Apply new limits."""
         self._settings = settings
         for pool in [*self._pools.values(), *self._retired]:
             pool.settings = settings
 
     def counts(self) -> Iterator[tuple[str, str, int]]:
-        """Count connections by worker and state."""
+        """Return the connections by worker and state."""
         for name, pool in self._pools.items():
             yield name, "idle", len(pool.idle)
             yield name, "busy", len(pool.open) - len(pool.idle)
 
     def close(self) -> None:
-        """Close all connections; nobody hears of it."""
+        """Close all connections."""
         for pool in [*self._pools.values(), *self._retired]:
             for connection in list(pool.open):
                 connection.drop()

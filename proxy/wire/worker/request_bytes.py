@@ -1,4 +1,4 @@
-"""A request as a worker is to get it: the client's bytes, but for what is between two ends only."""
+"""The bytes of a request to a worker, without the client's hop-by-hop headers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from proxy.http.request import Request
     from proxy.wire.worker.pool import ConnectionPool
 
-# Bodies up to this size are sent in one piece with their head.
+# Larger bodies are not copied behind their head.
 SMALL = 1 << 16
 
 
-# What lies on the way to a worker may compress an answer for who says that it may.
+# A proxy in front of a worker may compress responses.
 ENCODINGS = re.compile(rb"^accept-encoding:[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 PLAIN = b"Accept-Encoding: identity\r\n"
 
@@ -21,9 +21,9 @@ PLAIN = b"Accept-Encoding: identity\r\n"
 def to_worker(
     request: Request, pool: ConnectionPool, body: bytes, request_id: bytes, *, plain: bool = False
 ) -> tuple[bytes, ...]:
-    """Write it for one worker, with a body and an id that may be a leg's own.
+    """Return the request for one worker, with the body and id of a leg.
 
-    `plain`: the answer is for us, and must not be compressed.
+    `plain`: forbid compression.
     """
     head = request.head
     lines = ENCODINGS.sub(b"", head.lines) + PLAIN if plain else head.lines

@@ -192,4 +192,4 @@ async def test_openai_s_client_sees_that_a_response_broke(site: Site) -> None:
     assert name == b"event: error"
     event = ResponseErrorEvent.model_validate_json(data.removeprefix(b"data: "), strict=True)
     assert (event.type, event.code, event.param) == ("error", "worker_reset", None)
-    assert (event.sequence_number, event.message) == (3, "The worker failed while it answered.")
+    assert (event.sequence_number, event.message) == (3, "The worker failed during the response.")

@@ -139,4 +139,4 @@ async def test_one_that_can_not_be_sent_on_takes_nobody_along(
     gate.set()
     assert (await clients[0].answer()).status == 200
     assert (await clients[2].answer()).status == 200
-    assert "could not be sent on" in caplog.text
+    assert "cannot send a queued request" in caplog.text

@@ -39,10 +39,10 @@ BARE = scripts.answer(body=b'{"choices": [], "kv_transfer_params": {}}')
     [
         (
             scripts.error(400, NO),
-            "p0 refuses prefills of what others then serve, the last with status 400",
+            "p0 refuses prefills that other workers serve, the last with status 400",
             "it refuses",
         ),
-        (BARE, "p0 answers prefills with nothing to fetch by", ""),
+        (BARE, "p0 returns prefills without transfer parameters", ""),
     ],
     ids=["refused", "bare"],
 )
