@@ -37,6 +37,7 @@ from proxy.wire.exchange.failover import Failover
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.settings import WireSettings
+from proxy.wire.ticks import Ticks
 from proxy.wire.worker.pool import ConnectionPools
 from proxy.wire.write_batch import WriteBatch
 
@@ -52,11 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-# The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
-SWEEP_S = 0.2
-TICK_S = 0.05
-# A tick this late means a suspended process or machine.
-STOOD_STILL_S = 1.0
 COMPLAIN_EVERY_S = 60.0
 CLOSE_S = 1.0  # minimum time to send written responses
 
@@ -97,11 +93,7 @@ class WireServer:
         self.collecting = BodyBudget(most, router.tenants, largest)
         self._forsaken = Failover()
         self._servers: list[asyncio.Server] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # monotonic time
-        self._hurried = False  # the timer uses TICK_S
-        self._overslept = False
-        self._next_sweep = 0.0
+        self.ticks = Ticks(self._check_deadlines, self._is_hurried, clock, metrics.loop_lag)
         self._next_complaint = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
@@ -122,8 +114,7 @@ class WireServer:
             server = await loop.create_server(client, host, port, backlog=BACKLOG, **self._tls())
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
-        if self._timer is None:
-            self._ring(SWEEP_S)
+        self.ticks.start()
 
     def _tls(self) -> dict[str, Any]:
         """Return TLS arguments with the time limits of clear-text connections."""
@@ -170,9 +161,7 @@ class WireServer:
         await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
         self.pools.close()
         self.router.fleet.settle(self.clock())
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.ticks.stop()
 
     def reconfigure(self, settings: WireSettings) -> None:
         """Apply new limits to later requests."""
@@ -218,13 +207,13 @@ class WireServer:
         """Return a new /tokenize request."""
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
-        self._hurry()
+        self.ticks.hurry()
         return question
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         """Queue an exchange."""
         self.queued[ticket] = exchange
-        self._hurry()
+        self.ticks.hurry()
 
     def unqueue(self, ticket: Ticket) -> None:
         """Forget a ticket."""
@@ -346,41 +335,24 @@ class WireServer:
             await asyncio.wait([self._quiet], timeout=left)
         self._quiet = None
 
-    def _hurry(self) -> None:
-        if not self._hurried and self._timer is not None:
-            self._timer.cancel()
-            self._hurried = True
-            self._ring(TICK_S)
+    def _is_hurried(self) -> bool:
+        return bool(self.queued or self.counting)
 
-    def _ring(self, pause_s: float) -> None:
-        self._due = time.monotonic() + pause_s
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
-
-    def _tick(self) -> None:
-        late_s = max(time.monotonic() - self._due, 0.0)
-        self.metrics.loop_lag.observe(late_s)
-        self._hurried = bool(self.queued or self.counting)
-        self._ring(TICK_S if self._hurried else SWEEP_S)
-        # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
-        # in a row, or an overloaded process would enforce none.
-        self._overslept = late_s > STOOD_STILL_S and not self._overslept
-        if self._overslept:
-            return
-        now = self.clock()
+    def _check_deadlines(self, now: float, sweep: bool) -> None:
         for question in [each for each in self.counting if each.deadline < now]:
             question.expire(now)
         self.settle(now)
-        if not self._hurried or now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_S
-            for exchange in [each for each in self.exchanges if each.deadline < now]:
-                if exchange in self.exchanges:  # may have ended since
-                    exchange.expire(now)
-            for client in [each for each in self.clients if each.deadline < now]:
-                client.expire(now)
-            for client in list(self.unread):
-                client.look()
-            for each in [each for each in self.releases if each.deadline < now]:
-                each.expire(now)
-            self.pools.sweep(now)
-            self._forsaken.look(now, self.router.fleet, self.exchanges)
-            self.router.fleet.settle(now)
+        if not sweep:
+            return
+        for exchange in [each for each in self.exchanges if each.deadline < now]:
+            if exchange in self.exchanges:  # may have ended since
+                exchange.expire(now)
+        for client in [each for each in self.clients if each.deadline < now]:
+            client.expire(now)
+        for client in list(self.unread):
+            client.look()
+        for each in [each for each in self.releases if each.deadline < now]:
+            each.expire(now)
+        self.pools.sweep(now)
+        self._forsaken.look(now, self.router.fleet, self.exchanges)
+        self.router.fleet.settle(now)

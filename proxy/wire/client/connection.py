@@ -20,10 +20,11 @@ from proxy.http.headers import CONTINUE, RefusedError
 from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
+from proxy.wire.client.closing import Closing
 from proxy.wire.client.endpoints import METRICS, local_answer
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
-from proxy.wire.sockets import socket_of, unacknowledged
+from proxy.wire.sockets import socket_of
 from proxy.wire.worker.keepalive import notice_silence
 
 if TYPE_CHECKING:
@@ -45,15 +46,14 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_ahead",
         "_arrival",
+        "_closing",
         "_exchange",
         "_last_words",
-        "_leave_by",
         "_leaving",
         "_reader",
         "_reading_paused",
         "_taking",
         "_transport",
-        "_unsent",
         "_waits_for",
         "_wire",
         "deadline",
@@ -62,23 +62,16 @@ class ClientConnection(asyncio.Protocol):
     )
 
     def __init__(self, wire: WireContext) -> None:
-        settings = wire.settings
         self.deadline = inf
         self.writable = True
         self.write: Callable[[bytes], None]
         self._wire = wire
-        self._reader = HttpRequestParser(
-            wire.judge,
-            max_head=settings.max_header_bytes,
-            max_body=settings.max_body_bytes,
-            collecting=wire.collecting,
-        )
+        self._reader = parser_for(wire)
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
         self._last_words: Refusal | None = None  # sent after earlier responses
         self._leaving = False
-        self._leave_by = -inf  # latest time to close
-        self._unsent = True  # at the last check
+        self._closing = Closing()
         self._taking = False
         self._reading_paused = False
         self._ahead = 0
@@ -168,10 +161,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         self._exchange = None
         self._reader.drop()
-        # A plain close would be a valid end of an unframed body.
-        if (raw := socket_of(self._transport)) is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
-        self._transport.abort()
+        reset(self._transport)
 
     def leave(self, now: float) -> None:
         """Close after all written bytes are sent."""
@@ -193,7 +183,7 @@ class ClientConnection(asyncio.Protocol):
         """Close unless a request is open or arriving."""
         if self._exchange is not None or self._leaving or not self.writable:
             return
-        if self._reader.state is ParserState.NOTHING and not self._sees(select.POLLIN):
+        if self._reader.state is ParserState.NOTHING and not polls(self._transport, select.POLLIN):
             self.leave(now)
 
     def abort(self) -> None:
@@ -202,7 +192,7 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Handle a passed deadline."""
-        if self._still_takes(now):
+        if self._closing.still_delivers(now, self._transport):
             self.deadline = now + self._wire.settings.linger_s
         elif self._leaving or self._exchange is not None or not self.writable:
             self._gone()
@@ -214,33 +204,16 @@ class ClientConnection(asyncio.Protocol):
 
     def _bear_with(self, now: float) -> None:
         """Give a closing connection `idle_s` to deliver its last bytes."""
-        self._leave_by = self.deadline = now + self._wire.settings.idle_s
+        self.deadline = now + self._wire.settings.idle_s
+        self._closing.begin(self.deadline)
         if self._wire.encrypted:
             self.deadline = now  # check at the next sweep
 
-    def _still_takes(self, now: float) -> bool:
-        """Return True if a closing connection may still have undelivered bytes.
-
-        A TLS client may never confirm the close. Two checks are needed: the event loop may write in
-        between.
-        """
-        if now >= self._leave_by:
-            return False
-        before, self._unsent = self._unsent, unacknowledged(self._transport) != 0
-        return before or self._unsent
-
     def look(self) -> None:
         """Close the connection if the client has left."""
-        if self._sees(LEFT):
+        if polls(self._transport, LEFT):
             self._gone()
             self._transport.abort()
-
-    def _sees(self, events: int) -> bool:
-        if (raw := socket_of(self._transport)) is None:
-            return False
-        poll = select.poll()
-        poll.register(raw.fileno(), events)
-        return bool(poll.poll(0))
 
     def _take_turns(self, now: float) -> None:
         if self._taking:
@@ -364,3 +337,30 @@ class ClientConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(self._wire.clock())
+
+
+def polls(transport: asyncio.Transport, events: int) -> bool:
+    """Return True if a socket has one of these events."""
+    if (raw := socket_of(transport)) is None:
+        return False
+    poll = select.poll()
+    poll.register(raw.fileno(), events)
+    return bool(poll.poll(0))
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Reset a connection: a plain close would be a valid end of an unframed body."""
+    if (raw := socket_of(transport)) is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+    transport.abort()
+
+
+def parser_for(wire: WireContext) -> HttpRequestParser:
+    """Return the parser of a new connection."""
+    settings = wire.settings
+    return HttpRequestParser(
+        wire.judge,
+        max_head=settings.max_header_bytes,
+        max_body=settings.max_body_bytes,
+        collecting=wire.collecting,
+    )

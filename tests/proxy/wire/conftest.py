@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 import uvloop
 
-from proxy.wire import server
+from proxy.wire import ticks
 from tests.proxy.wire.site import Fake, Site, eventually, sockets
 
 # How often a router under test looks for what is late: a test waits for that, often twice.
@@ -34,7 +34,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture
 async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start routers, and see at the end that no charge, ticket, task or socket is left of them."""
-    monkeypatch.setattr(server, "SWEEP_S", SWEEP_S)
+    monkeypatch.setattr(ticks, "SWEEP_S", SWEEP_S)
     sites: list[Site] = []
     tasks, open_before = asyncio.all_tasks(), sockets()
 

@@ -191,8 +191,8 @@ class Site:
     async def swept(self) -> None:
         """Wait until the router has looked twice for what is late."""
         for _ in range(2):
-            due = self.wire._due
-            await eventually(lambda due=due: self.wire._due != due)  # type: ignore[misc]
+            due = self.wire.ticks.due
+            await eventually(lambda due=due: self.wire.ticks.due != due)  # type: ignore[misc]
 
     async def stop(self) -> None:
         """Close everything; nothing may be left, and no worker may have had cause to complain."""

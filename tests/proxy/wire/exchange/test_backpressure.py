@@ -122,9 +122,9 @@ async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
         if len(pieces) % 8 == 0:
             site.skip(15.0)  # several times its patience in all; what goes on makes it wait anew
             await asyncio.sleep(0.02)
-            assert site.wire._timer is not None
-            site.wire._timer.cancel()
-            site.wire._tick()  # it looks who is late
+            assert site.wire.ticks.timer is not None
+            site.wire.ticks.timer.cancel()
+            site.wire.ticks.tick()  # it looks who is late
     events = b"".join(pieces).split(b"\n\n")[:-1]
     assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected(total)
 
