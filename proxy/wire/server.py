@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 # The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
-SWEEP_S = 0.2
-TICK_S = 0.05
+SWEEP_INTERVAL_S = 0.2
+SHORT_TICK_S = 0.05
 # A tick this late means a suspended process or machine.
-STOOD_STILL_S = 1.0
-COMPLAIN_EVERY_S = 60.0
-CLOSE_S = 1.0  # minimum time to send written responses
+SUSPENDED_LAG_S = 1.0
+LOG_INTERVAL_S = 60.0
+MIN_CLOSE_S = 1.0  # minimum time to send written responses
 
 
 class WireServer:
@@ -95,14 +95,14 @@ class WireServer:
         self.pools = ConnectionPools(settings, clock, self.outbox)
         most, largest = settings.max_collected_bytes, settings.max_body_bytes
         self.collecting = BodyBudget(most, router.tenants, largest)
-        self._forsaken = Failover()
+        self._failover = Failover()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # monotonic time
-        self._hurried = False  # the timer uses TICK_S
-        self._overslept = False
+        self._uses_short_tick = False  # the timer uses TICK_S
+        self._skipped_tick = False
         self._next_sweep = 0.0
-        self._next_complaint = 0.0
+        self._next_log = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
@@ -123,7 +123,7 @@ class WireServer:
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
         if self._timer is None:
-            self._ring(SWEEP_S)
+            self._set_timer(SWEEP_INTERVAL_S)
 
     def _tls(self) -> dict[str, Any]:
         """Return TLS arguments with the time limits of clear-text connections."""
@@ -156,8 +156,8 @@ class WireServer:
             conversation.cut(now)
         for client in list(self.clients):
             client.dismiss(now)
-        await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
-        await self._until(lambda: not self.releases, self.clock() + CLOSE_S)
+        await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
+        await self._until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
         await self.close()
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class WireServer:
             server.close()
         for client in list(self.clients):
             client.abort()
-        await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
+        await self._until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
         self.pools.close()
         self.router.fleet.settle(self.clock())
         if self._timer is not None:
@@ -199,8 +199,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            ours = extension.absent(head) if self.desk is None else self.desk.find(head)
-            route = ours or route
+            extension_route = extension.absent(head) if self.desk is None else self.desk.find(head)
+            route = extension_route or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:
@@ -216,15 +216,15 @@ class WireServer:
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         """Return a new /tokenize request."""
-        question = TokenizeRequest(now + self.settings.count_s, done)
-        self.counting.add(question)
-        self._hurry()
-        return question
+        counter = TokenizeRequest(now + self.settings.count_s, done)
+        self.counting.add(counter)
+        self._tick_sooner()
+        return counter
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         """Queue an exchange."""
         self.queued[ticket] = exchange
-        self._hurry()
+        self._tick_sooner()
 
     def unqueue(self, ticket: Ticket) -> None:
         """Forget a ticket."""
@@ -245,8 +245,8 @@ class WireServer:
     def short_of_room(self, now: float) -> None:
         """Count a lack of local resources, and log it once a minute."""
         self.metrics.connects_failed += 1
-        if now >= self._next_complaint:
-            self._next_complaint = now + COMPLAIN_EVERY_S
+        if now >= self._next_log:
+            self._next_log = now + LOG_INTERVAL_S
             logger.error(
                 "cannot open a connection to a worker (%d failures so far): raise the limit on "
                 "open files (ulimit -n), or the range of local ports",
@@ -346,41 +346,41 @@ class WireServer:
             await asyncio.wait([self._quiet], timeout=left)
         self._quiet = None
 
-    def _hurry(self) -> None:
-        if not self._hurried and self._timer is not None:
+    def _tick_sooner(self) -> None:
+        if not self._uses_short_tick and self._timer is not None:
             self._timer.cancel()
-            self._hurried = True
-            self._ring(TICK_S)
+            self._uses_short_tick = True
+            self._set_timer(SHORT_TICK_S)
 
-    def _ring(self, pause_s: float) -> None:
+    def _set_timer(self, pause_s: float) -> None:
         self._due = time.monotonic() + pause_s
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
 
     def _tick(self) -> None:
         late_s = max(time.monotonic() - self._due, 0.0)
         self.metrics.loop_lag.observe(late_s)
-        self._hurried = bool(self.queued or self.counting)
-        self._ring(TICK_S if self._hurried else SWEEP_S)
+        self._uses_short_tick = bool(self.queued or self.counting)
+        self._set_timer(SHORT_TICK_S if self._uses_short_tick else SWEEP_INTERVAL_S)
         # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
         # in a row, or an overloaded process would enforce none.
-        self._overslept = late_s > STOOD_STILL_S and not self._overslept
-        if self._overslept:
+        self._skipped_tick = late_s > SUSPENDED_LAG_S and not self._skipped_tick
+        if self._skipped_tick:
             return
         now = self.clock()
-        for question in [each for each in self.counting if each.deadline < now]:
-            question.expire(now)
+        for counter in [q for q in self.counting if q.deadline < now]:
+            counter.expire(now)
         self.settle(now)
-        if not self._hurried or now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_S
-            for exchange in [each for each in self.exchanges if each.deadline < now]:
+        if not self._uses_short_tick or now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_INTERVAL_S
+            for exchange in [e for e in self.exchanges if e.deadline < now]:
                 if exchange in self.exchanges:  # may have ended since
                     exchange.expire(now)
-            for client in [each for each in self.clients if each.deadline < now]:
+            for client in [c for c in self.clients if c.deadline < now]:
                 client.expire(now)
             for client in list(self.unread):
                 client.look()
-            for each in [each for each in self.releases if each.deadline < now]:
-                each.expire(now)
+            for release in [r for r in self.releases if r.deadline < now]:
+                release.expire(now)
             self.pools.sweep(now)
-            self._forsaken.look(now, self.router.fleet, self.exchanges)
+            self._failover.look(now, self.router.fleet, self.exchanges)
             self.router.fleet.settle(now)

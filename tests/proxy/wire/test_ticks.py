@@ -10,7 +10,7 @@ from typing import Any
 from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.metrics.registry import Metrics
-from proxy.wire.server import STOOD_STILL_S, SWEEP_S, TICK_S, WireServer
+from proxy.wire.server import SHORT_TICK_S, SUSPENDED_LAG_S, SWEEP_INTERVAL_S, WireServer
 from proxy.wire.settings import WireSettings
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get
@@ -26,14 +26,14 @@ async def test_it_looks_more_often_while_something_waits() -> None:
     idle = wire._timer.when()
     assert idle - asyncio.get_running_loop().time() < 0.5
     question = wire.count(wire.clock(), print)
-    assert wire._timer.when() - idle < TICK_S - SWEEP_S / 2
+    assert wire._timer.when() - idle < SHORT_TICK_S - SWEEP_INTERVAL_S / 2
     wire._timer.cancel()
     wire._tick()
     busy = wire._timer.when()
     wire.counting.discard(question)
     wire._timer.cancel()
     wire._tick()
-    assert wire._timer.when() - busy > SWEEP_S / 2
+    assert wire._timer.when() - busy > SWEEP_INTERVAL_S / 2
     await wire.close()
 
 
@@ -48,7 +48,7 @@ async def test_bytes_that_came_while_the_router_stood_still_were_not_late(start:
     os.write(client.writer.get_extra_info("socket").fileno(), HEAD[10:])
     site.skip(head_s + 1.0)
     wire._timer.cancel()
-    wire._due = time.monotonic() - STOOD_STILL_S - 0.1
+    wire._due = time.monotonic() - SUSPENDED_LAG_S - 0.1
     wire._tick()  # before the loop looks at any socket
     assert (await client.answer()).status == 200
 
@@ -62,7 +62,7 @@ async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(sta
     await eventually(lambda: any(c.deadline == site.clock() + head_s for c in wire.clients))
     site.skip(head_s + 1.0)
     wire._timer.cancel()
-    wire._due = time.monotonic() - STOOD_STILL_S / 2
+    wire._due = time.monotonic() - SUSPENDED_LAG_S / 2
     wire._tick()
     left = await client.closed()
     assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
@@ -83,7 +83,7 @@ async def test_when_every_tick_is_late_deadlines_hold_in_every_second() -> None:
     found = []
     for _ in range(4):
         wire._timer.cancel()
-        wire._next_sweep, wire._due = 0.0, time.monotonic() - STOOD_STILL_S - 1.0
+        wire._next_sweep, wire._due = 0.0, time.monotonic() - SUSPENDED_LAG_S - 1.0
         wire._tick()
         found.append(len(expired))
     assert found == [0, 1, 1, 2]
