@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-MAX_BATCH_BYTES = 128 << 10  # bytes
+MAX_BATCH_BYTES = 128 << 10
 
 
 class WriteBatch:

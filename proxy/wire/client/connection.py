@@ -1,6 +1,6 @@
 """Client connections: requests in order, with time limits.
 
-A half-closed connection counts as closed: the two look alike.
+A half-closed connection counts as closed: the two look alike, and wasted generation costs more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from proxy.wire.settings import WireSettings
 
 # Limits on pipelined requests.
-MAX_AHEAD_BYTES, MAX_AHEAD_REQUESTS = 256 << 10, 256  # bytes, requests
-MAX_UNSENT_BYTES = 64 << 10  # bytes
+MAX_AHEAD_BYTES, MAX_AHEAD_REQUESTS = 256 << 10, 256
+MAX_UNSENT_BYTES = 64 << 10  # of responses, before reading from workers stops
 # On Linux, a closed peer shows before its data is read.
 CLOSED_EVENTS = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-MAX_OPENING_BYTES = 1 << 20  # bytes; opening events may repeat the instructions
+MAX_OPENING_BYTES = 1 << 20  # may repeat the instructions
 STREAM_STARTS = (b"d", b"e", b":")  # data, event, comment
 EVENT_END = re.compile(rb"\n\r?\n")
 ROLE = re.compile(rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)')

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
     from proxy.wire.worker.pool import ConnectionPool
 
-MAX_RESPONSE_BYTES = 64 << 20  # bytes; may list all token ids
+MAX_RESPONSE_BYTES = 64 << 20  # may list all token ids
 # From head to end of the response: the worker keeps the blocks only briefly.
 MAX_BODY_S = 10.0
 
