@@ -22,6 +22,7 @@ from vllm_sched.bench.compare.compare import (
     running,
 )
 from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
 from vllm_sched.workers.launch import Side
 
@@ -234,7 +235,7 @@ def _share_within(each: Contender, target_s: float) -> float:
     return sum(gap <= target_s for gap in gaps) / len(gaps)
 
 
-def _gaps_beside(played: report.Round) -> list[float]:
+def _gaps_beside(played: Round) -> list[float]:
     """Gaps of the background while some long prompt was read."""
     reads = [(r.sent, r.first_token) for r in played.records if r.klass == LONG]
     return [
@@ -250,13 +251,13 @@ def _mean_ttft(each: Contender) -> float:
     return fmean(report.ttfts(each.rounds, LONG))
 
 
-def _span(played: report.Round, klass: str) -> tuple[float, float]:
+def _span(played: Round, klass: str) -> tuple[float, float]:
     """From when the first of a class was sent until the last was done."""
     records = [r for r in played.records if r.klass == klass]
     return min(r.sent for r in records), max(r.end for r in records)
 
 
-def _rate_within(played: report.Round, klass: str, span: tuple[float, float]) -> float | None:
+def _rate_within(played: Round, klass: str, span: tuple[float, float]) -> float | None:
     """Tokens per second of a class in that time, prompts with their first tokens."""
     since, until = span
     records = [r for r in played.records if r.klass == klass and r.first_token is not None]

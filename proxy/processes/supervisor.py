@@ -52,7 +52,7 @@ from proxy.processes.size import how_many
 from proxy.processes.watchdog import kill_hung
 from proxy.setup.app import url_of
 from proxy.setup.secrets import SecretKeys
-from proxy.wire.bind import once_free
+from proxy.wire.bind import retry_until_free
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Supervisor:
     async def _take_ports(self) -> None:
         router = self._config.router
         try:
-            await once_free(lambda: self._ports.take(router), router.drain_notice_s)
+            await retry_until_free(lambda: self._ports.take(router), router.drain_notice_s)
         except OSError as error:
             raise ProxyError(
                 f"the router cannot listen: {error}; choose another host or port under `router`"

@@ -48,7 +48,7 @@ from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
 from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
-from proxy.wire.bind import once_free
+from proxy.wire.bind import retry_until_free
 from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 
@@ -146,7 +146,7 @@ class App:
         try:
             router = self.config.router
             admin = partial(admin_socket, router.admin.host, router.admin.port)
-            self.open_admin(await once_free(admin, router.drain_notice_s))
+            self.open_admin(await retry_until_free(admin, router.drain_notice_s))
             await self.listen()
         except OSError as error:
             await self.stop()
@@ -171,7 +171,7 @@ class App:
             await self.wire.start(router.host, router.port, sock=sock)
         if not sockets:
             alone = partial(self.wire.start, router.host, router.port)
-            await once_free(alone, router.drain_notice_s)
+            await retry_until_free(alone, router.drain_notice_s)
 
     def open_admin(self, sock: socket.socket) -> None:
         """Create the admin server on a socket that other processes may share.

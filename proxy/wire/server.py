@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-COMPLAIN_EVERY_S = 60.0
-CLOSE_S = 1.0  # minimum time to send written responses
+LOG_INTERVAL_S = 60.0
+MIN_CLOSE_S = 1.0  # minimum time to send written responses
 
 
 class WireServer:
@@ -91,10 +91,10 @@ class WireServer:
         self.pools = ConnectionPools(settings, clock, self.outbox)
         most, largest = settings.max_collected_bytes, settings.max_body_bytes
         self.collecting = BodyBudget(most, router.tenants, largest)
-        self._forsaken = Failover()
+        self._failover = Failover()
         self._servers: list[asyncio.Server] = []
         self.ticks = Ticks(self._check_deadlines, self._is_hurried, clock, metrics.loop_lag)
-        self._next_complaint = 0.0
+        self._next_log = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
@@ -147,8 +147,8 @@ class WireServer:
             conversation.cut(now)
         for client in list(self.clients):
             client.dismiss(now)
-        await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
-        await self._until(lambda: not self.releases, self.clock() + CLOSE_S)
+        await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
+        await self._until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
         await self.close()
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class WireServer:
             server.close()
         for client in list(self.clients):
             client.abort()
-        await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
+        await self._until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
         self.pools.close()
         self.router.fleet.settle(self.clock())
         self.ticks.stop()
@@ -188,8 +188,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            ours = extension.absent(head) if self.desk is None else self.desk.find(head)
-            route = ours or route
+            extension_route = extension.absent(head) if self.desk is None else self.desk.find(head)
+            route = extension_route or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:
@@ -234,8 +234,8 @@ class WireServer:
     def short_of_room(self, now: float) -> None:
         """Count a lack of local resources, and log it once a minute."""
         self.metrics.connects_failed += 1
-        if now >= self._next_complaint:
-            self._next_complaint = now + COMPLAIN_EVERY_S
+        if now >= self._next_log:
+            self._next_log = now + LOG_INTERVAL_S
             logger.error(
                 "cannot open a connection to a worker (%d failures so far): raise the limit on "
                 "open files (ulimit -n), or the range of local ports",
@@ -354,5 +354,5 @@ class WireServer:
         for each in [each for each in self.releases if each.deadline < now]:
             each.expire(now)
         self.pools.sweep(now)
-        self._forsaken.look(now, self.router.fleet, self.exchanges)
+        self._failover.look(now, self.router.fleet, self.exchanges)
         self.router.fleet.settle(now)

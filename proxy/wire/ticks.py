@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 # The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
-SWEEP_S = 0.2
-TICK_S = 0.05
+SWEEP_INTERVAL_S = 0.2
+SHORT_TICK_S = 0.05
 # A tick this late means a suspended process or machine.
-STOOD_STILL_S = 1.0
+SUSPENDED_LAG_S = 1.0
 
 
 class Observer(Protocol):
@@ -38,13 +38,13 @@ class Ticks:
         self.timer: asyncio.TimerHandle | None = None
         self.due = 0.0  # monotonic time
         self.next_sweep = 0.0
-        self._hurried = False  # the timer uses TICK_S
+        self._hurried = False  # the timer uses SHORT_TICK_S
         self._overslept = False
 
     def start(self) -> None:
         """Start the timer unless it runs."""
         if self.timer is None:
-            self._ring(SWEEP_S)
+            self._ring(SWEEP_INTERVAL_S)
 
     def stop(self) -> None:
         """Stop the timer."""
@@ -57,7 +57,7 @@ class Ticks:
         if not self._hurried and self.timer is not None:
             self.timer.cancel()
             self._hurried = True
-            self._ring(TICK_S)
+            self._ring(SHORT_TICK_S)
 
     def _ring(self, pause_s: float) -> None:
         self.due = time.monotonic() + pause_s
@@ -68,14 +68,14 @@ class Ticks:
         late_s = max(time.monotonic() - self.due, 0.0)
         self._lag.observe(late_s)
         self._hurried = self._is_hurried()
-        self._ring(TICK_S if self._hurried else SWEEP_S)
+        self._ring(SHORT_TICK_S if self._hurried else SWEEP_INTERVAL_S)
         # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
         # in a row, or an overloaded process would enforce none.
-        self._overslept = late_s > STOOD_STILL_S and not self._overslept
+        self._overslept = late_s > SUSPENDED_LAG_S and not self._overslept
         if self._overslept:
             return
         now = self._clock()
         sweep = not self._hurried or now >= self.next_sweep
         if sweep:
-            self.next_sweep = now + SWEEP_S
+            self.next_sweep = now + SWEEP_INTERVAL_S
         self._check(now, sweep)

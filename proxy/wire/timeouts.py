@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
 
 SLOW_STEP_S = 0.5  # without measured steps
-LATE = 4.0  # times the predicted duration
-MOST = 2.0  # times the usual limit
+LATE_FACTOR = 4.0  # times the predicted duration
+MAX_WAIT_FACTOR = 2.0  # times the usual limit
 
 
-def answer_patience_s(lease: Lease, usual_s: float) -> float:
+def response_timeout_s(lease: Lease, usual_s: float) -> float:
     """Return the usual limit plus the time for the client's output limit.
 
     The model's limit gives no extra time: few responses reach it.
@@ -26,14 +26,14 @@ def answer_patience_s(lease: Lease, usual_s: float) -> float:
     ask, pace = lease.ask, lease.worker.pace
     if ask.stream or not ask.output_tokens or not pace.steps:
         return usual_s
-    return min(usual_s + ask.output_tokens * _late_step_s(lease), MOST * usual_s)
+    return min(usual_s + ask.output_tokens * _late_step_s(lease), MAX_WAIT_FACTOR * usual_s)
 
 
-def more_patience_s(lease: Lease, now: float, usual_s: float, late_at: float = inf) -> float:
+def extra_timeout_s(lease: Lease, now: float, usual_s: float, late_at: float = inf) -> float:
     """Return the extra time, until `late_at` at most, for a worker at its limit."""
     if not is_only_slow(lease, now):
         return 0.0
-    return max(min(lease.charged_at + MOST * usual_s, late_at) - now, 0.0)
+    return max(min(lease.charged_at + MAX_WAIT_FACTOR * usual_s, late_at) - now, 0.0)
 
 
 def is_only_slow(lease: Lease, now: float) -> bool:
@@ -42,7 +42,7 @@ def is_only_slow(lease: Lease, now: float) -> bool:
     return ask.computes and not ask.stream and lease.worker.works(now)
 
 
-def decode_patience_s(lease: Lease, within_s: float) -> float:
+def decode_timeout_s(lease: Lease, within_s: float) -> float:
     """Return the time limit for a decode worker to prove that it fetched the blocks.
 
     The proof is a stream's first token, or the end of another response.
@@ -55,14 +55,14 @@ def decode_patience_s(lease: Lease, within_s: float) -> float:
     return within_s + most * _late_step_s(lease)
 
 
-def prefill_patience_s(lease: Lease, least_s: float, usual_s: float) -> float:
+def prefill_timeout_s(lease: Lease, least_s: float, usual_s: float) -> float:
     """Return the time limit of a prefill leg: as predicted, or as usual before any measurement."""
     first, halves = lease.prefill, lease.decision.handover
     if first is None or halves is None or not first.worker.pace.prefills:
         return usual_s
-    return min(least_s + LATE * halves.prefill_s, usual_s)
+    return min(least_s + LATE_FACTOR * halves.prefill_s, usual_s)
 
 
 def _late_step_s(lease: Lease) -> float:
     pace = lease.worker.pace
-    return LATE * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
+    return LATE_FACTOR * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S

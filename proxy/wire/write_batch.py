@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-MOST = 128 << 10  # bytes
+MAX_BATCH_BYTES = 128 << 10
 
 
 class WriteBatch:
@@ -29,7 +29,7 @@ class WriteBatch:
         if self._turn_began:
             self._waiting.append((transport, pieces))
             self._size += len(pieces[-1])
-            if self._size > MOST:
+            if self._size > MAX_BATCH_BYTES:
                 self.flush()
             return
         self._turn_began = True

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from proxy.config import FleetConfig, ProbeConfig
-from proxy.wire.exchange.failover import GRACE_S
-from proxy.wire.timeouts import LATE
+from proxy.wire.exchange.failover import DOWN_GRACE_S
+from proxy.wire.timeouts import LATE_FACTOR
 from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.test_handover import (
     ABOVE,
@@ -83,7 +83,7 @@ async def test_a_prefill_worker_that_stands_still_in_a_prefill(
                 [decision] = router.decisions(1)
                 assert (decision["worker"], decision["prefill_worker"]) == (DECODE, None)
                 assert ends[PREFILL].healthy() == (part == ENGINE)
-            bound_s = prefill_s + LATE * took_s if part == ENGINE else DOWN_S + GRACE_S
+            bound_s = prefill_s + LATE_FACTOR * took_s if part == ENGINE else DOWN_S + DOWN_GRACE_S
             assert waited_s < bound_s + 2 * took_s + HELD_UP_S
             assert router.handovers()["prefill_failed"] == 1
             # It hears that nobody wants it any more: nothing is left to the end of a lease.

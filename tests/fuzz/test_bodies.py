@@ -22,7 +22,7 @@ from proxy.http.sse import EventStream, recounted, usage_in
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, usage_of
-from proxy.wire.handover.release import read as read_answer
+from proxy.wire.handover.release import parse_fields as read_answer
 from tests.fuzz.texts import BODIES, RIGHT, WRONG
 
 MODEL = "tiny"

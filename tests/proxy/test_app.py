@@ -297,7 +297,7 @@ async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(waiting, "LET_GO_S", DEADLINE_S)
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", DEADLINE_S)
     source = written(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -319,7 +319,7 @@ async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
 async def test_a_port_in_use_is_a_clear_error(
     tmp_path: Path, fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "LET_GO_S", 0.2)
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.2)
     source = written(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

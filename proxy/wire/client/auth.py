@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 BEARER = b"bearer "
 # Load balancers and scrapers need no key.
-FREE = frozenset(["/health", "/ready", "/metrics"])
-STAY = (*HEADERS, *KEYS)
+KEYLESS_PATHS = frozenset(["/health", "/ready", "/metrics"])
+ROUTER_HEADERS = (*HEADERS, *KEYS)
 
 
-def presented(head: RequestHead) -> bytes:
+def presented_key(head: RequestHead) -> bytes:
     """Return the key of a request; empty if there is none."""
     special = head.special
     authorization = special.get(b"authorization", b"").strip()
@@ -36,11 +36,11 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
             _give_back(head)
         return None
     head.authorization = b""
-    if any(name in head.special for name in STAY):
-        head.keep_back(STAY)
-    if head.path in FREE:
+    if any(name in head.special for name in ROUTER_HEADERS):
+        head.keep_back(ROUTER_HEADERS)
+    if head.path in KEYLESS_PATHS:
         return None
-    key = presented(head)
+    key = presented_key(head)
     if not key:
         return refusals.no_key()
     tenant = head.tenant = tenants.of_key(key)
@@ -54,10 +54,10 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
 def _give_back(head: RequestHead) -> None:
     """Restore the headers that were hidden before."""
     special = head.special
-    if (said := special.get(b"authorization")) is not None:
-        head.authorization = b"Authorization: %b\r\n" % said
-    there = {name.lower() for name in head.pieces[::4]}
-    for name in STAY:
-        if name in special and name not in there:
+    if (authorization := special.get(b"authorization")) is not None:
+        head.authorization = b"Authorization: %b\r\n" % authorization
+    present = {name.lower() for name in head.pieces[::4]}
+    for name in ROUTER_HEADERS:
+        if name in special and name not in present:
             head.pieces += (name, b": ", special[name], b"\r\n")
     head.lines = b"".join(head.pieces)

@@ -1,6 +1,6 @@
 """Client connections: requests in order, with time limits.
 
-A half-closed connection counts as closed: the two look alike.
+A half-closed connection counts as closed: the two look alike, and wasted generation costs more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxy.wire.client.endpoints import METRICS, local_answer
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of
-from proxy.wire.worker.keepalive import notice_silence
+from proxy.wire.worker.keepalive import enable_keepalive
 
 if TYPE_CHECKING:
     from proxy.wire.context import WireContext
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from proxy.wire.settings import WireSettings
 
 # Limits on pipelined requests.
-MAX_AHEAD, MANY_AHEAD = 256 << 10, 256  # bytes, requests
-MOST_UNSENT = 64 << 10  # bytes
+MAX_AHEAD_BYTES, MAX_AHEAD_REQUESTS = 256 << 10, 256
+MAX_UNSENT_BYTES = 64 << 10  # of responses, before reading from workers stops
 # On Linux, a closed peer shows before its data is read.
-LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+CLOSED_EVENTS = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -82,10 +82,10 @@ class ClientConnection(asyncio.Protocol):
         """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
         if self._wire.encrypted:  # the TLS default is 512 KiB
-            self._transport.set_write_buffer_limits(high=MOST_UNSENT)
+            self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self.write = partial(self._wire.outbox.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
-        notice_silence(transport)
+        enable_keepalive(transport)
         self._wire.client_came(self)
         self.limit(self._wire.settings)
         self._listen(self._wire.clock())
@@ -107,7 +107,7 @@ class ClientConnection(asyncio.Protocol):
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
-        if self._ahead > MAX_AHEAD or len(self._reader.ready) > MANY_AHEAD:
+        if self._ahead > MAX_AHEAD_BYTES or len(self._reader.ready) > MAX_AHEAD_REQUESTS:
             self._read_no_more()
 
     def eof_received(self) -> None:
@@ -115,7 +115,7 @@ class ClientConnection(asyncio.Protocol):
         leaves = self._leaving  # its deadline is already set
         self._gone()
         if not leaves:
-            self._bear_with(self._wire.clock())
+            self._limit_closing(self._wire.clock())
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop all work for the client."""
@@ -167,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
         """Close after all written bytes are sent."""
         self._leaving = True
         self._reader.drop()
-        self._bear_with(now)
+        self._limit_closing(now)
         self._wire.outbox.flush()
         self._transport.close()
 
@@ -177,7 +177,7 @@ class ClientConnection(asyncio.Protocol):
         if idle or self._leaving or self._exchange is not None:
             self.leave(now)
         else:
-            self._part(now, refusals.draining())
+            self._refuse_and_close(now, refusals.draining())
 
     def part_if_idle(self, now: float) -> None:
         """Close unless a request is open or arriving."""
@@ -200,9 +200,9 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.state is ParserState.NOTHING:
             self.leave(now)
         else:
-            self._part(now, self._arrival.too_late(now, self._wire.settings))
+            self._refuse_and_close(now, self._arrival.too_late(now, self._wire.settings))
 
-    def _bear_with(self, now: float) -> None:
+    def _limit_closing(self, now: float) -> None:
         """Give a closing connection `idle_s` to deliver its last bytes."""
         self.deadline = now + self._wire.settings.idle_s
         self._closing.begin(self.deadline)
@@ -211,7 +211,7 @@ class ClientConnection(asyncio.Protocol):
 
     def look(self) -> None:
         """Close the connection if the client has left."""
-        if polls(self._transport, LEFT):
+        if polls(self._transport, CLOSED_EVENTS):
             self._gone()
             self._transport.abort()
 
@@ -229,12 +229,12 @@ class ClientConnection(asyncio.Protocol):
                 self._wire.outbox.flush()  # updates `writable`
         self._taking = False
         if self._exchange is not None or self._leaving:
-            if len(ready) > MANY_AHEAD:
+            if len(ready) > MAX_AHEAD_REQUESTS:
                 self._read_no_more()
         elif not self.writable:
             self._read_no_more()
         elif self._last_words is not None:
-            self._part(now, self._last_words)
+            self._refuse_and_close(now, self._last_words)
         else:
             self._rest(now)
 
@@ -316,7 +316,7 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = min(self.deadline, due)
         self._waits_for = reader.state
 
-    def _part(self, now: float, refusal: Refusal) -> None:
+    def _refuse_and_close(self, now: float, refusal: Refusal) -> None:
         """Refuse and close; read on for `linger_s`, as a reset could discard the response."""
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()

@@ -91,7 +91,9 @@ def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
 
 def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
     """Return one model, or the refusal of requests for that model."""
-    known = [each for each in fleet.models() if tenant is None or tenant.may_use(each)]
+    known = [
+        model_name for model_name in fleet.models() if tenant is None or tenant.may_use(model_name)
+    ]
     if not fleet.serves(name):
         return refusals.model_not_served(name, known, all_told=fleet.all_told())
     if name not in known:

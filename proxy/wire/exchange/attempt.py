@@ -29,7 +29,7 @@ from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import ExchangeState
 from proxy.wire.handover.first_token import says_failed
 from proxy.wire.handover.two_legs import TwoLegExchange
-from proxy.wire.timeouts import MOST, answer_patience_s, is_only_slow, more_patience_s
+from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
 from proxy.wire.worker.connection import WorkerError
 from proxy.wire.worker.request_bytes import to_worker
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
-TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
+TOO_MANY_REQUESTS, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
 # Any other 5xx counts as a worker failure.
 OUTCOMES = {
-    TOO_MANY: Outcome.BUSY,
+    TOO_MANY_REQUESTS: Outcome.BUSY,
     UNAVAILABLE: Outcome.BUSY,
     SERVER_ERROR: Outcome.ERRED,
 }
@@ -101,7 +101,7 @@ class Attempt:
             handover.prefill(now, self)
             return
         owner.enter(ExchangeState.SENT)
-        self.patience_s = answer_patience_s(lease, wire.settings.first_byte_s)
+        self.patience_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.of(lease.worker)
         pool.send(now, self, to_worker(request, pool, request.body, request.id))
 
@@ -143,7 +143,7 @@ class Attempt:
     def _is_retried(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error; False if the error goes to the client."""
         owner, status, handover = self._owner, head.status, self.handover
-        if (status >= SERVER_ERROR or status == TOO_MANY) and status not in NOT_SUPPORTED:
+        if (status >= SERVER_ERROR or status == TOO_MANY_REQUESTS) and status not in NOT_SUPPORTED:
             retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
             if outcome is Outcome.ERRED and retry_after_s is not None:
@@ -182,7 +182,7 @@ class Attempt:
                 return
             body = first
         if self._error_body is not None:
-            whole = self._of_its_size(now, self._error_body + body, ended)
+            whole = self._retry_too_long(now, self._error_body + body, ended)
             if whole is None:
                 return
             body = whole
@@ -231,7 +231,7 @@ class Attempt:
         self.response, self._owner.last_refusal = failed, refusal
         return True
 
-    def _of_its_size(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
+    def _retry_too_long(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
         """Collect a 400, and retry a request that exceeded the worker's context.
 
         Return the error for the client, or None.
@@ -258,7 +258,7 @@ class Attempt:
         if lease is None:
             return 0.0
         late_at = inf if handover is None else handover.late_at
-        return more_patience_s(lease, now, self._wire.settings.first_byte_s, late_at)
+        return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
         """Leave these workers if a retry is possible."""
@@ -283,7 +283,7 @@ class Attempt:
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
         if error is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
-            refusal = refusals.response_timeout(MOST * wire.settings.first_byte_s)
+            refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
         response = self.response

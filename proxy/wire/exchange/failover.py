@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proxy.wire.context import ServedExchange
 
 # Counted from the failed probes.
-GRACE_S = 10.0
+DOWN_GRACE_S = 10.0
 
 
 class Failover:
@@ -32,7 +32,7 @@ class Failover:
         """
         before = self._since
         self._since = {w: before.get(w, now) for w in workers if not w.up and w.requests}
-        overdue = {w for w, since in self._since.items() if now - since >= GRACE_S}
+        overdue = {w for w, since in self._since.items() if now - since >= DOWN_GRACE_S}
         if overdue:
             for exchange in list(exchanges):
                 exchange.forsake(now, overdue)

@@ -96,8 +96,8 @@ class RequestRecord:
         self.request = request
         if metrics.begin_trace is not None:
             head = request.head
-            request.trace = metrics.begin_trace(told := head.special.get(TRACE))
-            if told is not None:
+            request.trace = metrics.begin_trace(traceparent := head.special.get(TRACE))
+            if traceparent is not None:
                 head.keep_back((TRACE,))
         if metrics.keeps_prompts:
             self.prompt = request.body

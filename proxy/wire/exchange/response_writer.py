@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from proxy.http.request import Request
     from proxy.http.response_parser import ResponseHead
 
-LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
+CONTENT_LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
-MOST_HELD = 1 << 20
+MAX_HELD_BYTES = 1 << 20
 ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
@@ -106,15 +106,15 @@ class ResponseWriter:
     def _whole(self, body: bytes, cached: int, ended: bool) -> bytes:
         """Hold back a JSON body to correct its usage."""
         self._held += body
-        if not ended and len(self._held) <= MOST_HELD:
+        if not ended and len(self._held) <= MAX_HELD_BYTES:
             return b""
         body, self._held = self._held, b""
         if ended:
-            told = recounted(body, cached)
-            if len(told) != len(body):  # correct Content-Length in the unsent head
-                length = b"\r\nContent-Length: %d\r\n" % len(told)
-                self._head = LENGTH.sub(length, self._head, 1)
-            body = told
+            recounted_body = recounted(body, cached)
+            if len(recounted_body) != len(body):  # correct Content-Length in the unsent head
+                length = b"\r\nContent-Length: %d\r\n" % len(recounted_body)
+                self._head = CONTENT_LENGTH.sub(length, self._head, 1)
+            body = recounted_body
         else:
             self._cached = None  # too long
         self._tail = body[-TAIL:]

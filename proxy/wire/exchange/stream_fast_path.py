@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from proxy.wire.exchange.request_record import RequestRecord
 
 CHUNK_END = b"\n\n\r\n"
-MOST_DIGITS = 4
+MAX_SIZE_DIGITS = 4
 
 
 @lru_cache(maxsize=1024)
 def size_line(length: int) -> bytes:
     """Return the size line of a chunk of this total length; may be empty."""
-    for digits in range(1, MOST_DIGITS + 1):
+    for digits in range(1, MAX_SIZE_DIGITS + 1):
         size = b"%x" % max(length - digits - 4, 0)
         if len(size) == digits and size != b"0":
             return size + b"\r\n"

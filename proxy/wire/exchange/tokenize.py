@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
     from proxy.wire.worker.pool import ConnectionPool
 
-MAX_ANSWER = 1 << 20
+MAX_RESPONSE_BYTES = 1 << 20
 
 
 class TokenizeRequest:
@@ -57,7 +57,7 @@ class TokenizeRequest:
         if ended:
             self.connection = None
             self._done(now, self._count() if self._status == OK else None)
-        elif len(self._answer) > MAX_ANSWER:
+        elif len(self._answer) > MAX_RESPONSE_BYTES:
             self.expire(now)
 
     def late(self, now: float) -> float:  # noqa: ARG002

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 
-MOST = 1 << 20  # bytes; opening events may repeat the instructions
-STARTS = (b"d", b"e", b":")  # data, event, comment
-END = re.compile(rb"\n\r?\n")
+MAX_OPENING_BYTES = 1 << 20  # may repeat the instructions
+STREAM_STARTS = (b"d", b"e", b":")  # data, event, comment
+EVENT_END = re.compile(rb"\n\r?\n")
 ROLE = re.compile(rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)')
 # Text, an end or an error.
-TELLS = re.compile(rb"event: ?\S*(?:delta|done|stop|completed|incomplete|failed|error)")
+RESULT_EVENT = re.compile(rb"event: ?\S*(?:delta|done|stop|completed|incomplete|failed|error)")
 # Cohere's events have no names; vLLM writes the type last.
 COHERE = re.compile(rb'data: ?\{[^\n]*"type": ?"message-start"')
 FAILED = re.compile(
@@ -22,12 +22,12 @@ FAILED = re.compile(
 )
 
 
-def after(text: bytes) -> int:
+def find_result(text: bytes) -> int:
     """Return the offset of the first event after the opening; -1 if none."""
     at = 0
-    if not text.startswith(STARTS):
+    if not text.startswith(STREAM_STARTS):
         return 0  # not an event stream
-    while (end := END.search(text, at)) is not None:
+    while (end := EVENT_END.search(text, at)) is not None:
         if not _is_quiet(text, at, end.start()):
             return at
         at = end.end()
@@ -36,7 +36,7 @@ def after(text: bytes) -> int:
 
 def _is_quiet(text: bytes, at: int, end: int) -> bool:
     if text.startswith(b"event:", at):
-        return TELLS.match(text, at, end) is None
+        return RESULT_EVENT.match(text, at, end) is None
     if text.startswith(b":", at):
         return True
     return any(says.match(text, at, end) for says in (ROLE, COHERE))
@@ -44,4 +44,4 @@ def _is_quiet(text: bytes, at: int, end: int) -> bool:
 
 def says_failed(text: bytes) -> bool:
     """Return True if the first event after the opening is an error."""
-    return FAILED.match(text, max(after(text), 0)) is not None
+    return FAILED.match(text, max(find_result(text), 0)) is not None

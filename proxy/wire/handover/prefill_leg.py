@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
     from proxy.wire.worker.pool import ConnectionPool
 
-MAX_ANSWER = 64 << 20  # bytes; may list all token ids
+MAX_RESPONSE_BYTES = 64 << 20  # may list all token ids
 # From head to end of the response: the worker keeps the blocks only briefly.
-REST_S = 10.0
+MAX_BODY_S = 10.0
 
 
 class PrefillOwner(Protocol):
@@ -73,7 +73,7 @@ class PrefillLeg:
         if head.status == OK:
             self._size = 0
             self.begun_at = now
-            self._hurry()
+            self._limit_rest()
             return
         self._passes = True
         self._owner.connection = self.connection
@@ -89,16 +89,16 @@ class PrefillLeg:
         if ended:
             self.connection = None
             self._owner.prefilled(now, b"".join(self._pieces))
-        elif self._size > MAX_ANSWER and self.connection is not None:
+        elif self._size > MAX_RESPONSE_BYTES and self.connection is not None:
             self.connection.drop()
             self.lost(now, WorkerError.BROKEN)
         else:
-            self._hurry()
+            self._limit_rest()
 
-    def _hurry(self) -> None:
+    def _limit_rest(self) -> None:
         if self.connection is not None:
             deadline = self.connection.deadline
-            self.connection.deadline = min(deadline, self.begun_at + REST_S)
+            self.connection.deadline = min(deadline, self.begun_at + MAX_BODY_S)
 
     def late(self, now: float) -> float:  # noqa: ARG002
         """Allow no extra time."""

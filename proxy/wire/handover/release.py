@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from proxy.wire.handover.prefill_leg import PrefillLeg
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
-RELEASED, LEFT = "released", "left_to_expire"
+RELEASED, LEFT_TO_EXPIRE = "released", "left_to_expire"
 # Refusals by code that knows the connector; a 401 precedes that code.
-FREES = frozenset([400, 404])
-PATIENCE_S, TRIES = 5.0, 3
-GRACE_S = 1.0  # for an abandoned prefill that is nearly done
+RELEASE_STATUSES = frozenset([400, 404])
+RELEASE_TIMEOUT_S, MAX_RELEASE_TRIES = 5.0, 3
+ABANDONED_GRACE_S = 1.0  # for an abandoned prefill that is nearly done
 
 
 class BlockRelease:
@@ -49,10 +49,10 @@ class BlockRelease:
         wire, body = self._wire, self._body
         self._tried.append(decode)
         self._status = 0
-        self.deadline = now + PATIENCE_S
+        self.deadline = now + RELEASE_TIMEOUT_S
         pool = wire.pools.of(decode)
-        who = pool.authorization or self._authorization
-        start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, who)
+        authorization = pool.authorization or self._authorization
+        start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         wire.release_began(self)
         pool.send(now, self, (start + framing + body,))
@@ -66,7 +66,7 @@ class BlockRelease:
         if not ended:
             return
         self.connection = None
-        if self._status in FREES:
+        if self._status in RELEASE_STATUSES:
             self._over(RELEASED)
         else:
             self.elsewhere(now, self._tried[-1])
@@ -89,11 +89,11 @@ class BlockRelease:
 
     def elsewhere(self, now: float, decode: Worker) -> None:
         """Try another decode worker, or let the blocks expire."""
-        left = [w for w in others(self._wire, decode) if w not in self._tried]
-        if left and len(self._tried) < TRIES:
+        left = [w for w in other_decode_workers(self._wire, decode) if w not in self._tried]
+        if left and len(self._tried) < MAX_RELEASE_TRIES:
             self.send(now, left[0])
         else:
-            self._over(LEFT)
+            self._over(LEFT_TO_EXPIRE)
 
     def _over(self, how: str) -> None:
         self._wire.release_over(self)
@@ -116,15 +116,19 @@ class AbandonedPrefill:
 
     def adopt(self, now: float) -> None:
         """Take over the leg."""
-        self.deadline = now + GRACE_S
+        self.deadline = now + ABANDONED_GRACE_S
         self._wire.release_began(self)
         self._leg.leave_to(self)
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Release the blocks."""
         connector = self._wire.connector
-        taken = PrefillResult() if connector is None else connector.taken(self._pair, read(answer))
-        release(self._wire, now, self._decode, taken, self._authorization)
+        taken = (
+            PrefillResult()
+            if connector is None
+            else connector.taken(self._pair, parse_fields(answer))
+        )
+        release_blocks(self._wire, now, self._decode, taken, self._authorization)
         self._wire.release_over(self)
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
@@ -138,7 +142,7 @@ class AbandonedPrefill:
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
-            self._wire.metrics.handover_ended(LEFT)
+            self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
         self._wire.release_over(self)
 
     def expire(self, now: float) -> None:  # noqa: ARG002
@@ -150,7 +154,7 @@ class AbandonedPrefill:
         self._wire.release_over(self)
 
 
-def others(wire: WireContext, decode: Worker) -> list[Worker]:
+def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     """Return the other usable decode workers."""
     return [
         worker
@@ -159,7 +163,7 @@ def others(wire: WireContext, decode: Worker) -> list[Worker]:
     ]
 
 
-def read(answer: bytes) -> dict[str, Any]:
+def parse_fields(answer: bytes) -> dict[str, Any]:
     """Return the fields of a prefill response; empty if invalid."""
     try:
         fields = orjson.loads(answer)
@@ -168,7 +172,7 @@ def read(answer: bytes) -> dict[str, Any]:
     return fields if type(fields) is dict else {}
 
 
-def release(
+def release_blocks(
     wire: WireContext,
     now: float,
     decode: Worker,
@@ -181,10 +185,10 @@ def release(
     body = wire.connector.release(taken) if wire.connector is not None else None
     if body is None:
         if taken.params is not None:
-            wire.metrics.handover_ended(LEFT)
+            wire.metrics.handover_ended(LEFT_TO_EXPIRE)
         return
-    question = BlockRelease(wire, body, authorization)
+    block_release = BlockRelease(wire, body, authorization)
     if well:
-        question.send(now, decode)
+        block_release.send(now, decode)
     else:
-        question.elsewhere(now, decode)
+        block_release.elsewhere(now, decode)

@@ -19,8 +19,14 @@ from proxy.transfer.legs import IDS, decode_body, prefill_body
 from proxy.transfer.types import Pair, PrefillResult, usage_of
 from proxy.wire.handover import first_token
 from proxy.wire.handover.prefill_leg import PrefillLeg, PrefillOwner
-from proxy.wire.handover.release import LEFT, AbandonedPrefill, others, read, release
-from proxy.wire.timeouts import answer_patience_s, decode_patience_s, prefill_patience_s
+from proxy.wire.handover.release import (
+    LEFT_TO_EXPIRE,
+    AbandonedPrefill,
+    other_decode_workers,
+    parse_fields,
+    release_blocks,
+)
+from proxy.wire.timeouts import decode_timeout_s, prefill_timeout_s, response_timeout_s
 from proxy.wire.worker.connection import WorkerError
 from proxy.wire.worker.request_bytes import to_worker
 
@@ -36,9 +42,9 @@ logger = logging.getLogger(__name__)
 # Why a request is served whole.
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
-SOON_S = 0.25
+NEARLY_DONE_S = 0.25
 # Perhaps due to one worker's key, adapters or routes.
-ITS_OWN = frozenset([401, 403, 404, 405])
+WORKER_SPECIFIC = frozenset([401, 403, 404, 405])
 
 
 class TwoLegExchange:
@@ -88,7 +94,7 @@ class TwoLegExchange:
         pool = wire.pools.of(self._first)
         body = prefill_body(self._connector, self._pair, lease.ask, request.body)
         settings = wire.settings
-        within_s = prefill_patience_s(lease, settings.prefill_s, settings.first_byte_s)
+        within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
         leg = self._leg = PrefillLeg(exchange, within_s)
         leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
 
@@ -96,7 +102,7 @@ class TwoLegExchange:
         """Send the decode leg; False if no healthy worker is left."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         leg, self._leg = self._leg, None
-        fields = read(answer)
+        fields = parse_fields(answer)
         taken = self._taken = connector.taken(self._pair, fields)
         holds = taken.params is not None
         halves = lease.decision.handover
@@ -117,8 +123,8 @@ class TwoLegExchange:
             return False
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
-        late_s = decode_patience_s(lease, connector.within_s if holds else inf) - spent_s
-        exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
+        late_s = decode_timeout_s(lease, connector.within_s if holds else inf) - spent_s
+        exchange.patience_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
         body = decode_body(connector, self._pair, taken, lease.ask, request.body)
@@ -169,7 +175,11 @@ class TwoLegExchange:
     ) -> bytes | None:
         """Return the first pieces of a response; None until they show a transfer's result."""
         early = self._early = self._early + body
-        if not ended and len(early) <= first_token.MOST and first_token.after(early) < 0:
+        if (
+            not ended
+            and len(early) <= first_token.MAX_OPENING_BYTES
+            and first_token.find_result(early) < 0
+        ):
             if connection is not None:
                 connection.deadline = min(connection.deadline, self.late_at)
             return None
@@ -188,14 +198,14 @@ class TwoLegExchange:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused = status
         router, lease = self._wire.router, self._lease
-        if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
+        if status not in WORKER_SPECIFIC or again or not router.has_other_prefill(lease, now):
             lease.ask.whole = REFUSED_PREFILL
 
     def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks
-            self._wire.metrics.handover_ended(LEFT)
+            self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
         self._leg = None
         late = trouble is WorkerError.TIMEOUT and now >= self.late_at
         if late:
@@ -264,15 +274,19 @@ class TwoLegExchange:
             connection.drop()
             if not sent:
                 # A worker may be healthy before its connection is open.
-                self.give_back(now, well=well or not others(self._wire, self._lease.worker))
+                self.give_back(
+                    now, well=well or not other_decode_workers(self._wire, self._lease.worker)
+                )
         else:
             self.give_back(now, well=True)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
         """Cancel the prefill, or await a nearly complete one to release its blocks."""
         if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
-            who = self._request.head.authorization
-            AbandonedPrefill(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
+            authorization = self._request.head.authorization
+            AbandonedPrefill(self._wire, self._pair, self._lease.worker, authorization, leg).adopt(
+                now
+            )
         else:
             leg.drop()
 
@@ -280,13 +294,13 @@ class TwoLegExchange:
         """Release blocks that may not have been fetched."""
         taken, self._taken = self._taken, None
         if taken is not None:
-            who = self._request.head.authorization
-            release(self._wire, now, self._lease.worker, taken, who, well=well)
+            authorization = self._request.head.authorization
+            release_blocks(self._wire, now, self._lease.worker, taken, authorization, well=well)
 
 
 def nearly_done(lease: Lease, now: float) -> bool:
-    """Return True if a prefill should end within `SOON_S` or is not predictable."""
+    """Return True if a prefill should end within `NEARLY_DONE_S` or is not predictable."""
     first, halves = lease.prefill, lease.decision.handover
     if first is None or halves is None or not first.worker.pace.prefills:
         return True
-    return now > first.charged_at + halves.prefill_s - SOON_S
+    return now > first.charged_at + halves.prefill_s - NEARLY_DONE_S

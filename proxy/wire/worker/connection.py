@@ -214,12 +214,12 @@ class WorkerConnection(asyncio.Protocol):
         except ResponseError:
             self.fail(now, WorkerError.BROKEN)
             return
-        self._tell(now, caller)
+        self._pass_on(now, caller)
 
     def eof_received(self) -> None:
         """End the response, or send the request again."""
-        if self._used and self._reader.untouched and self._has_delivered_nothing():
-            self._send_afresh()
+        if self._used and self._reader.untouched and self._nothing_confirmed():
+            self._send_again()
         else:
             self._ended(proper=True)
         self.drop()
@@ -235,11 +235,11 @@ class WorkerConnection(asyncio.Protocol):
             return
         now = self._pool.clock()
         if proper and self._reader.finish():
-            self._tell(now, caller)
+            self._pass_on(now, caller)
         else:
             self.fail(now, WorkerError.RESET)
 
-    def _has_delivered_nothing(self) -> bool:
+    def _nothing_confirmed(self) -> bool:
         """Return True if no byte of the request was confirmed.
 
         A FIN confirms all data before it; a reset confirms nothing.
@@ -252,23 +252,23 @@ class WorkerConnection(asyncio.Protocol):
         left = unacknowledged(transport)
         return left is not None and left >= sum(map(len, self._request))
 
-    def _send_afresh(self) -> None:
+    def _send_again(self) -> None:
         caller, self.caller = self.caller, None
         if caller is not None:
             self._pool.forget(self)
             self._pool.open_for(self._pool.clock(), caller, self._request)
 
-    def _tell(self, now: float, caller: ResponseReceiver) -> None:
+    def _pass_on(self, now: float, caller: ResponseReceiver) -> None:
         """Pass on the parsed data; an exception fails the request, or its client would hang."""
         try:
-            self._hand_over(now, caller)
+            self._pass_parsed(now, caller)
         except Exception:
             logger.exception("cannot process a response from %s", self._pool.host.decode())
             self.drop()
             caller.connection = None
             caller.lost(now, WorkerError.BROKEN)
 
-    def _hand_over(self, now: float, caller: ResponseReceiver) -> None:
+    def _pass_parsed(self, now: float, caller: ResponseReceiver) -> None:
         """Pass on the parsed data; the caller may drop the connection."""
         reader = self._reader
         head = reader.head

@@ -8,23 +8,25 @@ import socket
 Option = tuple[int, int, int]  # level, name, value
 
 
-def _known(*options: tuple[int, str, int]) -> tuple[Option, ...]:
+def _supported(*options: tuple[int, str, int]) -> tuple[Option, ...]:
     found = [(level, getattr(socket, name, None), value) for level, name, value in options]
     return tuple((level, name, value) for level, name, value in found if name is not None)
 
 
 # Three probes after 15 s idle; the kernel of a busy process responds.
-PROBES = _known(
+PROBES = _supported(
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
 )
 # Sent data must be confirmed within 60 s.
-CONFIRMS = (*PROBES, *_known((socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000)))
+PROBES_AND_TIMEOUT = (*PROBES, *_supported((socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000)))
 
 
-def notice_silence(transport: asyncio.BaseTransport, options: tuple[Option, ...] = PROBES) -> None:
+def enable_keepalive(
+    transport: asyncio.BaseTransport, options: tuple[Option, ...] = PROBES
+) -> None:
     """Let the kernel end the connection if the peer's machine disappears."""
     if transport.is_closing():
         return

@@ -17,7 +17,7 @@ from proxy.wire.worker.connection import (
     WorkerConnection,
     WorkerError,
 )
-from proxy.wire.worker.keepalive import CONFIRMS, notice_silence
+from proxy.wire.worker.keepalive import PROBES_AND_TIMEOUT, enable_keepalive
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 PORTS = {"http": 80, "https": 443}
 # No file descriptors or socket memory.
-OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+LOCAL_ERRNOS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 # No local port left, or no route, as to ::1 without IPv6.
 NO_PORT = errno.EADDRNOTAVAIL
-NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # unrelated to ports
-HANDSHAKE_S = 60.0
+NO_ROUTE = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # unrelated to ports
+MAX_HANDSHAKE_S = 60.0
 
 
 class ConnectionPool(ConnectionOwner):
@@ -79,30 +79,32 @@ class ConnectionPool(ConnectionOwner):
 
     def sweep(self, now: float) -> None:
         """Expire connections."""
-        for connection in [each for each in self.open if each.deadline < now]:
+        for connection in [c for c in self.open if c.deadline < now]:
             connection.expire(now)
 
     async def _open(self, connection: WorkerConnection) -> None:
         host, port = self._where
         try:
             tls = to_worker(self.spec.tls)
-            transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
-            notice_silence(transport, CONFIRMS)
+            transport, _ = await connect(lambda: connection, host, port, tls, MAX_HANDSHAKE_S)
+            enable_keepalive(transport, PROBES_AND_TIMEOUT)
         except (OSError, UnicodeError, TlsError) as error:  # UnicodeError: invalid host name
             connection.fail(
-                self.clock(), WorkerError.OURS if is_ours(error) else WorkerError.CONNECT
+                self.clock(), WorkerError.OURS if is_local_failure(error) else WorkerError.CONNECT
             )
 
 
-def is_ours(error: Exception) -> bool:
+def is_local_failure(error: Exception) -> bool:
     """Return True if this machine lacks resources for a connection."""
     if not isinstance(error, NoAddressAnswersError):
-        return isinstance(error, OSError) and (error.errno in OURS or error.errno == NO_PORT)
-    each = {why.errno for why in error.errors}
-    return not OURS.isdisjoint(each) or each - NO_WAY == {NO_PORT}
+        return isinstance(error, OSError) and (
+            error.errno in LOCAL_ERRNOS or error.errno == NO_PORT
+        )
+    errnos = {failure.errno for failure in error.errors}
+    return not LOCAL_ERRNOS.isdisjoint(errnos) or errnos - NO_ROUTE == {NO_PORT}
 
 
-def met(spec: WorkerSpec) -> tuple[object, ...]:
+def connection_key(spec: WorkerSpec) -> tuple[object, ...]:
     """Return the parts of a spec that connections depend on."""
     return spec.url, spec.api_key, spec.tls
 
@@ -125,7 +127,7 @@ class ConnectionPools:
         spec = worker.spec
         if pool is not None and pool.spec is spec:
             return pool
-        if pool is None or met(pool.spec) != met(spec):
+        if pool is None or connection_key(pool.spec) != connection_key(spec):
             if pool is not None:
                 self._retire(pool)
             pool = self._pools[worker.name] = ConnectionPool(

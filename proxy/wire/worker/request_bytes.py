@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from proxy.wire.worker.pool import ConnectionPool
 
 # Larger bodies are not copied behind their head.
-SMALL = 1 << 16
+MAX_JOINED_BYTES = 1 << 16
 
 
 # A proxy in front of a worker may compress responses.
-ENCODINGS = re.compile(rb"^accept-encoding:[^\n]*\n", re.IGNORECASE | re.MULTILINE)
-PLAIN = b"Accept-Encoding: identity\r\n"
+ACCEPT_ENCODING = re.compile(rb"^accept-encoding:[^\n]*\n", re.IGNORECASE | re.MULTILINE)
+IDENTITY_ENCODING = b"Accept-Encoding: identity\r\n"
 
 
 def to_worker(
@@ -26,13 +26,13 @@ def to_worker(
     `plain`: forbid compression.
     """
     head = request.head
-    lines = ENCODINGS.sub(b"", head.lines) + PLAIN if plain else head.lines
+    lines = ACCEPT_ENCODING.sub(b"", head.lines) + IDENTITY_ENCODING if plain else head.lines
     authorization = pool.authorization or head.authorization
     own = b"X-Request-Id: %b\r\n\r\n" % request_id
     if (trace := request.trace) is not None:
         own = trace.leg(pool.spec.name, pool.spec.role) + own
     if body or head.method != "GET":
         own = b"Content-Length: %d\r\n%b" % (len(body), own)
-    if len(body) > SMALL:
+    if len(body) > MAX_JOINED_BYTES:
         return b"".join((head.start, pool.host, authorization, lines, own)), body
     return (b"".join((head.start, pool.host, authorization, lines, own, body)),)

@@ -258,7 +258,7 @@ async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None
 async def test_ports_that_are_let_go_in_time_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bind, "LET_GO_S", DEADLINE_S)
+    monkeypatch.setattr(bind, "MAX_WAIT_S", DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         kept = Supervisor(config(1, port), None)
@@ -274,7 +274,7 @@ async def test_ports_that_are_let_go_in_time_are_waited_for(
 
 
 async def test_an_impossible_port_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bind, "LET_GO_S", 2 * DEADLINE_S)
+    monkeypatch.setattr(bind, "MAX_WAIT_S", 2 * DEADLINE_S)
     kept = Supervisor(
         parse(
             "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"

@@ -34,7 +34,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture
 async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start routers, and see at the end that no charge, ticket, task or socket is left of them."""
-    monkeypatch.setattr(ticks, "SWEEP_S", SWEEP_S)
+    monkeypatch.setattr(ticks, "SWEEP_INTERVAL_S", SWEEP_S)
     sites: list[Site] = []
     tasks, open_before = asyncio.all_tasks(), sockets()
 

@@ -12,7 +12,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.metrics.registry import Metrics
 from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
-from proxy.wire.ticks import STOOD_STILL_S, SWEEP_S, TICK_S
+from proxy.wire.ticks import SHORT_TICK_S, SUSPENDED_LAG_S, SWEEP_INTERVAL_S
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get
 from tests.proxy.wire.site import eventually
@@ -27,14 +27,14 @@ async def test_it_looks_more_often_while_something_waits() -> None:
     idle = wire.ticks.timer.when()
     assert idle - asyncio.get_running_loop().time() < 0.5
     question = wire.count(wire.clock(), print)
-    assert wire.ticks.timer.when() - idle < TICK_S - SWEEP_S / 2
+    assert wire.ticks.timer.when() - idle < SHORT_TICK_S - SWEEP_INTERVAL_S / 2
     wire.ticks.timer.cancel()
     wire.ticks.tick()
     busy = wire.ticks.timer.when()
     wire.counting.discard(question)
     wire.ticks.timer.cancel()
     wire.ticks.tick()
-    assert wire.ticks.timer.when() - busy > SWEEP_S / 2
+    assert wire.ticks.timer.when() - busy > SWEEP_INTERVAL_S / 2
     await wire.close()
 
 
@@ -49,7 +49,7 @@ async def test_bytes_that_came_while_the_router_stood_still_were_not_late(start:
     os.write(client.writer.get_extra_info("socket").fileno(), HEAD[10:])
     site.skip(head_s + 1.0)
     wire.ticks.timer.cancel()
-    wire.ticks.due = time.monotonic() - STOOD_STILL_S - 0.1
+    wire.ticks.due = time.monotonic() - SUSPENDED_LAG_S - 0.1
     wire.ticks.tick()  # before the loop looks at any socket
     assert (await client.answer()).status == 200
 
@@ -63,7 +63,7 @@ async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(sta
     await eventually(lambda: any(c.deadline == site.clock() + head_s for c in wire.clients))
     site.skip(head_s + 1.0)
     wire.ticks.timer.cancel()
-    wire.ticks.due = time.monotonic() - STOOD_STILL_S / 2
+    wire.ticks.due = time.monotonic() - SUSPENDED_LAG_S / 2
     wire.ticks.tick()
     left = await client.closed()
     assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
@@ -84,7 +84,7 @@ async def test_when_every_tick_is_late_deadlines_hold_in_every_second() -> None:
     found = []
     for _ in range(4):
         wire.ticks.timer.cancel()
-        wire.ticks.next_sweep, wire.ticks.due = 0.0, time.monotonic() - STOOD_STILL_S - 1.0
+        wire.ticks.next_sweep, wire.ticks.due = 0.0, time.monotonic() - SUSPENDED_LAG_S - 1.0
         wire.ticks.tick()
         found.append(len(expired))
     assert found == [0, 1, 1, 2]

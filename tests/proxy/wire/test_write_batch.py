@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.wire.write_batch import MOST, WriteBatch
+from proxy.wire.write_batch import MAX_BATCH_BYTES, WriteBatch
 
 
 class Transport:
@@ -41,7 +41,7 @@ async def test_what_is_much_goes_before_the_turn_ends_and_in_order() -> None:
     outbox: Any = WriteBatch()
     outbox.write(a, b"1")
     outbox.write(b, b"2")
-    outbox.write(a, b"head", b"x" * (MOST - 1))
+    outbox.write(a, b"head", b"x" * (MAX_BATCH_BYTES - 1))
     assert log == [("a", b"1")]
     outbox.write(b, b"3")
     assert [name for name, _ in log] == ["a", "b", "a", "b"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.model.types import Role
+from proxy.core.model.role import Role
 from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
 from tests.proxy.core.making import MODEL, ask, placed, spec
 from tests.proxy.processes.making import Crew

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.http.request_parser import ParserState
 from proxy.net.tls import server_context
-from proxy.wire.client.connection import MAX_AHEAD, ClientConnection
+from proxy.wire.client.connection import MAX_AHEAD_BYTES, ClientConnection
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat, request
@@ -138,7 +138,7 @@ async def test_nought_is_any_rate(start: Start) -> None:
     assert (await client.answer()).status == 200
 
 
-@pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
+@pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD_BYTES], ids=["read ahead", "not read"])
 @pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
 async def test_time_of_the_answer_before_does_not_count(
     start: Start, ahead: int, limits: dict[str, float]
@@ -146,11 +146,11 @@ async def test_time_of_the_answer_before_does_not_count(
     site = await start(Fake(max_model_len=1 << 20), wire=limits)
     site.stand_still()
     gate = site.fake.hold_next()
-    large = chat("x" * 4 * MAX_AHEAD)
+    large = chat("x" * 4 * MAX_AHEAD_BYTES)
     client = await site.send(chat())
     await site.fake.got(1)
     client.writer.write(large[:ahead])
-    await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD))
+    await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD_BYTES))
     for exchange in site.wire.exchanges:
         exchange.deadline = inf
     site.skip(5 * GRACE_S)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from proxy.wire.client.connection import MAX_AHEAD
+from proxy.wire.client.connection import MAX_AHEAD_BYTES
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
@@ -175,7 +175,7 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
     site.fake.then(scripts.stall)
     client = await site.send(chat())
     call = await site.fake.got()
-    ahead = chat("x" * (MAX_AHEAD + more))
+    ahead = chat("x" * (MAX_AHEAD_BYTES + more))
     await client.send(ahead[: len(ahead) - more] if more else ahead[:1000])
     if more:
         await eventually(lambda: site.wire.unread)

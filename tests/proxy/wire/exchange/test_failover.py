@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.core.model.role import Role
-from proxy.wire.exchange.failover import GRACE_S
+from proxy.wire.exchange.failover import DOWN_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
@@ -27,18 +27,18 @@ async def hung(start: Start, *names: str) -> tuple[Site, list[asyncio.Task[Answe
     return site, asking
 
 
-def over(site: Site, seconds: float = GRACE_S + 1.0) -> None:
+def over(site: Site, seconds: float = DOWN_GRACE_S + 1.0) -> None:
     """Let time pass, and the router look around before and after."""
     for skipped in (0.0, seconds):
         site.skip(skipped)
-        site.wire._forsaken.look(site.clock(), site.fleet, site.wire.exchanges)
+        site.wire._failover.look(site.clock(), site.fleet, site.wire.exchanges)
 
 
 async def test_who_waits_on_a_worker_that_is_down_goes_to_others(start: Start) -> None:
     site, asking = await hung(start, "w0", "w1")
     site.fakes["w1"].always(scripts.obey("w1"))
     site.down("w0")
-    over(site, GRACE_S - 1.0)
+    over(site, DOWN_GRACE_S - 1.0)
     assert len(site.served()) == 20
     site.skip(1.0)
     await eventually(lambda: sum(task.done() for task in asking) == 10)
@@ -63,7 +63,7 @@ async def test_they_stay_where_they_are(start: Start, why: str) -> None:
         if why == "nowhere else":
             site.down("w1")
         if why == "up again":
-            over(site, GRACE_S - 1.0)
+            over(site, DOWN_GRACE_S - 1.0)
             site.up("w0")
         over(site)
     assert len(site.served()) == 20

@@ -15,7 +15,7 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.net.resolver import NoAddressAnswersError
 from proxy.wire.exchange.attempt import MAX_ERROR_BYTES
-from proxy.wire.worker.pool import is_ours
+from proxy.wire.worker.pool import is_local_failure
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
@@ -340,23 +340,23 @@ def failed(*numbers: int) -> NoAddressAnswersError:
 
 
 def test_which_errors_are_our_own() -> None:
-    assert is_ours(OSError(errno.EMFILE, "Too many open files"))
-    assert is_ours(failed(errno.EMFILE, errno.ECONNREFUSED))
-    assert not is_ours(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
-    assert not is_ours(OSError("[Errno 24] is what somebody wrote"))
-    assert not is_ours(UnicodeError())
+    assert is_local_failure(OSError(errno.EMFILE, "Too many open files"))
+    assert is_local_failure(failed(errno.EMFILE, errno.ECONNREFUSED))
+    assert not is_local_failure(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    assert not is_local_failure(OSError("[Errno 24] is what somebody wrote"))
+    assert not is_local_failure(UnicodeError())
 
 
 def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
     """As `::1` of localhost where there is no IPv6, and nobody listens on 127.0.0.1."""
     no_port, no_way = errno.EADDRNOTAVAIL, errno.ENETUNREACH
-    assert is_ours(failed(no_port, no_way))
-    assert not is_ours(OSError(no_way, "Network is unreachable"))
-    assert not is_ours(failed(no_way, no_way))
-    assert is_ours(OSError(no_port, "Cannot assign requested address"))
-    assert is_ours(failed(no_port, no_port))
-    assert not is_ours(failed(no_port, errno.ECONNREFUSED))
-    assert is_ours(failed(no_port, errno.EMFILE))
+    assert is_local_failure(failed(no_port, no_way))
+    assert not is_local_failure(OSError(no_way, "Network is unreachable"))
+    assert not is_local_failure(failed(no_way, no_way))
+    assert is_local_failure(OSError(no_port, "Cannot assign requested address"))
+    assert is_local_failure(failed(no_port, no_port))
+    assert not is_local_failure(failed(no_port, errno.ECONNREFUSED))
+    assert is_local_failure(failed(no_port, errno.EMFILE))
 
 
 # A worker whose context is too short, by an estimate that was too low

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.model.role import Role
 from proxy.core.tenants.tenants import Rank, TenantSpec
-from proxy.wire.handover.release import GRACE_S
+from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.kv import Faults
@@ -238,7 +238,7 @@ async def ends(here: Pairs) -> int:
     here.site.skip(1.1 * LIMIT_S)
     answer = await client.answer()
     here.site.stands_at = None
-    here.site.skip(GRACE_S)
+    here.site.skip(ABANDONED_GRACE_S)
     await here.settled()
     assert counted(here.site) == [(504, "time_limit")]
     return answer.status

@@ -61,7 +61,7 @@ def test_an_answer_in_two_pieces(status: int, answer: bytes, count: int | None) 
 
 
 def test_an_answer_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ANSWER", 10)
+    monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 10)
     asked = Question()
     asked.count.received(2.0, b"x" * 10, ended=False)
     assert asked.found == []

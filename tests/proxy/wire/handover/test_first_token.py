@@ -36,10 +36,10 @@ def body_of(path: str) -> bytes:
 @pytest.mark.parametrize("path", OPENINGS)
 def test_an_opening_tells_nothing_however_much_of_it_is_there(path: str) -> None:
     whole = OPENINGS[path]
-    assert all(first_token.after(whole[:end]) == -1 for end in range(1, len(whole) + 1))
-    assert first_token.after(whole.replace(b"\n", b"\r\n")) == -1
+    assert all(first_token.find_result(whole[:end]) == -1 for end in range(1, len(whole) + 1))
+    assert first_token.find_result(whole.replace(b"\n", b"\r\n")) == -1
     for tells in (ERRORS[path], DELTA, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'):
-        assert first_token.after(whole + tells) == len(whole)
+        assert first_token.find_result(whole + tells) == len(whole)
     assert first_token.says_failed(whole + ERRORS[path])
     assert not first_token.says_failed(whole + DELTA)
     assert not first_token.says_failed(whole)
@@ -47,7 +47,7 @@ def test_an_opening_tells_nothing_however_much_of_it_is_there(path: str) -> None
 
 @pytest.mark.parametrize("text", [b"{", b'{"error": 1}', b"<html>"])
 def test_what_is_no_stream_is_not_held(text: bytes) -> None:
-    assert first_token.after(text) == 0
+    assert first_token.find_result(text) == 0
     assert not first_token.says_failed(text)
 
 

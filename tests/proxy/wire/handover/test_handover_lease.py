@@ -14,12 +14,12 @@ from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.core.lifecycle.retries import MIN_RESERVE
 from proxy.core.model.role import Role
 from proxy.transfer.types import LEASE_USED
-from proxy.wire.handover.prefill_leg import REST_S
+from proxy.wire.handover.prefill_leg import MAX_BODY_S
 from proxy.wire.timeouts import (
     SLOW_STEP_S,
-    answer_patience_s,
-    decode_patience_s,
-    more_patience_s,
+    decode_timeout_s,
+    extra_timeout_s,
+    response_timeout_s,
 )
 from tests.proxy.core.making import ask as ask_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
@@ -108,7 +108,7 @@ async def test_half_an_answer_of_a_prefill_is_not_waited_for(start: Start) -> No
     here = await pairs(start)
     body = chat_body(stream=True)
     client = await half(here, body, asyncio.Event())
-    here.site.skip(REST_S + 1.0)
+    here.site.skip(MAX_BODY_S + 1.0)
     assert words(await client.answer()) == expected(body)
     await here.settled(left=1)
 
@@ -119,10 +119,10 @@ async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Star
     victim = here.victim(Role.DECODE, body)
     here.kv.wrong(victim.name, Faults(before=scripts.stall))
     client = await half(here, body, rest)
-    here.site.skip(REST_S - 1.0)
+    here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     await victim.got(1)
-    here.site.skip(TOO_LATE_S - REST_S)
+    here.site.skip(TOO_LATE_S - MAX_BODY_S)
     assert words(await client.answer()) == expected(body)
     await here.settled()
     assert here.kv.ends() == ["released"]
@@ -132,14 +132,14 @@ async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Star
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_fetch_that_would_be_too_late_is_left_out(start: Start, stream: bool) -> None:
     """Where blocks are kept for little longer than the rest of an answer may take."""
-    lease_s = REST_S
+    lease_s = MAX_BODY_S
     here = await pairs(start, transfer_within_s=LEASE_USED * lease_s)
     connector = here.site.wire.connector
     assert connector is not None
     connector.lease_s = lease_s
     body, rest = chat_body(stream=stream), asyncio.Event()
     client = await half(here, body, rest)
-    here.site.skip(REST_S - 1.0)
+    here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()
@@ -230,22 +230,22 @@ def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
     )
     one = placed(here.submit(ask_of(5000, 100, stream=False), 0.0))
-    assert decode_patience_s(one, inf) == inf
-    assert decode_patience_s(one, 24.0) == 24.0 + 100 * SLOW_STEP_S  # nothing is known yet
+    assert decode_timeout_s(one, inf) == inf
+    assert decode_timeout_s(one, 24.0) == 24.0 + 100 * SLOW_STEP_S  # nothing is known yet
     pace = worker_of(here, "d0").pace
     pace.steps, pace.base_s, pace.each_s = 1.0, 0.01, 0.0
-    assert decode_patience_s(one, 24.0) == pytest.approx(24.0 + 4 * 1.0)
+    assert decode_timeout_s(one, 24.0) == pytest.approx(24.0 + 4 * 1.0)
     streamed = placed(here.submit(ask_of(5000, 100), 0.0))
-    assert decode_patience_s(streamed, 24.0) == 24.0
+    assert decode_timeout_s(streamed, 24.0) == 24.0
     endless = placed(here.submit(ask_of(5000, None, stream=False), 0.0))
-    assert decode_patience_s(endless, 24.0) > 1e9
+    assert decode_timeout_s(endless, 24.0) > 1e9
     # The usual ten minutes are for a hang: longer answers than that are asked for.
-    assert answer_patience_s(one, 600.0) == pytest.approx(600.0 + 4 * 1.0)
-    assert answer_patience_s(streamed, 600.0) == 600.0
-    assert answer_patience_s(endless, 600.0) == 600.0
-    assert answer_patience_s(one, 3.0) == 6.0  # a hang is noticed all the same
+    assert response_timeout_s(one, 600.0) == pytest.approx(600.0 + 4 * 1.0)
+    assert response_timeout_s(streamed, 600.0) == 600.0
+    assert response_timeout_s(endless, 600.0) == 600.0
+    assert response_timeout_s(one, 3.0) == 6.0  # a hang is noticed all the same
     pace.steps = 0.0
-    assert answer_patience_s(one, 600.0) == 600.0
+    assert response_timeout_s(one, 600.0) == 600.0
 
 
 def test_once_its_time_is_up_one_that_computes_has_more() -> None:
@@ -253,9 +253,9 @@ def test_once_its_time_is_up_one_that_computes_has_more() -> None:
     endless, streamed = (
         placed(here.submit(ask_of(5000, None, stream=stream), 10.0)) for stream in (False, True)
     )
-    assert more_patience_s(endless, 610.0, 600.0) == 0.0
+    assert extra_timeout_s(endless, 610.0, 600.0) == 0.0
     worker_of(here, "d0").worked_at = 609.0
-    assert more_patience_s(endless, 610.0, 600.0) == 600.0
-    assert more_patience_s(endless, 610.0, 600.0, late_at=700.0) == 90.0
-    assert more_patience_s(endless, 611.0, 300.0) == 0.0
-    assert more_patience_s(streamed, 610.0, 600.0) == 0.0
+    assert extra_timeout_s(endless, 610.0, 600.0) == 600.0
+    assert extra_timeout_s(endless, 610.0, 600.0, late_at=700.0) == 90.0
+    assert extra_timeout_s(endless, 611.0, 300.0) == 0.0
+    assert extra_timeout_s(streamed, 610.0, 600.0) == 0.0

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.model.role import Role
 from proxy.wire.handover import release as module
-from proxy.wire.handover.release import GRACE_S
+from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
@@ -33,7 +33,7 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
     call = await here.site.fakes["p0"].got(1)
     getattr(client, way)()
     await eventually(lambda: here.site.wire.releases)
-    here.site.skip(GRACE_S)  # it might have been done
+    here.site.skip(ABANDONED_GRACE_S)  # it might have been done
     await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0"]
@@ -95,7 +95,7 @@ async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -
 
 
 async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE_S", 60.0)
+    monkeypatch.setattr(module, "ABANDONED_GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
 

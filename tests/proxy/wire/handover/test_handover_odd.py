@@ -12,8 +12,8 @@ from proxy.config import TransferConfig
 from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.health.worker_state import state
 from proxy.transfer.registry import connector
-from proxy.wire.handover.release import GRACE_S
-from proxy.wire.timeouts import prefill_patience_s
+from proxy.wire.handover.release import ABANDONED_GRACE_S
+from proxy.wire.timeouts import prefill_timeout_s
 from tests.proxy.metrics.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -322,7 +322,7 @@ async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(star
     assert here.legs() == ["prefill p0"]
     client.close()
     await eventually(lambda: here.site.wire.releases)
-    here.site.skip(GRACE_S)
+    here.site.skip(ABANDONED_GRACE_S)
     await here.settled()
 
 
@@ -336,9 +336,9 @@ async def test_a_long_prefill_may_take_long(start: Start) -> None:
     assert lease is not None
     assert lease.decision.handover is not None
     lease.decision.handover.prefill_s = 50.0
-    assert prefill_patience_s(lease, 20.0, 600.0) == 600.0
+    assert prefill_timeout_s(lease, 20.0, 600.0) == 600.0
     here.site.worker("p0").pace.prefills = 1.0
-    assert prefill_patience_s(lease, 20.0, 600.0) == 20.0 + 4 * 50.0
-    assert prefill_patience_s(lease, 20.0, 30.0) == 30.0
+    assert prefill_timeout_s(lease, 20.0, 600.0) == 20.0 + 4 * 50.0
+    assert prefill_timeout_s(lease, 20.0, 30.0) == 30.0
     client.close()
     await here.settled()

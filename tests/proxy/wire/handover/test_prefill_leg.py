@@ -89,7 +89,7 @@ def test_its_end_is_passed_on() -> None:
 
 
 def test_an_answer_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ANSWER", 10)
+    monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 10)
     owner = Owner()
     leg, connection = leg_of(owner)
     leg.begun(1.0, head(200))
@@ -106,7 +106,7 @@ def test_what_is_missing_of_an_answer_is_not_waited_for_as_long_as_for_one() -> 
     for at in (1.1, 8.0):
         connection.deadline = at + 300.0  # as after a piece of any answer
         leg.received(at, b"x", ended=False)
-        assert connection.deadline == 1.0 + module.REST_S
+        assert connection.deadline == 1.0 + module.MAX_BODY_S
 
 
 def test_the_rest_may_be_somebody_elses() -> None:

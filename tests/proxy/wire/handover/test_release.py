@@ -12,13 +12,13 @@ from proxy.http.response_parser import ResponseHead
 from proxy.transfer.types import Pair, PrefillResult, Side
 from proxy.wire.handover.prefill_leg import PrefillLeg
 from proxy.wire.handover.release import (
-    LEFT,
-    PATIENCE_S,
+    LEFT_TO_EXPIRE,
+    MAX_RELEASE_TRIES,
+    RELEASE_TIMEOUT_S,
     RELEASED,
-    TRIES,
     AbandonedPrefill,
-    read,
-    release,
+    parse_fields,
+    release_blocks,
 )
 from proxy.wire.worker.connection import WorkerError
 from tests.proxy.wire import scripts
@@ -55,7 +55,7 @@ def ends(site: Site) -> dict[str, int]:
 async def test_a_refusal_is_what_is_wanted(start: Start) -> None:
     site = await two(start)
     site.fakes["d0"].then(scripts.error(404, "no such model"))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, KEY)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, KEY)
     await eventually(lambda: ends(site) == {RELEASED: 1})
     [call] = site.fakes["d0"].served
     assert call.path == "/v1/completions"
@@ -75,7 +75,7 @@ async def test_what_fails_is_asked_of_another(start: Start, script: scripts.Scri
     site = await two(start)
     site.fakes["d0"].then(script)
     site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: ends(site) == {RELEASED: 1})
     assert [len(site.fakes[name].served) for name in ("d0", "d1", "p0")] == [1, 1, 0]
 
@@ -83,8 +83,8 @@ async def test_what_fails_is_asked_of_another(start: Start, script: scripts.Scri
 async def test_what_fails_everywhere_is_left_to_expire(start: Start) -> None:
     site = await two(start)
     site.always(scripts.error(401))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: ends(site) == {LEFT: 1})
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    await eventually(lambda: ends(site) == {LEFT_TO_EXPIRE: 1})
     assert len(site.served()) == 2
     assert site.wire.releases == set()
 
@@ -93,18 +93,18 @@ async def test_a_large_fleet_is_not_asked_one_by_one(start: Start) -> None:
     site = await start(*(Fake(f"d{n}", Role.DECODE) for n in range(5)), router={"transfer": True})
     site.stand_still()
     site.always(scripts.reset)
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: ends(site) == {LEFT: 1})
-    assert len(site.served()) == TRIES
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    await eventually(lambda: ends(site) == {LEFT_TO_EXPIRE: 1})
+    assert len(site.served()) == MAX_RELEASE_TRIES
 
 
 async def test_one_that_hangs_is_not_waited_for_for_ever(start: Start) -> None:
     site = await two(start)
     site.fakes["d0"].then(scripts.stall)
     site.fakes["d1"].then(scripts.error(400, "too long"))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: site.fakes["d0"].served)
-    site.skip(PATIENCE_S + 1)
+    site.skip(RELEASE_TIMEOUT_S + 1)
     await eventually(lambda: ends(site) == {RELEASED: 1})
     assert site.wire.releases == set()
 
@@ -113,24 +113,24 @@ async def test_one_that_drains_will_do(start: Start) -> None:
     site = await two(start)
     site.fleet.drain("d1")
     site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
     await eventually(lambda: ends(site) == {RELEASED: 1})
 
 
 async def test_another_decode_worker_does_it_for_one_that_is_not_well(start: Start) -> None:
     site = await two(start)
     site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
     await eventually(lambda: ends(site) == {RELEASED: 1})
     assert site.fakes["p0"].served == []
     site.down("d1")
-    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
-    assert ends(site) == {RELEASED: 1, LEFT: 1}
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    assert ends(site) == {RELEASED: 1, LEFT_TO_EXPIRE: 1}
 
 
 async def test_where_nothing_was_taken_nothing_is_sent(start: Start) -> None:
     site = await two(start)
-    release(site.wire, site.clock(), site.worker("d0"), PrefillResult(), b"")
+    release_blocks(site.wire, site.clock(), site.worker("d0"), PrefillResult(), b"")
     await asyncio.sleep(0)
     assert (ends(site), site.served()) == ({}, [])
 
@@ -164,10 +164,10 @@ async def test_an_answer_that_breaks_off_leaves_its_blocks(start: Start, begun: 
     orphan.adopt(site.clock())
     assert site.wire.releases == {orphan}
     orphan.lost(site.clock(), WorkerError.RESET)
-    assert ends(site) == ({LEFT: 1} if begun else {})
+    assert ends(site) == ({LEFT_TO_EXPIRE: 1} if begun else {})
     assert site.wire.releases == set()
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[1]", b'"x"', b"\xff"])
 def test_an_answer_that_makes_no_sense_has_nothing_in_it(answer: bytes) -> None:
-    assert read(answer) == {}
+    assert parse_fields(answer) == {}
