@@ -94,10 +94,6 @@ class Router(LeaseBook):
             return None
         return self._reader.counter_for(ask, by_size=self._rule.by_size)
 
-    def tokenize_body(self, ask: RequestInfo, body: bytes) -> bytes:  # noqa: ARG002
-        """Return the body for /tokenize, which ignores other fields."""
-        return body
-
     def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
         refusal = billing.enter(ask, now, again=False, uncounted=True)

@@ -64,7 +64,6 @@ def passes(route: Route, body: bytes, kind: bytes, said: bytes = b"") -> Request
     assert ask.output_tokens is None or 0 <= ask.output_tokens <= SANE
     if counter := router.counter_for(ask):
         assert counter in workers
-        router.tokenize_body(ask, body)
     placed = router.submit(ask, 2.0)
     if isinstance(placed, Lease):
         ends(router, placed, body, said)

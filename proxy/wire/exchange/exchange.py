@@ -88,8 +88,7 @@ class Exchange(AttemptOwner):
         self.enter(ExchangeState.COUNTING)
         self._count = wire.count(now, self._counted)
         pool = wire.pools.of(counter)
-        body = wire.router.tokenize_body(ask, request.body)
-        self._count.ask(now, pool, body, pool.authorization or request.head.authorization)
+        self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
     def _read(self, now: float) -> RequestInfo | Refusal:
         request, router = self.request, self.wire.router
