@@ -129,7 +129,7 @@ class Lanes(Policy):
         self._overdue.begin_step()
         self._free_slots = step.free_slots
         self._kv_free = step.kv_free
-        if len(self._running) > step.running:
+        if len(self._running.requests) > step.running:
             self._running.keep({r.request_id for r in (*step.prefills, *step.decoding)})
         counts = self._running.counts
         if self._others_wait() or counts[URGENT] or counts[NORMAL]:
@@ -196,7 +196,7 @@ class Lanes(Policy):
     def service_class(self, request: RequestView) -> float:
         """Return the lane's place, or the first one for an overdue request."""
         now = self._step.now
-        lane, since = self._running.get(request.request_id) or (self._lane(request), now)
+        lane, since = self._running.requests.get(request.request_id) or (self._lane(request), now)
         if self._is_released(request):
             return PLACES[URGENT]
         if now - since < self.max_wait_s[lane]:
@@ -229,7 +229,7 @@ class Lanes(Policy):
 
     def _chunk_of_others(self, request: RequestView, tokens: int) -> int:
         shares = self._shares
-        if request.request_id not in self._running:
+        if request.request_id not in self._running.requests:
             return tokens  # a newcomer
         if shares.others is None:
             shares.others = self._others_allowance()
@@ -244,7 +244,7 @@ class Lanes(Policy):
         self._shares.take_back(tokens)
 
     def _is_released(self, request: RequestView) -> bool:
-        return self._overdue.is_released(self._lane(request), request.request_id)
+        return self._overdue.released.get(self._lane(request)) == request.request_id
 
     def _batch_allowance(self) -> Allowance:
         step = self._step

@@ -27,7 +27,7 @@ class OverdueTurns:
         """Return whether the head goes before all lanes."""
         name, released = head.request_id, self.released.get(lane)
         self._due.pop(name, None)
-        if released in self._running:
+        if released in self._running.requests:
             return False
         # The released request was preempted and is back, or requests preempted later precede it.
         is_back = released is not None and (released == name or head.num_preemptions > 0)
@@ -48,12 +48,8 @@ class OverdueTurns:
         self.released[lane] = name
         self.releases += 1
 
-    def is_released(self, lane: str, name: str) -> bool:
-        """Return whether the request was released."""
-        return self.released.get(lane) == name
-
     def departed(self, lane: str, name: str) -> bool:
         """Forget the request, and return whether it was released."""
-        if was_released := self.is_released(lane, name):
+        if was_released := self.released.get(lane) == name:
             del self.released[lane]
         return was_released

@@ -6,36 +6,24 @@ from collections.abc import Collection, Iterable
 
 
 class RunningLanes:
-    """The lane and the admission time of each running request."""
+    """The running requests: lane and admission time of each, and their number by lane."""
 
     def __init__(self, lanes: Iterable[str]) -> None:
         self.counts = dict.fromkeys(lanes, 0)
-        self._requests: dict[str, tuple[str, float]] = {}
-
-    def __len__(self) -> int:
-        """Return the number of running requests."""
-        return len(self._requests)
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether the request runs."""
-        return name in self._requests
-
-    def get(self, name: str) -> tuple[str, float] | None:
-        """Return the lane and the admission time of a request."""
-        return self._requests.get(name)
+        self.requests: dict[str, tuple[str, float]] = {}
 
     def add(self, name: str, lane: str, now: float) -> None:
         """Add an admitted request."""
-        if name not in self._requests:
-            self._requests[name] = (lane, now)
+        if name not in self.requests:
+            self.requests[name] = (lane, now)
             self.counts[lane] += 1
 
     def discard(self, name: str) -> None:
         """Remove a request."""
-        if (found := self._requests.pop(name, None)) is not None:
+        if (found := self.requests.pop(name, None)) is not None:
             self.counts[found[0]] -= 1
 
     def keep(self, names: Collection[str]) -> None:
         """Remove all other requests, which were preempted."""
-        for name in self._requests.keys() - names:
+        for name in self.requests.keys() - names:
             self.discard(name)
