@@ -13,25 +13,20 @@ class RunningLanes:
         self._requests: dict[str, tuple[str, float]] = {}
 
     def __len__(self) -> int:
-        """Return the number of running requests."""
         return len(self._requests)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the request runs."""
         return name in self._requests
 
     def get(self, name: str) -> tuple[str, float] | None:
-        """Return the lane and the admission time of a request."""
         return self._requests.get(name)
 
     def add(self, name: str, lane: str, now: float) -> None:
-        """Add an admitted request."""
         if name not in self._requests:
             self._requests[name] = (lane, now)
             self.counts[lane] += 1
 
     def discard(self, name: str) -> None:
-        """Remove a request."""
         if (found := self._requests.pop(name, None)) is not None:
             self.counts[found[0]] -= 1
 
