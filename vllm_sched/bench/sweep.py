@@ -49,7 +49,6 @@ class Point:
 
     @property
     def tokens(self) -> float:
-        """Prompt and output tokens per second."""
         return float(self.figures["total_token_throughput"])
 
     @property
@@ -66,7 +65,6 @@ class Sweep:
     points: list[Point] = field(default_factory=list)
 
     def at(self, workload: str, axis: str, load: float) -> list[Point]:
-        """Return the runs of one load, one per seed."""
         return [
             each
             for each in self.points
@@ -74,7 +72,6 @@ class Sweep:
         ]
 
     def curves(self, axis: str, measure: str) -> dict[str, Curve]:
-        """Return one curve per workload with the values of `measure` by load."""
         found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.points:
             if each.axis == axis:
@@ -93,7 +90,6 @@ class Sweep:
         return {name: knee(found) for name, found in means.items()}
 
     def table(self, *, targets: bool) -> Table:
-        """Return a table with one row per load, with 95 % intervals for several seeds."""
         layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         layout.add_column("")
         heads = (
@@ -124,7 +120,6 @@ class Sweep:
         return layout
 
     def to_json(self) -> dict[str, Any]:
-        """Return every run's figures, without samples."""
         return {
             "points": [
                 {

@@ -53,7 +53,6 @@ def parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends

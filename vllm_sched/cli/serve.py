@@ -29,7 +29,6 @@ UNKNOWN_LIMIT = sys.maxsize
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "serve",
         help="start vLLM's OpenAI server with our scheduler",
@@ -165,7 +164,6 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
-    """Return the engine's limits that are known before it loads."""
     given = "--max-model-len" in names(flags)  # may be "32k", which only vLLM parses
     length = number(flags, "--max-model-len") if given else _context_length(model)
     return EngineFacts(

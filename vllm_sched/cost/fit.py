@@ -28,7 +28,7 @@ SUMS_MEMORY: Final = 0.995
 SOLVE_EVERY: Final = 16
 # Steps needed before the first solution.
 MIN_STEPS, MIN_DECODE_STEPS, MIN_PREFILL_STEPS = 16, 8, 4
-# First steps kept per kind; a kind's only step is an outlier below this share of other medians.
+# First steps kept per kind; a lone step is an outlier below this share of other medians.
 MAX_EARLY_STEPS, MIN_MEDIAN_RATIO = 64, 0.5
 # An error is an outlier above this multiple of the usual error.
 OUTLIER: Final = 3.0
@@ -138,7 +138,6 @@ class OnlineFit:
         return self._seen[kind]
 
     def slowest(self, shape: StepShape, others: Sequence[StepShape]) -> StepShape:
-        """Return the slowest of several ranks' shapes."""
         if not others:
             return shape
         shapes = (shape, *others)

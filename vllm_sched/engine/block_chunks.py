@@ -27,7 +27,6 @@ class BlockChunks:
         self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
 
     def least(self, request: Request, computed: int) -> int:
-        """Return the tokens of the request's shortest chunk."""
         return int(min(request.num_tokens - computed, self.block - computed % self.block))
 
     def chunk(

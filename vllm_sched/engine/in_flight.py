@@ -59,7 +59,6 @@ class InFlight:
         self._last_end = 0.0
 
     def begin(self, step: StepStarted) -> None:
-        """Note a step that is not empty."""
         self._steps.append(step)
         if self._dp_group is not None:
             self._dp_group.begin(step.number, step.scheduled_at, step.shape)
@@ -78,7 +77,7 @@ class InFlight:
         # The engine begins a step when the step before ends.
         start = since = max(step.scheduled_at, min(self._last_end, end))
         if decodes and 0 <= step.scheduled_at - self._last_end <= MAX_GAP_S:
-            # Decodes have waited since the last result.
+            # Decodes wait since the last result.
             since = self._last_end
         self._last_end = end
         others: Sequence[StepShape] = ()
@@ -96,7 +95,6 @@ class InFlight:
 
 
 def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:
-    """Return the chunk of each prompt in a scheduled step."""
     # vLLM already counts the step's tokens as computed.
     return {
         request.request_id: Chunk(new, request.num_computed_tokens - new)

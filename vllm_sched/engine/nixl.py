@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# The longest delay of a message without an event. An idle agent uses 3 % of a processor.
+# Longest delay of a message without an event. Idle cost: 3 % of a processor.
 POLL_PAUSE_US = 1000
 
 

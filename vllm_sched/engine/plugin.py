@@ -32,7 +32,6 @@ EXTENDED: Final = "_extended_by_vllm_sched"
 
 
 def load() -> None:
-    """Register, or warn."""
     try:
         register()
     except UnsupportedVllmError as error:

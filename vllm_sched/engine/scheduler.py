@@ -73,7 +73,6 @@ class PolicySteps(Upstream):
         return time.time()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Plan the step with the policies and let vLLM schedule it."""
         if (planner := self._planner) is None:
             return super().schedule(*args, **kwargs)
         budget = self.max_num_scheduled_tokens
@@ -95,7 +94,6 @@ class PolicySteps(Upstream):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        """Tell the policies how long the step took."""
         if (done := self._in_flight.end(scheduler_output, self.clock)) is not None:
             self._learn(done)
         return super().update_from_output(scheduler_output, *args, **kwargs)
@@ -127,7 +125,7 @@ class PolicySteps(Upstream):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        # Called for each running request in each step: most of the policies' cost is here.
+        # Called per running request and step: most of the policies' cost.
         if (chunks := self._chunks) is not None and (
             request.is_prefill_chunk or request.status is not RUNNING
         ):

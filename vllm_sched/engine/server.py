@@ -57,7 +57,6 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve; return the exit status."""
     try:
         serve(arguments)
     except VllmSchedError as error:

@@ -257,7 +257,6 @@ class SimulatedEngine:
         )
 
     def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
-        """Deliver a step's result, in the order of scheduling."""
         self.scheduler.now = now
         if self.trace is not None:
             self._note(step, now)
@@ -305,7 +304,6 @@ class SimulatedEngine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the running and the waiting requests."""
         running = len(self.scheduler.running)
         return running, self.unfinished - running
 

@@ -104,7 +104,6 @@ class SchedulerStats:
     def scheduled(
         self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
     ) -> None:
-        """Note admissions and empty steps."""
         self._full = full
         if isinstance(queue, LaneQueue):
             for lanes in [lanes for lanes in self._holds if not queue.here[lanes]]:
@@ -121,7 +120,6 @@ class SchedulerStats:
             self._keep(empty, self.now, self.now)
 
     def begin(self, now: float, budget: int) -> None:
-        """Note the time and vLLM's budget."""
         if self._holds and not self._full and self.metrics is not None:
             for lanes, policy in self._holds.items():
                 self._held[lanes][policy].add(self.now, now)
@@ -195,7 +193,6 @@ class SchedulerStats:
         self._idle = idle
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.EngineState:
-        """Return all gauges, and the policies' metrics."""
         state = metrics.EngineState()
         gauges = state.gauges
         lane_of = self._lanes.get

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 VARIABLE = "VLLM_SCHED_TRACE"
 WRITE_SIGNAL = signal.SIGUSR1
-# Requests times steps: 20 MB. To write takes 1 of the 5 s in which vLLM lets an engine end.
+# Requests times steps: 20 MB, written in 1 of the 5 s of vLLM's shutdown.
 MAX_ENTRIES = 500_000
 
 ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
@@ -61,7 +61,6 @@ class StepNote(NamedTuple):
 
 
 def kind(prefills: int, decodes: int) -> str:
-    """Return the kind of a step."""
     if prefills:
         return "mixed" if decodes else "prefill"
     return "decode" if decodes else "empty"
@@ -169,7 +168,6 @@ def _out_until(track: _Track, now: float) -> Iterator[str]:
 
 
 def chrome(log: Iterable[QueuedRequest | StepNote], now: float, engine: str = "0") -> Iterator[str]:
-    """Return a log in Chrome's trace format, in parts."""
     yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
     before = ""
     for event in _Replay().events(log, now, engine):

@@ -16,11 +16,11 @@ from vllm_sched.errors import UnsupportedVllmError
 
 # As in pyproject's extras.
 TESTED = ((0, 31), (0, 34))
-# Tested by `make versions`. Other releases in the range are probed when an engine starts.
+# Tested by `make versions`; other releases are probed at start.
 TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
 
-# Methods that we override or call, with the parameters that we use.
+# Methods and parameters that we use.
 METHODS: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "update_from_output": ("scheduler_output",),
@@ -93,7 +93,6 @@ def installed_version() -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether a version is in the tested range."""
     try:
         release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     except ValueError:
@@ -102,7 +101,6 @@ def is_tested(version: str) -> bool:
 
 
 def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the methods and parameters that a class lacks."""
     missing = []
     for name, parameters in wanted.items():
         method: Any = getattr(owner, name, None)
@@ -115,7 +113,6 @@ def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[
 
 
 def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
-    """Return the attributes that objects of a class lack."""
     # Read from the constructor, because a scheduler takes minutes to make.
     assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
     return [f"{owner.__name__}.{n}" for n in wanted if n not in assigned and not hasattr(owner, n)]

@@ -40,11 +40,11 @@ from vllm_sched.policies.types import (
 
 # A step counts as full from this share of its time limit.
 PLANNED_FULL_SHARE: Final = 0.75
-# The time of a step with fewer prefill tokens says nothing about chunks.
+# Steps with fewer prefill tokens say nothing about chunks.
 MIN_PREFILL_TOKENS: Final = 16
-# Maximum correction of the prediction for a prompt that is longer than all before it.
+# Maximum correction for a prompt longer than all before it.
 MAX_EXTRAPOLATION: Final = 2.0
-# Maximum length of a gap that uses the decodes' lead, in gaps.
+# Maximum gap that uses the decodes' lead, in gaps.
 MAX_GAPS: Final = 4.0
 MAX_STEPS_IN_FLIGHT: Final = 256
 
@@ -65,7 +65,7 @@ class ChunkBudgetSettings(Settings):
 
 
 class ChunkBudget(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "chunk_budget"
     settings_type: ClassVar[type[Settings]] = ChunkBudgetSettings
@@ -98,13 +98,12 @@ class ChunkBudget(Policy):
         self._slack_steps = 0
         self._long_steps = 0
 
-        # State of the current step.
+        # Of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._prefill: PrefillSeconds | None = None  # None = only the budget limits prefill
         self._requests_wait = False
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Start without a time limit."""
         self._step = step
         self._prefill = None
         self._requests_wait = any(lane.requests for lane in lanes.values())
@@ -141,7 +140,6 @@ class ChunkBudget(Policy):
         return step.decodes + self._tokens
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return the tokens that fit into the time left."""
         if (prefill := self._prefill) is None:
             return tokens
         return prefill.grant(self._step, request, computed, tokens)
@@ -165,7 +163,6 @@ class ChunkBudget(Policy):
         return min(max(beyond, 1.0), MAX_EXTRAPOLATION)
 
     def _allowed_s(self, step: Step) -> float:
-        """Return the time limit of the step."""
         ttft_ms = self.settings.ttft_ms
         if ttft_ms is None or not self._is_at_risk(step, ttft_ms / 1000):
             return self._itl_s
@@ -190,7 +187,6 @@ class ChunkBudget(Policy):
         return step.now + (before + head.num_tokens) / pace > due
 
     def observe(self, result: StepResult) -> None:
-        """Learn the step's time and the error of its prediction."""
         if not self.learns:
             return
         allowed_s = self._limit_of(result.index)
@@ -216,8 +212,7 @@ class ChunkBudget(Policy):
         error, measured = self.error, self._measured
         if (model := self.fit.model) is not None:
             self._predicted_s = fmean([model.seconds(shape) for shape, _ in self._gap])
-            # A step may be full in time with few tokens. Without these steps, a drift that leaves
-            # room only for small chunks would never fall.
+            # Steps full in time with few tokens count: otherwise a large drift would never fall.
             planned_s = self._predicted_s * error.margin * error.drift
             full = measured.is_full(tokens) or planned_s >= PLANNED_FULL_SHARE * allowed_s
             if full and self._predicted_s > 0:
@@ -226,7 +221,6 @@ class ChunkBudget(Policy):
         measured.observe(tokens, seconds, limit_s=self._itl_s, margin=error.margin)
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the chunk, and the values that determine it."""
         shown = {
             "chunk_budget_tokens": float(self._tokens),
             "margin": self.error.margin,

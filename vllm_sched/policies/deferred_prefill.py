@@ -43,10 +43,10 @@ from vllm_sched.policies.types import (
 
 DEFERRABLE, DIRECT = "deferrable", "direct"
 
-# A request is mostly cached, and never held, from this share of cached tokens.
+# From this cached share, a request is never held.
 CACHED_SHARE: Final = 0.5
 LOOK_UP_INTERVAL_STEPS: Final = 8
-# After this many mixed steps in a row, a step without prefill measures decoding.
+# Mixed steps in a row before a step without prefill measures decoding.
 PROBE_EVERY: Final = 64
 EMPTY: Final = LaneCount()
 
@@ -68,7 +68,7 @@ class DeferredPrefillSettings(Settings):
 
 
 class DeferredPrefill(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
@@ -97,30 +97,27 @@ class DeferredPrefill(Policy):
         self._free_left = facts.max_num_seqs  # free slots after the admissions of the last step
         self._hold: Hold | None = None
         self._fronts = FrontWaits()
-        # Other policies may hold requests of either lane, so both results are kept.
+        # Other policies may hold either lane, so both results are kept.
         self._deferrable = PrefixLookups()
         self._direct = PrefixLookups()
         self._mixed_in_a_row = 0
         self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
         self._held_s = 0.0
 
-        # State of the current step.
+        # Of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._prefill_time = PrefillTime(self.fit)
         self._probing = False
 
     @property
     def threshold(self) -> int:
-        """Return K."""
         return self._threshold.k
 
     @property
     def holding(self) -> bool:
-        """Return whether a hold is in progress."""
         return self._hold is not None
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return whether the request may be held."""
         if request.num_preemptions:
             return DIRECT
         if not self.learns and self._threshold.k == 1:
@@ -136,7 +133,6 @@ class DeferredPrefill(Policy):
         return DIRECT if mostly_cached else DEFERRABLE
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Begin or end a hold."""
         waiting = lanes.get(DEFERRABLE, EMPTY).asking
         free_before, self._free_left = self._free_left, step.free_slots
         before, self._step = self._step, step
@@ -191,7 +187,7 @@ class DeferredPrefill(Policy):
         """Return True during prefill if `exclusive`, at most for the maximum delay."""
         if not self.settings.exclusive:
             return False
-        # Do not pause for a request without KV blocks: only decodes that end release blocks.
+        # No pause for a request without KV blocks: only decodes release blocks.
         if not (step.prefills or (step.refused is None and step.may_enter())):
             return False
         return step.paused_s < self._max_hold_s
@@ -229,7 +225,7 @@ class DeferredPrefill(Policy):
             return True
         left = self._itl_s / (1 + self.fit.spread) - self._prefill_time.total_s
         if self.settings.exclusive:
-            # The gap is the pause so far, this step and a decode step after it.
+            # The gap: pause so far, this step, a decode step.
             shape = StepShape(decodes=decodes, context_tokens=step.context_tokens)
             left -= step.paused_s + model.seconds(shape)
             decodes = 0
@@ -237,7 +233,6 @@ class DeferredPrefill(Policy):
         return fitting >= min(head.num_tokens, self.facts.max_num_batched_tokens)
 
     def admitted(self, request: RequestView) -> None:
-        """Count the slot, the KV blocks and the prefill of the request."""
         if self._itl_s is not None:
             computed = request.num_computed_tokens
             rest = Chunk(request.num_tokens - computed, computed)
@@ -255,12 +250,10 @@ class DeferredPrefill(Policy):
         return tokens
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Reduce the predicted time."""
         if self._itl_s is not None:
             self._prefill_time.take_back(request.request_id, tokens)
 
     def observe(self, result: StepResult) -> None:
-        """Learn step times and prompt lengths."""
         tokens = sum(chunk.tokens for chunk in result.chunks)
         self.lengths.prefilled(tokens)
         if not self.learns:
@@ -275,7 +268,6 @@ class DeferredPrefill(Policy):
         self.fit.observe(shape, result.seconds)
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Learn the output length, and forget the request."""
         self._fronts.forget(request.request_id)
         if request.num_output_tokens > 0:
             self.lengths.departed(request.num_output_tokens)
@@ -287,7 +279,6 @@ class DeferredPrefill(Policy):
         return "probe" if self._probing else "itl"
 
     def gauges(self) -> Mapping[str, float]:
-        """Return K and the values that determine it."""
         threshold = self._threshold
         shown = {
             "k": float(threshold.k),

@@ -27,7 +27,6 @@ class KvCache:
     groups: Sequence[KvGroup]
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the blocks of a request in all groups."""
         return sum([min(-(-tokens // g.block) + g.spare, g.most) for g in self.groups])
 
     def blocks_at_most(self, tokens: int) -> int:

@@ -70,7 +70,7 @@ class LanesSettings(Settings):
 
 
 class Lanes(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "lanes"
     settings_type: ClassVar[type[Settings]] = LanesSettings
@@ -95,7 +95,7 @@ class Lanes(Policy):
         self._urgents_turn = False  # an overdue request entered after the last urgent one
         self._others_at = -math.inf  # last time that urgent or normal requests were present
 
-        # State of the current step.
+        # Of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._waiting: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
@@ -105,7 +105,6 @@ class Lanes(Policy):
         self._shares = StepShares(facts.max_num_batched_tokens)
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        """Store the lane that the client asked for."""
         lane = wishes.get("lane")
         if isinstance(lane, str) and lane in PLACES:
             self._asked[request.request_id] = lane
@@ -113,7 +112,6 @@ class Lanes(Policy):
             self._unknown += 1  # too late to refuse the request; its priority applies
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the request's lane."""
         return self._lane(request)
 
     def _lane(self, request: RequestView) -> str:
@@ -123,7 +121,6 @@ class Lanes(Policy):
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Update what is free, and the share of batch prompts."""
         self._step = step
         self._waiting = lanes
         self._overdue.begin_step()
@@ -156,7 +153,7 @@ class Lanes(Policy):
         return Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
-        # Without a free slot the result is about the next slot that becomes free.
+        # Without a free slot, about the next slot.
         enough_slots = max(self._free_slots, 1) > self._reserve
         return enough_slots and (
             self._kv_free - self.facts.kv_share(head) >= self.settings.reserve_kv
@@ -169,7 +166,6 @@ class Lanes(Policy):
         return OVERDUE if self._overdue.is_due(lane, head, waited) else PLACES[lane]
 
     def admitted(self, request: RequestView) -> None:
-        """Update lanes, turns and free resources."""
         name = request.request_id
         lane = self._lane(request)
         # With remote KV, a request decodes at once.
@@ -187,7 +183,6 @@ class Lanes(Policy):
         self._kv_free -= self.facts.kv_share(request)
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Forget the request."""
         name = request.request_id
         self.reclassed += self._overdue.departed(self._lane(request), name)
         self._asked.pop(name, None)
@@ -201,17 +196,15 @@ class Lanes(Policy):
             return PLACES[URGENT]
         if now - since < self.max_wait_s[lane]:
             return PLACES[lane]
-        # Only prefill can be overdue: an output may well take as long.
+        # Only prefill can be overdue: outputs may take as long.
         in_prefill = request.num_tokens - request.num_computed_tokens > 1
         return PLACES[URGENT] if in_prefill else PLACES[lane]
 
     def rank(self, request: RequestView) -> float:
-        """Return the lane's place, or OVERDUE."""
         place = self.service_class(request)
         return place if place == PLACES[self._lane(request)] else OVERDUE
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return the tokens within the request's allowances."""
         shares = self._shares
         shares.charged.clear()
         is_released = self._is_released(request)
@@ -240,7 +233,6 @@ class Lanes(Policy):
         return shares.charge(shares.others, shares.others.limit(tokens) if limited else tokens)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Return the tokens to prompts of the same kind."""
         self._shares.take_back(tokens)
 
     def _is_released(self, request: RequestView) -> bool:
@@ -250,7 +242,7 @@ class Lanes(Policy):
         step = self._step
         if self._others_prefill(step):
             return Allowance(0)
-        # If decodes pause until the prompt is complete, it gets the whole step.
+        # While decodes pause for the prompt, it gets the whole step.
         paused = step.decoding and not step.decodes
         return Allowance(step.budget if paused else self._shares.batch_share)
 
@@ -304,7 +296,7 @@ class Lanes(Policy):
     def _others_prefill(self, step: Step) -> bool:
         if self._others_in_prefill:
             return True
-        # If a refused request is refused again, batch must not stand still for it.
+        # Batch must not stand still for a request refused again.
         entering = step.may_enter()
         return (
             entering is not None
@@ -313,7 +305,6 @@ class Lanes(Policy):
         )
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the running and the waiting requests by lane."""
         counts = self._running.counts
         return {f"running_{lane}": float(counts[lane]) for lane in LANES} | {
             f"waiting_{lane}": float(self._waiting.get(lane, EMPTY).requests) for lane in LANES
@@ -327,7 +318,6 @@ class Lanes(Policy):
         }
 
     def held_reason(self, lane: str) -> str:
-        """Return why batch is held."""
         if self._others_wait():
             return "others_wait"
         return "others_prefill" if self._others_in_prefill else "reserve"

@@ -89,7 +89,6 @@ class LongPromptSettings(Settings):
 
     @property
     def sharing(self) -> int:
-        """Return the number of prompts that share a step."""
         return self.max_num_partial_prefills or DEFAULT_SHARING
 
     @model_validator(mode="after")
@@ -108,7 +107,7 @@ class LongPromptSettings(Settings):
 
 
 class LongPrompt(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
@@ -126,10 +125,10 @@ class LongPrompt(Policy):
             )
         budget = facts.max_num_batched_tokens
         self.arranges = self._active = settings.sharing > 1
-        # In V0 short prompts share every step. By default they share steps with a long prompt.
+        # As in V0, in every step; by default only in steps with a long prompt.
         self._shorts_share = settings.max_num_partial_prefills is not None
         self._places = settings.max_long_partial_prefills
-        # An overdue long prompt needs only one of the places of all prefills.
+        # An overdue long needs only one of all places.
         self._places_overdue = max(settings.sharing, self._places + 1)
         self.pace = StepPace()
         self._pacing = LongPacing(settings.long_step_stretch)
@@ -143,23 +142,21 @@ class LongPrompt(Policy):
         self._entered_long: set[str] = set()  # prompts in prefill that were long on admission
         self._releases = 0
 
-        # State of the current step.
+        # Of the current step.
         self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
         self._prompts = StepPrompts()
         self._division = self._divide()
-        # The counts of held requests are up to date, or do not matter.
+        # Counts of held requests are current, or do not matter.
         self._counts_are_current = True
         self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 
     def resolved(self) -> dict[str, object]:
-        """Return the settings with the effective threshold."""
         return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of long or of short prompts; cached tokens do not count."""
         lookups = self._lookups
-        # A preempted request with output is short. Otherwise short prompts would take the KV blocks
-        # that it waits for.
+        # A preempted request with output is short: shorts would take its KV blocks.
         if request.num_tokens <= lookups.threshold or request.num_output_tokens or not self._active:
             return SHORT
         return LONG if lookups.waits_as_long(request, cached, self._step.now) else SHORT
@@ -266,7 +263,6 @@ class LongPrompt(Policy):
         return lane == LONG or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
-        """Count a long prompt, which may close the gate for this step."""
         self._lookups.admitted(request.request_id)
         if self._lookups.is_long(request, request.num_computed_tokens):
             self._entered_long.add(request.request_id)
@@ -274,11 +270,9 @@ class LongPrompt(Policy):
         self._releases += request.request_id in self._overdue
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Forget the request."""
         self._lookups.departed(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Return the request's part of the step."""
         if not self._active:
             return tokens
         if not self._counts_are_current or self._step.decodes != self._division.decodes:
@@ -286,15 +280,13 @@ class LongPrompt(Policy):
         division = self._division
         if self._step.budget < division.budget:
             division.shrink(self._longs_in_prefill())
-        # A request that entered as short counts as short, even if its remote KV did not arrive.
-        # Otherwise it would block the shorts behind it.
+        # A request that entered as short stays short, so that it does not block shorts behind it.
         name = request.request_id
         may_be_long = name in self._lookups or name in self._prefilling
         as_long = may_be_long and self._lookups.is_long(request, computed)
         return division.grant(request, computed, tokens, as_long=as_long)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Return the tokens to prompts of the same length."""
         if self._active:
             self._division.take_back(request, tokens)
 
@@ -310,7 +302,6 @@ class LongPrompt(Policy):
         return float(self._lookups.is_long(request, request.num_computed_tokens))
 
     def observe(self, result: StepResult) -> None:
-        """Learn the times of steps with and without prefill."""
         self.pace.observe(result.seconds, result.chunks)
         self._pacing.observe(result)
 

@@ -38,7 +38,7 @@ class PrefillFirstSettings(Settings):
 
 
 class PrefillFirst(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "prefill_first"
     settings_type: ClassVar[type[Settings]] = PrefillFirstSettings
@@ -56,7 +56,6 @@ class PrefillFirst(Policy):
         self._releases = 0
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Limit prefills if decodes are overdue."""
         self._left = None
         self._pausing = False
         if not (step.prefills or step.waiting):
@@ -68,7 +67,7 @@ class PrefillFirst(Policy):
         """Return True while there is prefill to do, within the bounds."""
         if self.prefills_lead:
             return False
-        # Do not pause for a request without KV blocks: only decodes that end release blocks.
+        # No pause for a request without KV blocks: only decodes release blocks.
         if not (step.prefills or (step.refused is None and step.may_enter() is not None)):
             return False
         if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MAX_PAUSED_STEPS:
@@ -100,12 +99,10 @@ class PrefillFirst(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Return the tokens to the next prefill."""
         if self._left is not None:
             self._left += tokens
 
     def gauges(self) -> Mapping[str, float]:
-        """Return whether decodes wait."""
         return {"decodes_paused": float(self._since is not None or self._pausing)}
 
     def counters(self) -> Mapping[str, float]:

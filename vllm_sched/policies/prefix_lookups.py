@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-# Delay per cached token: 100 times the 50 ns that the look-up of a token takes.
+# Delay per cached token: 100 times the 50 ns of a look-up.
 LOOK_AGAIN_S: Final = 5e-6
 
 
@@ -33,16 +33,13 @@ class PrefixLookups:
             self._found = {name: f for name, f in self._found.items() if f.again_at > now}
 
     def holds(self, name: str, now: float) -> bool:
-        """Return whether the request's look-up is still valid."""
         found = self._found.get(name)
         return found is not None and (found.changes == self._changes or now < found.again_at)
 
     def add(self, name: str, cached: int, now: float) -> None:
-        """Record a look-up."""
         self._found[name] = Lookup(self._changes, now + LOOK_AGAIN_S * cached)
 
     def discard(self, name: str) -> None:
-        """Forget a request."""
         self._found.pop(name, None)
 
     def __contains__(self, name: str) -> bool:

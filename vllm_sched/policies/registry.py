@@ -46,7 +46,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
 
 
 def find(name: str) -> type[Policy]:
-    """Return the policy class with this name."""
     try:
         return POLICIES[name]
     except KeyError:
@@ -123,7 +122,6 @@ def _parse_value(text: str) -> Any:
 
 
 def build(config: object, facts: EngineFacts) -> list[Policy]:
-    """Return the policies that a configuration enables, in order of precedence."""
     if not isinstance(config, Mapping):
         raise UsageError(f"vllm_sched must be an object of policies, got {config!r}")
     for name in config:

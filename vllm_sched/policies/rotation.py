@@ -29,7 +29,7 @@ from vllm_sched.policies.types import (
 
 # Subtracted from the rank of overdue prompts.
 OVERDUE_ADVANCE: Final = 1 << 60
-# Part of a step; places running prompts after newcomers of the same step.
+# Part of a step; running prompts follow its newcomers.
 AFTER_NEWCOMERS: Final = 0.5
 
 
@@ -46,7 +46,7 @@ class RotationSettings(Settings):
 
 
 class Rotation(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "rotation"
     settings_type: ClassVar[type[Settings]] = RotationSettings
@@ -65,7 +65,7 @@ class Rotation(Policy):
         # Time of the next look-up, and uncached tokens.
         self._uncached: dict[str, tuple[float, int]] = {}
 
-        # State of the current step.
+        # Of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._head_since = 0.0  # when the oldest front began to wait
         # KV blocks that prefills and newcomers still need, by class.
@@ -78,10 +78,9 @@ class Rotation(Policy):
         self._released: set[str] = set()  # overdue prefills that got a turn
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Update the round."""
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}
         served = {name for name, turn in self._order.items() if turn >= self._step.index}
-        # For prompts still in prefill, a later policy may have cut the chunk to nothing.
+        # Later policies may have cut the chunk of prompts still in prefill to nothing.
         done = self._released - self._order.keys()
         self._releases += len(done) + len(self._released & served)
         self._released.clear()
@@ -141,7 +140,6 @@ class Rotation(Policy):
         return -1.0 if waited >= self.settings.max_wait_s else float(self._tokens_left(head))
 
     def admitted(self, request: RequestView) -> None:
-        """Count the KV blocks that the request will need."""
         self._uncached.pop(request.request_id, None)
         self._will_take(request)
         if request.request_id in self._let_in:
@@ -154,7 +152,6 @@ class Rotation(Policy):
         self._let_in.discard(request.request_id)
 
     def held_reason(self, lane: str) -> str:
-        """Return that prefills need the KV blocks."""
         return "kv_of_prefills"
 
     def rank(self, request: RequestView) -> float:
@@ -170,7 +167,7 @@ class Rotation(Policy):
         return self._step.now - self._last.get(name, self._step.now) >= self.settings.max_wait_s
 
     def _last_turn(self, request: RequestView) -> float:
-        # Computed tokens tell whether there was a turn: a later policy may have cut the chunk.
+        # A later policy may have cut the chunk to nothing.
         before = self._computed.get(request.request_id)
         if before is None:
             return self._step.index  # newcomers have the first turn
@@ -193,7 +190,6 @@ class Rotation(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Return the tokens to running prefills."""
         if self._left is not None and request.request_id in self._last:
             self._left += tokens
 
@@ -238,9 +234,7 @@ class Rotation(Policy):
         return None if any(step.class_of(r) < own for r in step.prefills) else head
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the prompts in prefill and the length of a turn."""
         return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the turns and admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}

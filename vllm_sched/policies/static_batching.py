@@ -38,7 +38,7 @@ class StaticBatchingSettings(Settings):
 
 
 class StaticBatching(Policy):
-    """The policy that the module docstring describes."""
+    """See the module docstring."""
 
     name: ClassVar[str] = "static_batching"
     settings_type: ClassVar[type[Settings]] = StaticBatchingSettings
@@ -55,15 +55,12 @@ class StaticBatching(Policy):
         self._releases = 0
 
     def resolved(self) -> dict[str, object]:
-        """Return the settings with the effective batch size."""
         return super().resolved() | {"size": self.size}
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane of members or of the next batch."""
         return MEMBER if request.num_preemptions else NEXT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Open or close the batch."""
         if not step.running:
             self._forming, self._members = True, 0
         elif not (step.prefills or self._joined) or step.refused is not None:
@@ -81,20 +78,16 @@ class StaticBatching(Policy):
         return Gate.OPEN
 
     def admitted(self, request: RequestView) -> None:
-        """Count a new member."""
         self._releases += request.request_id in self._overdue
         if not request.num_preemptions:
             self._members += 1
             self._joined += 1
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the size and the phase of the batch."""
         return {"batch_members": float(self._members), "batch_forming": float(self._forming)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the admissions after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:
-        """Return whether the batch is full or running."""
         return "batch_full" if self._forming else "batch_running"

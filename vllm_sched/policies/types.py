@@ -13,7 +13,7 @@ The smallest budget, the smallest chunk and the strictest gate of all policies a
 enough to pause decodes. If a policy holds a head, the engine does not ask later policies about it;
 `stays` is asked only if no policy holds the head.
 
-Policies do no I/O, read no clock and do not import vLLM. Time is an argument.
+Policies do no I/O, read no clock (time is an argument) and do not import vLLM.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RequestView(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the number of generated tokens."""
+        """Generated tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of prompt and output tokens."""
+        """Prompt and output tokens."""
 
 
 class Gate(IntEnum):
@@ -70,13 +70,13 @@ class LaneCount:
 
     @property
     def able(self) -> int:
-        """Return the number of requests that the engine could start, including held ones."""
+        """Return the requests that the engine could start, including held ones."""
         # Held and barred requests may have left since they were counted.
         return max(self.requests - self.barred, 0)
 
     @property
     def asking(self) -> int:
-        """Return the number of requests that enter if this policy admits them."""
+        """Return the requests that enter if this policy admits them."""
         return max(self.able - self.held, 0)
 
 
@@ -89,13 +89,12 @@ FIRST_CLASS: Final = 0.0
 
 
 def one_class(_: RequestView) -> float:
-    """Return the same class of service for every request."""
     return FIRST_CLASS
 
 
 @dataclass(slots=True)
 class Step:
-    """The state of the engine before a scheduling step. Each step has its own object."""
+    """The engine's state before a scheduling step. Each step has its own object."""
 
     index: int
     now: float
@@ -140,12 +139,11 @@ class StepResult:
 
     @cached_property
     def shape(self) -> StepShape:
-        """Return the work in the form that the step time model uses."""
         return StepShape.of(self.chunks, self.decodes, self.context_tokens)
 
 
 class Settings(BaseModel):
-    """The settings of a policy. Unknown keys and wrong types are errors."""
+    """A policy's settings. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -190,7 +188,7 @@ class Policy:
         return self.settings.model_dump()
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        """Take note of a new request and of its client's `vllm_xargs`."""
+        """Note a new request and its client's `vllm_xargs`."""
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane for a waiting request; `cached()` looks up its cached tokens (slow)."""
@@ -223,7 +221,7 @@ class Policy:
         return 0.0
 
     def admitted(self, request: RequestView) -> None:
-        """Take note of an admission in this step."""
+        """Note an admission in this step."""
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Return how many of `tokens` the prefill gets, after `computed` tokens of its prompt."""
@@ -247,7 +245,7 @@ class Policy:
         """Learn from a finished step."""
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Take note of a finished or aborted request. Preempted requests return."""
+        """Note a finished or aborted request. Preempted requests return."""
 
     def gauges(self) -> Mapping[str, float]:
         """Return the current values for the metrics, by name."""

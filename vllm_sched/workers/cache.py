@@ -29,7 +29,7 @@ def cached_folder(name: str, make: Callable[[Path], None]) -> Path:
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Made under another name and renamed: other processes see a complete folder or none.
+        # Renamed when complete, so other processes see no partial folder.
         aside = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UsageError(

@@ -23,8 +23,7 @@ LAYOUT_FLAGS: Mapping[str, tuple[str, str]] = {
     "--kv-cache-dtype": ("auto", "auto"),
     "--attention-backend": ("AUTO", "AUTO"),
 }
-# Flags that select the weights and the prompt, with vLLM's defaults. Flags with JSON values and
-# switches follow.
+# Flags that select the weights and the prompt, with vLLM's defaults.
 MODEL_FLAGS: Mapping[str, str] = {
     "--revision": "main",
     "--code-revision": "main",
@@ -175,7 +174,6 @@ def _adapters(args: Sequence[str]) -> str:
 
 
 def _parse_adapter(text: str) -> tuple[str, str]:
-    """Return an adapter's name and path from NAME=PATH or a JSON object."""
     try:
         read = json.loads(text)
     except ValueError:
@@ -187,7 +185,6 @@ def _parse_adapter(text: str) -> tuple[str, str]:
 
 
 def _switch_value(args: Sequence[str], name: str) -> str:
-    """Return YES if the switch is on, or an empty text."""
     on = ""
     for flag in parse(args):
         if flag.name == name:

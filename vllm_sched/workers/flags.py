@@ -18,8 +18,8 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
     "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
-MAX_NUMBER_DIGITS = 18  # digits; Python refuses to parse numbers of thousands of digits
-# vLLM's parser takes these words for flags, known or not (-O3, -n), and never for values.
+MAX_NUMBER_DIGITS = 18  # Python refuses to parse thousands of digits
+# vLLM's parser takes these words for flags (-O3, -n), known or not, never for values.
 FLAG_PATTERN: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
 
@@ -57,7 +57,6 @@ def parse(words: Sequence[str]) -> Iterator[Flag]:
 
 
 def names(words: Sequence[str]) -> set[str]:
-    """Return the names of the given flags."""
     return {flag.name for flag in parse(words) if flag.name}
 
 

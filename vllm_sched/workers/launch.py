@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 SERVER_MODULE = "vllm_sched.engine.server"
-# The names of sides without a policy: vLLM's own scheduler, and ours without policies.
+# Sides without a policy: vLLM's own scheduler, and ours.
 DEFAULT = "default"
 NONE = "none"
 
@@ -53,9 +53,9 @@ LOG_TAIL_BYTES = 1 << 16
 # Triton's bindings print this at every exit.
 LOG_NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
 
-# float32: many virtual machines advertise bf16 instructions and then crash on them.
+# float32: many virtual machines crash on the bf16 instructions that they advertise.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
-# Defaults only: the caller's environment wins over CPU_ENV and QUIET_ENV.
+# The caller's environment wins over CPU_ENV and QUIET_ENV.
 CPU_ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -63,9 +63,9 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ASYNCHRONOUS, SYNCHRONOUS = "--async-scheduling", "--no-async-scheduling"
-# Speculative decoding methods for which vLLM turns asynchronous scheduling off.
+# Draft methods for which vLLM turns asynchronous scheduling off.
 SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
-# The engine needs time to write its trace at shutdown; vLLM's default is none.
+# The engine needs time to write its trace at shutdown.
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
 SHUTDOWN_FLAG = "--shutdown-timeout"
 TRACE_SHUTDOWN_S = 8
@@ -75,7 +75,7 @@ QUIET_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# `read` returns when the pipe closes, which the kernel does however this process dies.
+# The kernel closes the pipe however this process dies.
 GUARD_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
 
 
@@ -106,12 +106,10 @@ class Side:
 
     @classmethod
     def of(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
-        """Return a side with these checked policies; vLLM's own scheduler if there are none."""
         return cls("+".join(policies) or DEFAULT, policies)
 
     @property
     def label(self) -> str:
-        """The name, settings and extra flags on one line."""
         knobs = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
         return " ".join([self.name, *knobs, *self.extra])
 
@@ -159,7 +157,7 @@ class Worker:
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
-        # The folder is temporary, unless the environment names one.
+        # Temporary, unless the environment names one.
         self._wants_metrics_folder = shows_metrics and not self._env.get(
             metrics_folder.METRICS_VARIABLE
         )
@@ -186,7 +184,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the server in a process group of its own, and the guard of that group."""
-        # Also the working directory, because `python -m` imports from the current one.
+        # Also the working directory: `python -m` imports from it.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
         own = {}
@@ -222,14 +220,12 @@ class Worker:
             raise self._error(f"{self.name} died with exit code {code}")
 
     def ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and body of a GET request to the worker."""
         # Ignore a proxy from the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
             return answer.status, answer.read()
 
     def healthy(self) -> bool:
-        """Return whether the health path returns 200."""
         try:
             return self.ask(self.health, 2.0)[0] == http.HTTPStatus.OK
         except (urllib.error.URLError, http.client.HTTPException, OSError):
@@ -275,7 +271,6 @@ class Worker:
         return WorkerError("\n".join([f"{what}; the end of its log:", *_tail(self.log)]))
 
     def __enter__(self) -> Self:
-        """Start the worker and wait until it is ready."""
         try:
             self.start()
             self.wait_ready()
@@ -290,16 +285,14 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the worker."""
         self.stop()
 
     async def __aenter__(self) -> Self:
-        """Start the worker and wait without blocking the event loop."""
         try:
             self.start()
             await asyncio.to_thread(self.wait_ready)
         except BaseException:
-            # A cancelled wait leaves its thread running; `stop` ends the thread too.
+            # `stop` also ends the thread of a cancelled wait.
             await asyncio.to_thread(self.stop)
             raise
         return self
@@ -310,7 +303,6 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the worker without blocking the event loop."""
         await asyncio.to_thread(self.stop)
 
 
@@ -412,7 +404,7 @@ _handed_out: set[int] = set()
 def free_port() -> int:
     """Return an unused port that this process has not returned before."""
     while True:
-        # Not from the kernel's range: a worker binds late, and the port could be taken by then.
+        # Not from the kernel's range: a worker binds late, when the port may be taken.
         port = PORTS.start + secrets.randbelow(len(PORTS))
         if port in _handed_out:
             continue

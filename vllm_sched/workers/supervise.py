@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-# The pause before a restart doubles with each death in a row.
+# The pause doubles with each death in a row.
 FIRST_RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 30.0
-# A worker that was ready for this time starts with a death count of 0 again.
+# Readiness for this time resets the death count.
 STABLE_S = 60.0
 CHECK_INTERVAL_S = 1.0
-# A running worker that fails its health checks for HUNG_S counts as dead.
+# A worker that fails its health checks for MAX_UNHEALTHY_S counts as dead.
 HEALTH_INTERVAL_S, MAX_UNHEALTHY_S = 10.0, 60.0
 
 
@@ -185,7 +185,7 @@ class Supervisor:
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
             turn = None if device is None else turns[device]
             keeper = WorkerKeeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
-            # A daemon: a second Ctrl-C exits at once, and the guards kill the workers.
+            # A daemon, so that a second Ctrl-C exits at once; the guards kill the workers.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)
             )
@@ -203,7 +203,6 @@ class Supervisor:
                 thread.join()
 
     def __enter__(self) -> Self:
-        """Start all workers."""
         self.start()
         return self
 
@@ -213,5 +212,4 @@ class Supervisor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop all workers."""
         self.stop()

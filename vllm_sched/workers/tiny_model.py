@@ -1,7 +1,7 @@
 """A random Llama that is small enough to serve on one CPU core.
 
 Weights, tokenizer and chat template depend only on RECIPE, so every machine makes the same model.
-The cache folder's name contains a hash of RECIPE.
+The cache folder's name has a hash of RECIPE.
 """
 
 from __future__ import annotations

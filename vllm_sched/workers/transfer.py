@@ -22,7 +22,7 @@ from vllm_sched.workers.flags_file import expanded
 
 Part = Literal["prefill", "decode"]
 
-# vLLM's classes by connector name, compatible within a line. The first installed class is used.
+# vLLM's classes by connector, compatible within a line; the first installed one is used.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "nixl": ("NixlConnector", "NixlPullConnector"),
     "nixl push": ("NixlPushConnector",),
@@ -31,7 +31,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "lmcache": ("LMCacheConnectorV1",),
     "p2p-nccl": ("P2pNcclConnector",),
 }
-# Packages that the classes import; one of each line must be installed.
+# Packages that the classes import, one of each line.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "nixl": ("nixl", "rixl"),
     "mooncake": ("mooncake",),
@@ -45,7 +45,7 @@ LAYOUTS = {"HND": "LBHNC", "NHD": "LBNHC"}  # vLLM's older names
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT, USUAL_BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"
 
-# The connector stores only a prompt's last chunk, and a worker that reads the rest crashes.
+# The connector stores only a prompt's last chunk; reading the rest crashes a worker.
 NO_CHUNKS_FLAG = "--no-enable-chunked-prefill"
 
 # Each block adds descriptors per layer: a 12,000-token transfer took 12 ms with blocks of 128.
@@ -94,7 +94,7 @@ def wiring(
     if on_cpu:  # vLLM's default is the accelerator
         config["kv_buffer_device"] = "cpu"
     if connector == "nixl":
-        # Without it, the death of a prefill worker fails the requests that it was handing over.
+        # Otherwise a prefill worker's death fails the requests that it hands over.
         config["kv_load_failure_policy"] = "recompute"
         extra["kv_lease_duration"] = ceil(LEASE_FACTOR * lease_s) if lease_s else DEFAULT_LEASE_S
         more[SIDE_HOST] = env.get(SIDE_HOST, host)
@@ -109,7 +109,7 @@ def wiring(
         said = [f"{config['kv_connector']} in {path}, prompts computed in one chunk"]
     elif connector == "mooncake" and part == "prefill":
         config["engine_id"] = name
-        # A BOOTSTRAP_PORT from the environment of `up` must not apply: decode workers use this one.
+        # Overrides the environment of `up`: decode workers use this port.
         more[BOOTSTRAP_PORT] = str(urlsplit(address).port) if address else USUAL_BOOTSTRAP_PORT
         said.append("restart its decode workers after this worker was restarted")
     elif connector == "p2p-nccl" and address:

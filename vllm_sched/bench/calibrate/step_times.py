@@ -25,22 +25,22 @@ from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, To
 from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
 
-# Streamed tokens; the first few and the last are not from full batches.
+# Streamed tokens; the first and last are not from full batches.
 STREAM_TOKENS, WINDOW_TOKENS = 44, 8
 REPEATS: Final = 5
 BATCH_PROMPTS: Final = (1, 4)
-# Repeats of long prompts, which take long.
+# Repeats of long prompts.
 LONG_REPEATS: Final = 3
 LONG_PROMPT_TOKENS: Final = 4096
 # A prompt's last part below this is mostly attention time.
 MIN_PART_TOKENS: Final = 16
-# Repeats of whole prompts, and the worker's idle time before each.
+# Repeats of whole prompts, and idle time before each.
 LONE_REPEATS, IDLE_S = 15, 0.15
 # A step without a chunk takes at most this share of a step with a chunk.
 MAX_SHORT_STEP_RATIO: Final = 0.7
 # Most steps of a stream between two prompts.
 MAX_STEPS_BETWEEN: Final = 40
-# Delay of prompts after the plug; tokens further apart are from different steps.
+# Delay after the plug; tokens further apart are from different steps.
 PLUG_LEAD_S: Final = 0.002
 MAX_TOKEN_SPREAD: Final = 0.3
 
@@ -57,7 +57,6 @@ class CalibrationPlan:
 
     @classmethod
     def of(cls, *, budget: int, max_batch: int, max_model_len: int, seed: int = 0) -> Self:
-        """Return a plan that covers the worker's range."""
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
@@ -75,7 +74,6 @@ class CalibrationPlan:
         return cls(tuple(batches), tuple(sorted(contexts)), tuple(prompts), budget, seed)
 
     def contexts_of(self, batch: int) -> list[int]:
-        """Return the contexts that fit in the cache in a batch of this size."""
         most = self.contexts[-1]
         return [each for each in self.contexts if batch * each <= most or each <= self.prompts[-1]]
 
@@ -100,7 +98,6 @@ class StepMeter(TokenApi):
     """A worker's API with the measurements of its steps."""
 
     async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
-        """Measure all points after a warm-up."""
         tell("warming up")
         await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._prefill(1, plan.prompts[-1], plan.prompts[-1])
@@ -117,7 +114,7 @@ class StepMeter(TokenApi):
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
             found += await self._mixed(batch, plan)
-        # The longest possible prompt next to one stream, and a quarter of it next to many.
+        # The longest prompt next to one stream, a quarter next to many.
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
             tell(f"both: a long prompt next to {batch} decoding")
             found += await self._chunks(batch, plan, part)
@@ -129,7 +126,7 @@ class StepMeter(TokenApi):
     # One kind of step each
 
     async def _decode(self, batch: int, context: int, budget: int) -> list[Measured]:
-        # The first streams continue while the prompts of the others are computed.
+        # The first streams continue during the others' prompts.
         length = 2 * STREAM_TOKENS + 4 * batch + batch * context // budget
         length = min(length, self.max_model_len - context - 1)
         async with self.streams(batch, context, length) as streams:
@@ -155,7 +152,7 @@ class StepMeter(TokenApi):
         found: list[Measured] = []
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
         contexts: list[int] = []
-        # Long enough for all prompts with some steps between them; cut off at the end.
+        # Enough for all prompts, with steps between them.
         steps = min(len(rounds) * MAX_STEPS_BETWEEN, self.max_model_len - plan.contexts[0] - 1)
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
@@ -286,7 +283,7 @@ class StepMeter(TokenApi):
     async def _lone(self, tokens: int) -> LonePrompt:
         times = []
         for _ in range(LONG_REPEATS if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
-            await asyncio.sleep(IDLE_S)  # directly after another prompt a worker is faster
+            await asyncio.sleep(IDLE_S)  # a worker is faster directly after a prompt
             began = time.perf_counter()
             times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
         return LonePrompt(tokens, statistics.median(times))
@@ -296,10 +293,10 @@ async def _last_steps(
     streams: Sequence[TimedStream], moment: float, steps: int
 ) -> list[tuple[float, int] | None]:
     """Return the last steps until a moment: the duration of each and its context."""
-    # The streams' tokens of that step may arrive a little before or after the prompt's.
+    # The streams' tokens may arrive just before or after the prompt's.
     for stream in streams:
         await stream.moved(3)
-        # If the prompt began late, the streams may have ended before it did.
+        # The streams may have ended before a late prompt.
         if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
             return [None] * steps
     ends = [stream.nearest(moment) for stream in streams]
@@ -314,7 +311,6 @@ async def _last_steps(
 
 @asynccontextmanager
 async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
-    """Yield a meter that knows the worker's model and cache size."""
     async with session() as found:
         worker = StepMeter(found, url, seed)
         await worker.meet()

@@ -47,7 +47,6 @@ class TimedStream:
 
     @property
     def count(self) -> int:
-        """The number of tokens so far."""
         return self.tokens[-1] if self.tokens else 0
 
     def tick(self, now: float, tokens: int) -> None:
@@ -67,7 +66,6 @@ class TimedStream:
         return min(range(1, len(self.ticks)), key=lambda at: abs(self.ticks[at] - when))
 
     def end(self) -> None:
-        """Mark the stream as ended and wake all waiting tasks."""
         self.ended = True
         self._news.set()
 
@@ -191,7 +189,6 @@ class TokenApi:
         return stream
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return a random prompt."""
         return self._rng.choices(TOKEN_IDS, k=tokens)
 
     async def _get(self, path: str) -> bytes:

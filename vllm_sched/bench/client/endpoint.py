@@ -89,7 +89,6 @@ class Endpoint:
         return (",".join(fields) + "}").encode()
 
     def request_body(self, texts: Texts, number: int, request: Request) -> bytes:
-        """Return the body of request `number`."""
         prompt = texts.prompt(number, request, self.measure)
         return self.body(prompt, request.output_tokens, request.tenant)
 

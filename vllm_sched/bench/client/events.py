@@ -33,7 +33,6 @@ class EventStream:
         return self._done or DONE.search(self._rest) is not None
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Read the bytes that arrived at `now`."""
         if self._rest:
             chunk = self._rest + chunk
         if b"\r\n" in chunk:

@@ -45,12 +45,10 @@ class RunProgress:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended."""
         return self.sent - self.ended
 
     @property
     def ended(self) -> int:
-        """Requests that have succeeded or failed."""
         return self.done + self.failed
 
 
@@ -183,7 +181,6 @@ class _Player:
         )
 
     async def _open(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
-        """Send each request at its time, without waiting for earlier ones."""
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
                 if (early := request.at - self._now()) > 0:

@@ -59,7 +59,6 @@ class Texts:
         self._begins = [0, *accumulate(len(word) + 1 for word in pool)]
 
     def text(self, name: object, words: int) -> str:
-        """Return the first words of the text `name`."""
         rng = random.Random(f"{self._seed}/{name!r}")
         head = rng.choices(WORDS, k=HEAD_WORDS)
         if words <= HEAD_WORDS:

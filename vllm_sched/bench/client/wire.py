@@ -54,12 +54,10 @@ class Address:
         return cls(host, port or (443 if tls else 80), tls, root)
 
     def __str__(self) -> str:
-        """Return the address as a URL."""
         return f"http{'s' * self.tls}://{self.authority}{self.root}"
 
     @property
     def authority(self) -> str:
-        """Host and port as in a Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -68,7 +66,6 @@ class Wire:
     """Connections to one endpoint, kept open between requests."""
 
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
-        """Create a client that sends `headers` with every request."""
         self.address = address
         lines = {"Host": address.authority, "Content-Type": "application/json"}
         self._head = "".join(f"{k}: {v}\r\n" for k, v in (lines | dict(headers)).items())
@@ -77,11 +74,9 @@ class Wire:
         self._tls = ssl.create_default_context() if address.tls else None
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """Return the body of a GET request."""
         return await self._whole("GET", path, b"", timeout_s)
 
     async def ask(self, path: str, body: bytes, timeout_s: float) -> bytes:
-        """Return the response body of a POST request."""
         return await self._whole("POST", path, body, timeout_s)
 
     async def stream(
@@ -91,7 +86,6 @@ class Wire:
         await self._send("POST", path, body, on_header, on_body, timeout_s)
 
     def close(self) -> None:
-        """Close all connections."""
         for each in list(self._open):
             each.abort()
 

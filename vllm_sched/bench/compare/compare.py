@@ -62,7 +62,6 @@ class Contender:
 
     @property
     def failed(self) -> list[RequestTimes]:
-        """The failed requests of all rounds."""
         return [record for played in self.rounds for record in played.failed]
 
 
@@ -88,7 +87,6 @@ class ProgressReporter:
             self._status.update(f"{self._step}: {text}")
 
     def __enter__(self) -> Self:
-        """Show the live line on a terminal."""
         if self._console.is_terminal:
             # Refreshed rarely, because this process also times the tokens.
             self._status = self._console.status("", refresh_per_second=2)
@@ -101,7 +99,6 @@ class ProgressReporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the live line."""
         if self._status:
             self._status.stop()
             self._status = None
@@ -191,17 +188,14 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[Contender, Contender]:
-        """Baseline and candidate."""
         return self.baseline, self.candidate
 
     @property
     def figures(self) -> list[report.Figure]:
-        """All compared figures."""
         return report.figures(self.baseline.rounds, self.candidate.rounds)
 
     @property
     def failed(self) -> bool:
-        """Whether any request failed."""
         return any(each.failed for each in self.sides)
 
     @property
@@ -239,7 +233,6 @@ class Comparison:
         return by_gain[len(by_gain) // 2]
 
     def to_json(self) -> dict[str, Any]:
-        """Return settings, samples and ratios, with the keys of `vllm bench serve` if possible."""
         workload = self.plan.workload
         return {
             "settings": {
@@ -254,7 +247,6 @@ class Comparison:
         }
 
     def save(self, path: Path) -> None:
-        """Write the JSON."""
         write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 

@@ -40,15 +40,12 @@ class Contest:
 
     @property
     def failed(self) -> bool:
-        """Whether any request failed."""
         return any(each.failed for each in self.contenders)
 
     def warning(self) -> str:
-        """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         return next((said for pair in self.pairs if (said := pair.warning())), "")
 
     def table(self) -> Table:
-        """Return a table with one column per contender and its ratio to the first."""
         layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         layout.add_column("", no_wrap=True)
         layout.add_column("", no_wrap=True)
@@ -75,7 +72,6 @@ class Contest:
         return layout
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON of all comparisons, with each contender once, by its role."""
         first, *others = self.pairs
         whole = first.to_json()
         sides, figures = {self.contenders[0].role: whole["sides"]["baseline"]}, {}
@@ -85,7 +81,6 @@ class Contest:
         return {**whole, "warning": self.warning(), "sides": sides, "figures": figures}
 
     def save(self, path: Path) -> None:
-        """Write the JSON."""
         write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 

@@ -62,7 +62,6 @@ class Figure:
 
 
 def foreground_end(played: Round) -> float:
-    """Return when the last long or short request of the round ended."""
     return max((r.end for r in played.records if r.klass != BACKGROUND), default=0.0)
 
 
@@ -141,8 +140,6 @@ RATES: Final = {BATCH: backlogged_rate}
 
 
 def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
-    """Return all compared figures, in the order of the table."""
-
     def pooled(group: str, measure: str, samples: Samples, percent: float) -> Figure:
         theirs, ours = (percentile(samples(r, group), percent) for r in (baseline, candidate))
         return Figure(group, measure, SECONDS, theirs, ours, ratio_of(ours, theirs))
@@ -174,7 +171,6 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
 
 
 def figure(lines: Sequence[Figure], group: str, measure: str) -> Figure:
-    """Return the figure of a group and measure."""
     return next(line for line in lines if (line.group, line.measure) == (group, measure))
 
 
@@ -195,7 +191,6 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int]) -> Table:
-    """Return the table of figures; `labels` and `failed` are the baseline's and candidate's."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("", no_wrap=True)
     layout.add_column("", no_wrap=True)
@@ -280,7 +275,6 @@ def _per_second(amount: float, seconds: float) -> float | None:
 
 
 def ratio_of(ours: float | None, theirs: float | None) -> float | None:
-    """Return the ratio if both values were measured."""
     return ours / theirs if ours is not None and theirs else None
 
 
@@ -293,5 +287,4 @@ def _style(*, better: bool | None) -> str:
 
 
 def format_count(count: int, what: str) -> str:
-    """Return a count with its noun in singular or plural."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")

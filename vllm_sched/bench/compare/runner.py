@@ -52,12 +52,10 @@ class RequestTimes:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token."""
         return self.ticks[0] - self.sent if self.ticks else None
 
     @property
     def itls(self) -> list[float]:
-        """Gaps between tokens."""
         return [later - sooner for sooner, later in zip(self.ticks, self.ticks[1:], strict=False)]
 
 
@@ -86,7 +84,6 @@ class EventReader:
         self.done = False
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Read the bytes that arrived at `now`."""
         *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             if b'"choices":[{' in event:

@@ -91,7 +91,6 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """The role and label, with an explanation of special labels."""
         meant = SIDE_EXPLANATIONS.get(self.label.split(" ")[0])
         return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
@@ -112,7 +111,6 @@ class Scale:
     pause: float
 
     def x(self, seconds: float) -> float:
-        """Return the horizontal position of a time, within the lanes."""
         inner = WIDTH - LEFT - RIGHT
         return LEFT + inner * min(max(seconds / self.until, 0.0), 1.0)
 
@@ -160,7 +158,6 @@ def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
 
 
 def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str], notes: str) -> str:
-    """Return a self-contained HTML page with a picture and its figures."""
     template = Template(Path(__file__).with_name("swimlane.html").read_text(encoding="utf-8"))
     head = "".join(f'<th scope="col">{escape(role)}</th>' for role in roles)
     return template.substitute(
@@ -169,13 +166,11 @@ def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str],
 
 
 def check_suffix(path: Path) -> None:
-    """Raise `UsageError` unless the file name ends in .html or .svg."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {' or '.join(SUFFIXES)}; rename the file")
 
 
 def write(comparison: Comparison, path: Path) -> None:
-    """Draw a comparison's typical round to an .html or .svg file."""
     check_suffix(path)
     index = comparison.typical()
     lines = comparison.figures

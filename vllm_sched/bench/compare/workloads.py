@@ -20,9 +20,9 @@ BACKGROUND: Final = "background"
 BATCH: Final = "batch"
 CLASSES: Final = (SHORT, LONG, BATCH, BACKGROUND)
 
-# Ordinary ids in every vocabulary: special tokens are below in our model and above in others.
+# Ordinary ids in every vocabulary, without special tokens.
 TOKEN_IDS = range(10, 400)
-# Also a worker flag: the background's length is calculated in steps of this size.
+# Also a worker flag, and the step size of the background's length.
 STEP_TOKENS = 512
 
 

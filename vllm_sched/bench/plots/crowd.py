@@ -29,10 +29,6 @@ MAX_WORKER_NAMES: Final = 40  # most worker names in a picture
 
 
 def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
-    """Draw the served tokens over time, one line per tenant.
-
-    A prompt counts at its first token. Parallel lines mean equal service.
-    """
     served = served_by_tenant(outcomes)
     title = "Tokens served per tenant"
     with picture(stem, title, "seconds since the start", "tokens, prompt and output") as axes:

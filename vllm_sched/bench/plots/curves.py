@@ -58,7 +58,6 @@ def draw_goodput(
 
 
 def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
-    """Draw tokens per second against concurrency, with the knee of each curve."""
     title = "Throughput against concurrency"
     with picture(stem, title, "concurrent requests", "tokens/s, prompt and output") as axes:
         _draw(axes, curves)
@@ -71,7 +70,6 @@ def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
 
 
 def draw_latency(stem: Path, curves: Mapping[str, Curve], target_ms: float | None) -> None:
-    """Draw the 99th percentile of TTFT against the offered rate."""
     title = "Time to first token against offered load"
     with picture(stem, title, "offered rate (requests/s)", "TTFT p99 (ms)") as axes:
         _draw(axes, curves)

@@ -68,7 +68,6 @@ def draw_sweep(
     throughput: Mapping[str, Curve] | None = None,
     targets: Mapping[str, float | None] | None = None,
 ) -> list[Path]:
-    """Draw the curves of a sweep; return the files."""
     limits = {name: value for name, value in (targets or {}).items() if value is not None}
     drawn: list[Path] = []
     if goodput:

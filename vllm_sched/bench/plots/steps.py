@@ -32,7 +32,6 @@ class PlottedStep:
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> list[PlottedStep]:
-    """Return the steps in the trace of an engine or a simulated engine."""
     return [
         PlottedStep(
             event["ts"] / MICRO,
@@ -47,7 +46,6 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> list[PlottedStep]:
 
 
 def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
-    """Draw steps over time."""
     shown = columns(steps)
     x: list[float] = []
     decode: list[float] = []

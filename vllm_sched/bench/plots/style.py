@@ -103,7 +103,6 @@ def picture(
 
 
 def files(stem: Path) -> Sequence[Path]:
-    """Return the file names of a picture."""
     return [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
 
 
@@ -113,7 +112,6 @@ def label(name: str) -> str:
 
 
 def legend(axes: Any, lines: int) -> None:
-    """Add a legend if there are several lines."""
     if lines > 1:
         axes.legend(loc="best", handlelength=3.2)
 

@@ -52,7 +52,6 @@ def traceable(side: Side) -> Side:
 
 
 def path_of(path: Path, role: str) -> Path:
-    """Return the trace file of one side."""
     return path.with_name(f"{path.stem}.{role}{path.suffix or '.json'}")
 
 
@@ -74,7 +73,6 @@ def fetch(worker: Worker, path: Path) -> Stories:
 
 
 def read(path: Path) -> Stories:
-    """Return the phases of all requests with a client's name."""
     names: dict[tuple[int, int], str] = {}
     stories: dict[str, list[Phase]] = defaultdict(list)
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:

@@ -6,7 +6,6 @@ MAX_EXCERPT_CHARACTERS = 300
 
 
 def excerpt(text: str | bytes) -> str:
-    """Return an error text as one short line."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     return " ".join(text.split())[:MAX_EXCERPT_CHARACTERS]

@@ -27,7 +27,6 @@ class Targets:
     e2el: float | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there is any target."""
         return any(value is not None for value in self.as_ms().values())
 
     def met_by(self, outcome: Outcome) -> bool:
@@ -41,7 +40,6 @@ class Targets:
         )
 
     def as_ms(self) -> dict[str, float | None]:
-        """Return the targets in milliseconds."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: None if value is None else value * 1000 for name, value in found.items()}
 

@@ -38,12 +38,10 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
         return self.ticks[0] - self.at if self.ticks else 0.0
 
     @property
     def latency(self) -> float:
-        """Time to last token."""
         return self.end - self.at
 
     @property
@@ -55,7 +53,6 @@ class Outcome:
 
     @property
     def itls(self) -> list[float]:
-        """Gaps between token events."""
         return [later - sooner for sooner, later in pairwise(self.ticks)]
 
     @property

@@ -37,7 +37,6 @@ class BenchResult:
         return by_class(self.outcomes, self.duration, self.targets)
 
     def to_json(self) -> dict[str, Any]:
-        """Return settings, figures and samples."""
         schedule = self.schedule
         classes = self.classes()
         rate = schedule.offered_rate
@@ -69,5 +68,4 @@ class BenchResult:
         }
 
     def save(self, path: Path) -> None:
-        """Write the JSON."""
         write_whole(path, json.dumps(self.to_json()) + "\n")

@@ -22,7 +22,6 @@ def percentile(samples: Iterable[float], percent: float) -> float | None:
 
 
 def percentile_of_sorted(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted, non-empty samples."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)

@@ -18,7 +18,6 @@ class Trend:
         self._times = self._values = self._square = self._both = 0.0
 
     def add(self, at: float, value: float) -> None:
-        """Add the value of a request that arrived at this time."""
         if not self._count:
             self._first = at
         at -= self._first

@@ -19,7 +19,6 @@ FORMS: Final = (
 
 
 def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> TrafficSource:
-    """Return the source of a name, a mixture or a file."""
     if _is_trace(workload) and not _mixes_traces(workload):
         return RequestTrace(Path(workload), block_tokens)
     if "," in workload or ":" in workload:

@@ -21,7 +21,6 @@ class Fixed(TrafficSource):
     rate = 1.0
 
     def __init__(self, name: str) -> None:
-        """Parse the lengths from the name."""
         found = LENGTHS.fullmatch(name)
         self.name = name
         self.prompt, self.output = (int(each) for each in found.groups()) if found else (0, 0)
@@ -31,7 +30,6 @@ class Fixed(TrafficSource):
             )
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Repeat the same request; `rng` is not used."""
         del rng
         while True:
             yield Request(0.0, self.name, self.prompt, self.output)
@@ -54,7 +52,6 @@ class LongBlocksShort(TrafficSource):
     rate = (longs + shorts) / every_s
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Repeat the same sequence; `rng` is not used."""
         del rng
         start = 0.0
         while True:

@@ -50,5 +50,4 @@ def with_sharing(
 
 
 def without_sharing(requests: Iterator[Request]) -> Iterator[Request]:
-    """Yield the requests without shared prefixes."""
     return (replace(request, shared=()) for request in requests)

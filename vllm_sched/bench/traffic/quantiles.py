@@ -27,7 +27,6 @@ class Quantiles:
         self._logs = tuple(math.log(value) for value in self._values)
 
     def at(self, share: float) -> int:
-        """Return the quantile at `share`."""
         above = min(bisect_right(self._at, share), len(self._at) - 1)
         left, right = self._at[above - 1], self._at[above]
         low, high = self._logs[above - 1], self._logs[above]

@@ -28,7 +28,6 @@ class Sampled(TrafficSource):
     """A finite source as an endless one."""
 
     def __init__(self, source: TrafficSource, rng: random.Random) -> None:
-        """Read the finite source once."""
         self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
         self.lines = source.count or 0
         all_of_them = max(math.ceil(self.lines / STRETCH_LINES), 1)

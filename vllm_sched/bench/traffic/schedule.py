@@ -48,7 +48,6 @@ class Schedule:
     prefix_hit: float | None = None  # None: the source's own
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for invalid settings."""
         for field, number, most in (
             ("concurrency", self.concurrency, MAX_REQUESTS),
             ("num-requests", self.count, MAX_REQUESTS),
@@ -98,7 +97,6 @@ class Schedule:
 
     @property
     def offered_burstiness(self) -> float:
-        """The burstiness of drawn gaps."""
         if self.burstiness is not None:
             return self.burstiness
         return self.source.burstiness if self.rate is None else 1.0
@@ -127,11 +125,9 @@ class Schedule:
         ]
 
     def at_rate(self, rate: float) -> Schedule:
-        """Return this schedule in an open loop at a rate."""
         return replace(self, rate=rate, concurrency=None)
 
     def at_concurrency(self, concurrency: int) -> Schedule:
-        """Return this schedule in a closed loop."""
         return replace(self, rate=None, burstiness=None, concurrency=concurrency)
 
     def __iter__(self) -> Iterator[Request]:
@@ -167,7 +163,6 @@ class Schedule:
         return round(count)
 
     def moments(self) -> array[float]:
-        """Return the arrival times in an open loop."""
         rate = self.offered_rate or 1.0
         return gamma_times(rate, self.offered_burstiness, self.arrivals(), self._rng("times"))
 

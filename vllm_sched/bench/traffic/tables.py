@@ -36,7 +36,6 @@ class Table(TrafficSource):
     prefix_hit: float = 0.0
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Yield requests with drawn lengths and shared prefixes."""
         lengths = self._lengths(rng)
         if not self.prefix_hit:
             return lengths

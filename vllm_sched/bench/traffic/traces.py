@@ -59,7 +59,6 @@ class RequestTrace(TrafficSource):
         self.rate = count / seconds if seconds else float(count)
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Yield the requests in order; `rng` is not used."""
         del rng
         return self._again()
 

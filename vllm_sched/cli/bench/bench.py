@@ -40,7 +40,6 @@ ERRORS_SHOWN = 5
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "bench",
         help="play a workload against any OpenAI endpoint",
@@ -93,7 +92,6 @@ def as_result(
     targets: goodput.Targets,
     notes: Mapping[str, object],
 ) -> BenchResult:
-    """Return the result of a run, with notes and warnings."""
     return BenchResult(
         schedule,
         targets,
@@ -116,7 +114,6 @@ def as_result(
 
 
 def print_result(result: BenchResult, played: PlayedRun, console: Console) -> None:
-    """Print the figures and all warnings."""
     if played.interrupted:
         console.print("interrupted: partial results", style="yellow")
     console.print(table(result.classes(), result.targets))
@@ -154,7 +151,6 @@ async def _measured(
 
 
 def print_errors(errors: Sequence[str], console: Console) -> None:
-    """Print the most frequent errors, each once."""
     kinds: dict[str, int] = {}
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1

@@ -57,13 +57,11 @@ class Chart:
 
 
 def check_suffix(path: Path) -> None:
-    """Raise `UsageError` unless the file name ends in .svg."""
     if path.suffix != SUFFIX:
         raise UsageError(f"--plot {path}: the picture is an SVG; give a name that ends in {SUFFIX}")
 
 
 def draw(chart: Chart) -> str:
-    """Return the chart as SVG text."""
     points = [point for series in chart.series for point in series.points]
     if not points:
         raise UsageError(f"{chart.title}: there is nothing to draw")

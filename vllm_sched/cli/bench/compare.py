@@ -34,7 +34,6 @@ ERRORS_SHOWN = 5
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "compare",
         help="play the same arrivals against two schedulers on this machine",

@@ -38,7 +38,6 @@ REFRESH_S = 0.5
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the endpoint."""
     parser.add_argument("--url", required=True, metavar="URL", help="URL of a worker or a router")
     parser.add_argument("--model", default="", help="default: the first model of the endpoint")
     parser.add_argument(
@@ -155,7 +154,6 @@ def add_block_tokens(parser: argparse.ArgumentParser) -> None:
 
 
 def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the schedule settings of the options of `add_traffic`."""
     return {
         "duration_s": args.duration,
         "count": args.num_requests,
@@ -171,7 +169,6 @@ def salt_of(args: argparse.Namespace) -> str:
 
 
 def endpoint_options(args: argparse.Namespace, *, explain: bool = False) -> EndpointOptions:
-    """Return the endpoint options of the command line."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
     # A key read from a file often ends in a carriage return, which is invalid in a header.
@@ -206,7 +203,6 @@ def require_ended(outcomes: Sequence[Outcome]) -> None:
 
 
 def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
-    """Save and draw a run if the options ask for it."""
     if args.save:
         with writing(args.save):
             result.save(args.save)

@@ -47,7 +47,6 @@ AUTO = "auto"
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "sweep",
         help="play workloads at rising loads and draw the curves",

@@ -11,7 +11,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def describe(commands: Commands) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "compile",
         help="compile the router's hot modules, which saves a third of its CPU time",

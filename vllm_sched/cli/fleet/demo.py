@@ -45,7 +45,6 @@ TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options to the parser."""
     measuring.add_options(command)
 
 
@@ -200,7 +199,6 @@ def one_pool(config: FleetConfig) -> FleetConfig:
 
 
 def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
-    """Return a router process for a fleet whose workers are running."""
     port = free_port()
     router = RouterConfig(port=port, admin=AdminConfig(port=free_port()))
     file = folder / f"{name}.yaml"

@@ -54,7 +54,6 @@ BALANCES = TypeAdapter(list[BalanceShown])
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options to the parser."""
     command.add_argument(
         "--prompt-tokens",
         type=_count,
@@ -122,7 +121,6 @@ class LiveRouter:
     tls: TlsConfig | None = None
 
     def headers(self) -> dict[str, str]:
-        """Return the request headers with the admin key."""
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         return {"Content-Type": "application/json", **key}
 

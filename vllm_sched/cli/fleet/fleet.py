@@ -24,7 +24,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def describe(commands: Commands) -> None:
-    """Add the commands to the parser."""
     router = _command(commands, "router", "serve a fleet of workers that are already running")
     router.set_defaults(func=lambda given: _router(given.fleet))
 
@@ -74,7 +73,6 @@ def files(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def policies(draft: PartialConfig) -> Iterator[Problem]:
-    """Check the policies of launched workers."""
     for index, worker in draft.legible_workers.items():
         for name, given in (worker.launch.policies if worker.launch else {}).items():
             try:

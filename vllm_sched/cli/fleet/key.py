@@ -18,7 +18,6 @@ MIN_KEY_CHARACTERS = 16  # characters; the router's minimum
 
 
 def describe(commands: Commands) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "key",
         help="make a key for a tenant, and its hash for the fleet file",
@@ -34,12 +33,10 @@ def describe(commands: Commands) -> None:
 
 
 def hashed(key: str) -> str:
-    """Return the hash of a key in the fleet file's format."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
 def fresh() -> str:
-    """Return a new random key."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 

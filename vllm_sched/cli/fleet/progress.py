@@ -54,7 +54,6 @@ class Progress:
         self._live: Live | None = None
 
     def tell(self, news: KeeperNews) -> None:
-        """Show a worker's new state."""
         with self._lock, suppress(*READER_ERRORS):
             row = self._rows[news.worker]
             row.state, row.since = news.state, self._clock()
@@ -68,7 +67,6 @@ class Progress:
                 self._line("all workers have stopped", "dim")
 
     def say(self, text: str) -> None:
-        """Print a line."""
         with self._lock, suppress(*READER_ERRORS):
             self._line(text, "dim")
 
@@ -111,7 +109,6 @@ class Progress:
             live.stop()
 
     def __enter__(self) -> Self:
-        """Show the table if there is a terminal."""
         if self._console.is_terminal:
             # Few refreshes: the router lives in this process too.
             self._live = Live(
@@ -126,7 +123,6 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop updating the table."""
         with self._lock, suppress(*READER_ERRORS):
             self._end_live()
 

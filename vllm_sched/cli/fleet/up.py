@@ -51,7 +51,6 @@ except VllmSchedError as error:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options to the parser."""
     command.add_argument(
         "--log-dir",
         type=Path,

@@ -56,7 +56,6 @@ ROWS: Final = (
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "calibrate",
         help="measure a worker's step times, for `threshold` and for predictions",
@@ -132,7 +131,6 @@ class WholePrompts:
 
     @classmethod
     def of(cls, lone: Sequence[LonePrompt], time: StepTime, budget: int) -> Self:
-        """Return the measured prompts with their predictions."""
         both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
         fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
         return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)

@@ -53,7 +53,6 @@ TRACE_DRAWS_NOTE: Final = (
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "plan",
         help="find the best fleet for a workload and a number of GPUs",

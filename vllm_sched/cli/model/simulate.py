@@ -63,7 +63,6 @@ MAX_FINE_REQUESTS: Final = 50_000
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "simulate",
         help="play a workload against a fleet in virtual time",
@@ -326,7 +325,6 @@ def as_result(
     schedule: Schedule,
     targets: goodput.Targets,
 ) -> BenchResult:
-    """Return the result of a simulation, with notes and warnings."""
     played, models = run.played, run.fleet.models
     cut = played.cut
     return BenchResult(

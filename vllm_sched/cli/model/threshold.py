@@ -42,7 +42,6 @@ HEADINGS = (
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
     command = commands.add_parser(
         "threshold",
         help="find how many departures deferred prefill should wait for, and the gain",
@@ -126,7 +125,6 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The recommendation in one line."""
         best = f"K* = {self.closed_form} by formula, {self.recursion} by recursion"
         if self.run > 1:
             return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
@@ -138,7 +136,6 @@ class Finding:
 
 
 def run_threshold(args: argparse.Namespace) -> int:
-    """Run the command."""
     check(args)
     source, time = _costs(args)
     if args.mixed_ms is not None:
@@ -187,7 +184,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_costs(path: Path) -> StepTime:
-    """Return the step times in a file of `calibrate`."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:

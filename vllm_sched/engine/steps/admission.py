@@ -97,7 +97,6 @@ class Admission:
         return True
 
     def note_admissions(self) -> None:
-        """Tell the policies about admitted requests."""
         running = self._scheduler.running
         if len(running) == self._num_running:
             return
@@ -130,7 +129,6 @@ class Admission:
         return lanes
 
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
-        """Return the policies' strictest gate."""
         running = self._scheduler.running
         if len(running) != self._num_running:
             self.note_admissions()

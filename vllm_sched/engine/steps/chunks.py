@@ -76,7 +76,6 @@ class StepChunks:
     def _block_chunk(
         self, request: Request, computed: int, tokens: int, granted: int, blocks: BlockChunks
     ) -> int:
-        """Return a chunk that ends at a block boundary."""
         step, runs = self._step, request.status == RUNNING
         # Other requests may wait for the blocks of a waiting request.
         holds = not runs and request.num_computed_tokens > 0

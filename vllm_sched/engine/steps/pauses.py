@@ -21,7 +21,6 @@ class DecodePauses:
         return 0.0 if self._since is None else now - self._since
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Pause the decodes if a policy asks for it."""
         step = plan.step
         if not (step.decoding and any(asks(step) for asks in self._hooks.pauses_decodes)):
             return
@@ -38,6 +37,5 @@ class DecodePauses:
                 )
 
     def end_step(self, plan: StepPlan) -> None:
-        """End the pause after a step with decodes."""
         if not plan.decodes_paused:
             self._since, self.steps = None, 0

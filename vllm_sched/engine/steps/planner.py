@@ -163,7 +163,6 @@ class StepPlanner:
         )
 
     def departed(self, request: Request, now: float) -> None:
-        """Forget a request that ended, and tell the policies."""
         self._departed += request.num_computed_tokens > 0
         self.classes.forget(request)
         if self.admission.lora_slots is not None:

@@ -37,7 +37,6 @@ class RunningOrder:
         )
 
     def split(self) -> tuple[list[Request], list[Request]]:
-        """Return the running prefills and the running decodes."""
         running, in_prefill = self._scheduler.running, self._scheduler._inflight_prefills
         if not (count := len(in_prefill)):
             return [], running.copy()

@@ -7,12 +7,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 def slots_taken(scheduler: Scheduler) -> int:
-    """Return the number of requests with a slot."""
     # Streaming sessions that wait for input keep their slots.
     return len(scheduler.running) + int(scheduler.num_waiting_for_streaming_input)
 
 
 def admits_requests(scheduler: Scheduler) -> bool:
-    """Return whether a slot is free and the engine is not paused."""
     full = slots_taken(scheduler) >= scheduler.max_num_active_reqs
     return not full and scheduler.pause_state == PauseState.UNPAUSED

@@ -82,7 +82,6 @@ class LaneCounts:
             self.held_by[lane] = by
 
     def note_waits(self, fronts: Iterable[tuple[LaneKey, float]]) -> None:
-        """Set the longest wait of each lane."""
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0

@@ -15,7 +15,7 @@ from typing import Final
 from vllm.v1.request import Request
 
 MAX_WAIT_S: Final = 30.0
-# A free slot is kept for this long: the adapter's requests may lack KV blocks.
+# How long a free slot is kept: the adapter's requests may lack KV blocks.
 MAX_KEPT_STEPS: Final = 64
 
 
@@ -76,7 +76,6 @@ class LoraSlots:
             self.departed(request)
 
     def departed(self, request: Request) -> None:
-        """Note that a request waits no more."""
         adapter = adapter_of(request)
         if (skipped := self._skipped.get(adapter)) is not None:
             skipped.requests.discard(request)
@@ -101,5 +100,4 @@ class LoraSlots:
 
 
 def adapter_of(request: Request) -> int:
-    """Return the request's adapter, 0 for none."""
     return 0 if request.lora_request is None else request.lora_request.lora_int_id

@@ -30,11 +30,11 @@ from vllm_sched.engine.waiting.heaps import (
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
-# For this many steps a request that could not begin counts as unable to.
+# Steps for which a request that could not begin counts as unable to.
 RETRY_STEPS = 8
-# Requests that could not begin, offered again in a step.
+# Such requests offered again in a step.
 MAX_RETRIES = 64
-# Requests that change their lane in a step. Thousands may share a prefix that becomes cached.
+# Lane changes in a step. Thousands may share a prefix that becomes cached.
 MAX_MOVES = 32
 # Limits for requests that block their lane: a prefix that left the cache is cheap to look up.
 MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
@@ -92,7 +92,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._offer: Request | None = None
         self._peeked = False
         self.refused: Request | None = None  # found no room in an earlier step
-        # The request that a policy gave no tokens in this step.
+        # Given no tokens by a policy in this step.
         self._without_tokens: Place | None = None
         self._was_scanned = False  # vLLM looked for a request in this step
         self.offered = False  # in the step before
@@ -159,7 +159,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         put_back: list[Request] = []
         for request in requests:
             (put_back if request in self._popped else new).append(request)
-        # vLLM lists the last popped request first. Set them aside in the order of the scan.
+        # vLLM lists the last popped request first; keep the order of the scan.
         for request in (*new, *reversed(put_back)):
             self.prepend_request(request)
 

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 FIRST_CHUNK_TOKENS: Final = 256
-# Limits of a change: a chunk may exceed earlier chunks by GROWTH, and fall to SHRINK at once.
+# A chunk may exceed earlier chunks by GROWTH, and fall to SHRINK at once.
 GROWTH, SHRINK = 1.5, 0.5
 
 
@@ -27,7 +27,7 @@ class MeasuredChunk:
         """Learn from a full step, or from one that was too long."""
         if not self.is_full(tokens) and seconds <= limit_s:
             return
-        # Ignores the fixed cost of a step, so the error is on the short side.
+        # Ignores a step's fixed cost: errs on the short side.
         self.fitting = fitting = tokens * limit_s / (margin * seconds)
         if fitting < self.tokens:
             self.tokens = max(fitting, SHRINK * self.tokens, self._least)

@@ -36,7 +36,6 @@ class PredictionError:
         return min(max(next(usual, largest[-1]), MIN_MARGIN), MAX_MARGIN)
 
     def learn(self, ratio: float) -> None:
-        """Add the ratio of a full step."""
         if len(self._errors) >= MAX_ERRORS:
             del self._sorted[bisect_left(self._sorted, self._errors.popleft())]
         error = ratio / self.drift

@@ -28,11 +28,9 @@ class Hold:
 
     @classmethod
     def begin(cls, step: Step, *, slots_full: bool) -> Self:
-        """Return a hold that begins in this step."""
         return cls(step.now, slots_full, step.refused, step.kv_free, step.kv_free, step.departed)
 
     def begin_step(self, step: Step) -> None:
-        """Count a step of the hold."""
         self.steps += 1
         self.departed += step.departed
 

@@ -17,22 +17,18 @@ class RequestLengths:
         self._prefilled = self._admitted = 0.0
 
     def departed(self, outputs: int) -> None:
-        """Add the output of a finished request."""
         self._outputs = MEMORY * self._outputs + outputs
         self._departed = MEMORY * self._departed + 1
 
     def admitted(self) -> None:
-        """Add a prompt; `prefilled` adds its tokens."""
         self._prefilled *= MEMORY
         self._admitted = MEMORY * self._admitted + 1
 
     def prefilled(self, tokens: int) -> None:
-        """Add the prefill tokens of a step."""
         self._prefilled += tokens
 
     @property
     def known(self) -> bool:
-        """Return whether enough requests were seen."""
         return min(self._departed, self._admitted) >= MIN_REQUESTS and self._prefilled > 0
 
     @property

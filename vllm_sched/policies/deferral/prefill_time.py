@@ -16,7 +16,6 @@ class PrefillTime:
         self._chunks: dict[str, tuple[Chunk, float]] = {}
 
     def set_chunk(self, name: str, chunk: Chunk) -> None:
-        """Set the chunk of a request."""
         if (model := self._fit.model) is None:
             return
         seconds = model.chunk_seconds(chunk) if chunk.tokens else 0.0
@@ -25,7 +24,6 @@ class PrefillTime:
         self._chunks[name] = chunk, seconds
 
     def take_back(self, name: str, tokens: int) -> None:
-        """Reduce the chunk of a request."""
         if (given := self._chunks.get(name)) is not None:
             chunk, _ = given
             self.set_chunk(name, chunk._replace(tokens=chunk.tokens - tokens))

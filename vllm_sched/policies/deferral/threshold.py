@@ -25,8 +25,7 @@ ESTIMATE_INTERVAL_STEPS: Final = 64
 ESTIMATES_IN_AGREEMENT: Final = 4
 # A check ends after this many batches or steps.
 CHECK_MAX_BATCHES, CHECK_MAX_STEPS = 24, 256
-# It ends earlier if, within two standard errors, batches take no less than predicted by this share
-# of a batch's fixed cost.
+# Earlier if, within two standard errors, batches are not shorter by this share of their fixed cost.
 CHECK_MIN_BATCHES, CHECK_TOLERANCE = 6, 0.3
 # Estimates above 1 before the first check, and the maximum between checks.
 FIRST_CHECK_AFTER, MAX_CHECK_AFTER = 4, 32
@@ -66,7 +65,6 @@ class DepartureThreshold:
 
     @property
     def holds(self) -> bool:
-        """Return whether a hold may begin."""
         return self.k > 1 and not self.checking
 
     def begin_step(self, index: int, running_full: int) -> None:

@@ -103,7 +103,6 @@ class StepDivision:
         return step.budget if self.no_long_chunk is None else 0
 
     def _reserve(self) -> None:
-        """Reserve tokens for shorts and for longs."""
         step, prompts = self._step, self._prompts
         self.budget = step.budget
         room = max(step.budget - step.decodes, 0)

@@ -19,7 +19,6 @@ class LongPromptLookups:
         self._no_longer_short: set[str] = set()  # found in the current step
 
     def begin_step(self) -> None:
-        """Forget the results of the previous step."""
         self._no_longer_short.clear()
 
     def cache_changed(self, now: float) -> None:
@@ -55,11 +54,9 @@ class LongPromptLookups:
         return False
 
     def admitted(self, name: str) -> None:
-        """Forget that the prompt was short."""
         self._short.pop(name, None)
 
     def departed(self, name: str) -> None:
-        """Forget the prompt."""
         self._long.discard(name)
         self._short.pop(name, None)
 

@@ -10,11 +10,11 @@ from vllm_sched.policies.types import Step, StepResult
 
 # Shorter steps are not divided further.
 SHORTEST_STEP_S: Final = 0.010
-# After this many slow steps and this time, a step without prefill measures its duration.
+# Slow steps and time before a step without prefill measures its duration.
 PROBE_EVERY, PROBE_S = 4, 0.5
-# Without a waiting short prompt for this time, steps may be this many times longer.
+# Without a waiting short for QUIET_S, steps may be QUIET_STRETCH times longer.
 QUIET_S, QUIET_STRETCH = 0.25, 3.0
-# Maximum steps in a row without a long chunk while short prompts are served.
+# Maximum steps in a row without a long chunk.
 STAND_BACK: Final = 4
 
 
@@ -37,7 +37,6 @@ class LongPacing:
             self._slow_steps, self._probed_at = 0, now
 
     def observe(self, result: StepResult) -> None:
-        """Count slow steps with prefill."""
         if not result.chunks:
             self._slow_steps = 0
         elif result.seconds > SHORTEST_STEP_S:

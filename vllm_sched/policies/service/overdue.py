@@ -20,7 +20,6 @@ class OverdueTurns:
         self._due: dict[str, bool] = {}
 
     def begin_step(self) -> None:
-        """Forget the fronts of the previous step."""
         self._due.clear()
 
     def is_due(self, lane: str, head: RequestView, waited: float) -> bool:
@@ -29,7 +28,7 @@ class OverdueTurns:
         self._due.pop(name, None)
         if released in self._running.requests:
             return False
-        # The released request was preempted and is back, or requests preempted later precede it.
+        # The released request was preempted and is back, or later ones precede it.
         is_back = released is not None and (released == name or head.num_preemptions > 0)
         if is_back or waited >= self._max_wait_s[lane]:
             self._due[name] = not is_back
@@ -44,7 +43,6 @@ class OverdueTurns:
         return self._due.pop(name, None)
 
     def release(self, lane: str, name: str) -> None:
-        """Make the request the released one of its lane."""
         self.released[lane] = name
         self.releases += 1
 

@@ -16,7 +16,6 @@ class Allowance:
     left: int | None
 
     def limit(self, tokens: int) -> int:
-        """Return how many of the tokens are left."""
         return tokens if self.left is None else min(tokens, max(self.left, 0))
 
     def add(self, tokens: int) -> None:
@@ -38,12 +37,10 @@ class StepShares:
     charged: list[Allowance] = field(default_factory=list)  # by the last chunk
 
     def charge(self, allowance: Allowance, tokens: int) -> int:
-        """Charge a chunk to an allowance, and return its tokens."""
         allowance.add(-tokens)
         self.charged.append(allowance)
         return tokens
 
     def take_back(self, tokens: int) -> None:
-        """Return tokens of the last chunk to its allowances."""
         for allowance in self.charged:
             allowance.add(tokens)

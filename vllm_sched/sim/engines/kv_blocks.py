@@ -48,7 +48,6 @@ class Task:
 
     @property
     def done(self) -> int:
-        """Prompt tokens in the cache."""
         return self.job.prompt_tokens - self.left
 
 

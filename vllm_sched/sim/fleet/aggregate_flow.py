@@ -69,7 +69,6 @@ class ClassFigures:
 
     @property
     def share(self) -> float:
-        """Share of arrivals within the targets."""
         return self.met / self.arrived if self.arrived else 0.0
 
     @property
@@ -108,7 +107,6 @@ class FlowResult:
 
     @property
     def goodput(self) -> float:
-        """Requests per second within the targets."""
         return self.rate * self.all.share
 
     @property

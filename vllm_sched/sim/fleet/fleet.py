@@ -279,7 +279,6 @@ class SimulatedFleet:
         self._settle(now)
 
     def _let_go(self, flight: RequestFlight, now: float) -> None:
-        """Release the KV that a prefill worker holds for a request."""
         if flight.held_by:
             self.engines[flight.held_by].release(flight.id, now)
             self._plan(flight.held_by)

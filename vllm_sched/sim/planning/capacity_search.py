@@ -133,5 +133,4 @@ def _rung(rate: float) -> int:
 
 
 def rate_at(rung: int) -> float:
-    """Return a rung's rate, rounded to the three printed digits."""
     return float(f"{RUNG_RATIO**rung:.3g}")

@@ -24,7 +24,7 @@ from vllm_sched.sim.planning.traffic_stats import TrafficStats
 if TYPE_CHECKING:
     from vllm_sched.sim.planning.question import PlanQuestion
 
-# Least requests of a run, and its length in TTFT targets: a shorter run hides a growing queue.
+# Least requests of a run, and its length in TTFT targets: shorter runs hide a growing queue.
 MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
 COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
 MIN_TTFT_S: Final = 3.0
