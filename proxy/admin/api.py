@@ -1,7 +1,7 @@
 """The admin API: workers, decisions and configuration, on its own port.
 
-Every handler is a coroutine, even without an await: the fleet belongs to the event loop, and
-FastAPI runs plain functions in threads.
+Every handler is a coroutine: the fleet belongs to the event loop, and FastAPI runs plain functions
+in threads.
 """
 
 from __future__ import annotations

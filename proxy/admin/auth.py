@@ -1,11 +1,9 @@
 """Access control of the admin API.
 
-Listening on loopback does not keep web pages out: a browser connects to 127.0.0.1 for any page with
-a name that resolves to it (DNS rebinding). So the Host and Origin headers must be the admin API's
-own.
+Listening on loopback does not keep web pages out: a browser connects to 127.0.0.1 for a page whose
+name resolves to it (DNS rebinding). So Host and Origin must be the admin API's own.
 
-With a key any Host is accepted, for example the name in a certificate, because a browser does not
-send the key to a page of another name.
+With a key any Host is accepted: a browser does not send the key to a page of another name.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ class HostCheck:
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward or refuse a request."""
         if scope["type"] == "http" and (reason := self._objection(Headers(scope=scope))):
             await error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)(scope, receive, send)
             return

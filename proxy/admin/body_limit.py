@@ -24,7 +24,6 @@ class BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward or refuse a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

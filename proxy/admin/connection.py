@@ -35,7 +35,6 @@ class AdminConnection(H11Protocol):
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def abort(self) -> None:
-        """Close the connection at once."""
         if self.transport is not None:  # None before the end of a TLS handshake
             self.transport.abort()
 
@@ -45,7 +44,6 @@ class AdminConnection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
         super().data_received(data)
         self._watch()
 
@@ -60,12 +58,10 @@ class AdminConnection(H11Protocol):
         self._write_timeout = self.loop.call_later(TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
-        """Stop the timeout."""
         super().resume_writing()
         _cancel(self._write_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timeouts."""
         super().connection_lost(exc)
         _cancel(self._request_timeout)
         _cancel(self._write_timeout)

@@ -34,7 +34,6 @@ class ErrorAnswer(BaseModel):
 def error_response(
     status: int, code: str, message: str, problems: Collection[Problem] = ()
 ) -> JSONResponse:
-    """Return an error response."""
     body = ErrorBody(message=message, code=code, problems=list(problems))
     return JSONResponse(ErrorAnswer(error=body).model_dump(), status_code=status)
 

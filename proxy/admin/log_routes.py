@@ -39,7 +39,6 @@ class LogsChange(BaseModel):
 
 
 def log_routes(logs: Logs) -> APIRouter:
-    """Return the routes."""
     api = APIRouter()
 
     @api.get("/logs", summary="Show the log settings")
@@ -58,7 +57,6 @@ def log_routes(logs: Logs) -> APIRouter:
 
 
 def shown(logs: Logs) -> LogsShown:
-    """Return the current settings."""
     return LogsShown(
         format=logs.settings.format,
         requests=logs.requests,

@@ -23,7 +23,6 @@ Json = dict[str, Any]
 
 
 def reference_routes(app: FastAPI) -> APIRouter:
-    """Return the route of the page."""
     api = APIRouter()
 
     @api.get(PATH, include_in_schema=False)

@@ -1,8 +1,8 @@
 """The admin API's server on its own port, in the router's event loop.
 
-It shares the process's open files with the data path. So connections are bounded, and a TLS
-handshake, a request and reading a response have timeouts. A new connection replaces the oldest
-connection without a complete request.
+It shares the process's open files with the data path. So connections are bounded, and TLS
+handshakes, requests and responses have timeouts. A new connection replaces the oldest one without a
+complete request.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 DATE_INTERVAL_S = 1.0
 MAX_CONNECTIONS = 64
-OPEN_FILES_SHARE = 8  # at most one of eight open files is an admin connection
-MIN_CONNECTIONS = 4  # even if the limit on open files is low
+OPEN_FILES_SHARE = 8  # one of eight open files at most
+MIN_CONNECTIONS = 4
 MAX_HEAD_BYTES = 64 << 10
-NO_FILES_PAUSE_S = 1.0  # pause of accepting after no open file was left
+NO_FILES_PAUSE_S = 1.0  # pause of accepting without open files
 
 
 async def admin_socket(host: str, port: int) -> socket.socket:
-    """Return the listening socket of the admin API."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
 
@@ -45,7 +44,7 @@ def max_connections() -> int:
 
 
 class AdminServer:
-    """The admin server. It listens from its creation, so that a used port fails the start."""
+    """The admin server. Its creation listens, so that a used port fails the start."""
 
     def __init__(
         self,
@@ -72,17 +71,15 @@ class AdminServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
         port: int = self._socket.getsockname()[1]
         return port
 
     @property
     def connections(self) -> int:
-        """The number of open connections, including TLS handshakes."""
+        """Open connections, including TLS handshakes."""
         return len(self._server.listener.connections)
 
     async def run(self) -> None:
-        """Serve until `stop`."""
         self._serves = not self._server.should_exit
         if self._serves:
             await self._server.serve(sockets=[self._socket])
@@ -102,11 +99,10 @@ class AdminListener:
         self._server = server
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # Oldest first, with the task that sets up the connection, which includes a TLS handshake.
+        # Oldest first, with the task of the TLS handshake.
         self.connections: dict[AdminConnection, asyncio.Task[None]] = {}
 
     def start(self, sock: socket.socket) -> None:
-        """Accept connections on a listening socket."""
         sock.setblocking(False)
         self._socket = sock
         self._listen()
@@ -150,7 +146,7 @@ class AdminListener:
         connection.when_lost = self.connections.pop
 
     def _replace_oldest(self) -> bool:
-        """Close the oldest connection without a complete request; return False if there is none."""
+        """Close the oldest connection without a complete request, if any."""
         oldest = next((connection for connection in self.connections if connection.waits), None)
         if oldest is not None:
             self.connections.pop(oldest).cancel()
@@ -180,14 +176,13 @@ class _Server(uvicorn.Server):
         self.listener = AdminListener(self)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the bounded listener."""
         for sock in sockets or []:
             self.listener.start(sock)
         self.servers = [self.listener]  # type: ignore[list-item]  # only closed by uvicorn
         self.started = True
 
     async def main_loop(self) -> None:
-        """Update the date each second instead of uvicorn's ten polls per second."""
+        """Update the date each second; uvicorn polls ten times."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), DATE_INTERVAL_S)

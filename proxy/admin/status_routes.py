@@ -28,7 +28,6 @@ NONE = "'none'"
 
 
 def page_routes(live: LiveView) -> APIRouter:
-    """Return the routes."""
     api = APIRouter()
 
     @api.get(PAGE_PATHS[0], include_in_schema=False)
@@ -55,7 +54,6 @@ def page_routes(live: LiveView) -> APIRouter:
 
 @cache
 def page_file() -> tuple[str, dict[str, str]]:
-    """Return the page and its headers."""
     text = (resources.files("proxy.status_page") / "status.html").read_text("utf-8")
     return text, page_headers(text)
 
@@ -97,7 +95,6 @@ class StatusEventStream(Response):
         self._live, self._viewer = live, viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the viewer's events."""
         del scope
         left = asyncio.create_task(self._until_left(receive))
         try:

@@ -174,7 +174,6 @@ class BatchApiRequest:
         self._writable.clear()
 
     def resume(self, now: float) -> None:  # noqa: ARG002
-        """Resume writing."""
         self._writable.set()
 
     def gone(self, now: float) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Detects jumps of the wall clock, so that a wrong clock does not expire results.
+"""Detects jumps of the wall clock, which would expire results.
 
 A clock set a month ahead makes every result older than `keep_days`. After a forward jump nothing is
 deleted for a day, so that an operator can correct the clock. Sleep is no jump on Linux, which
@@ -22,7 +22,7 @@ DISTRUST_S = 86_400.0  # pause of deletion after a jump
 
 
 def slept_s() -> float:
-    """Return how long the machine has slept since boot; 0 where the system does not report it."""
+    """Return how long the machine has slept since boot; 0 if not reported."""
     if sys.platform != "linux":
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)

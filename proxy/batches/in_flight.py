@@ -15,7 +15,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # pause after a line was refused
 
 
 class BatchProgress:
-    """The scheduler's state of a batch, in addition to the store's."""
+    """The scheduler's state of a batch."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -27,7 +27,7 @@ class BatchProgress:
         self.turn = 0  # sequence number of the batch's last turn
         self.paused_until = -inf
         self.unsaved = 0
-        self.held = ""  # reason why no line is sent; empty if lines may be sent
+        self.held = ""  # why no line is sent; empty if lines may be
         self._pause_s = MIN_PAUSE_S
 
     def pause(self, now: float, retry_after_s: float) -> None:

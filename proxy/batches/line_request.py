@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Error codes of lines without a response.
 WORKER_FAILED, ANSWER_TOO_LARGE = "worker_failed", "answer_too_large"
-# Router errors that are not retried: the response exceeded its time limit on a healthy worker, or
-# two workers closed the connection without responding.
+# Router errors that are not retried: a response over its time limit on a healthy worker, or two
+# workers that closed without responding.
 FINAL_ERRORS = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
 
 
@@ -50,7 +50,6 @@ class LineRequest:
         self._request.head.tenant = tenant
 
     def start(self, now: float) -> None:
-        """Start the exchange."""
         request = self._request
         route = request.head.route
         if route is None:
@@ -64,8 +63,6 @@ class LineRequest:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(now)
-
-    # Client interface of the data path
 
     def write(self, data: bytes, /) -> None:
         """Collect response bytes up to the size limit."""
@@ -84,8 +81,6 @@ class LineRequest:
         self.broken = True
         self._exchange = None
         self._over(self)
-
-    # Result
 
     @property
     def too_large(self) -> bool:
@@ -111,7 +106,6 @@ class LineRequest:
         return (head.retry_after_s if head is not None else None) or 0.0
 
     def result(self) -> LineResult:
-        """Return the line's result."""
         job = self.job
         request_id = self._request.id.decode()
         if self.broken:

@@ -1,8 +1,8 @@
 """Long store operations in slices: validating a new batch's input, and ending a batch.
 
-Each scheduler turn runs one slice of one batch, tenants in turn, so that a large batch does not
-block others. Each tenant has at most one input in validation, because its state is in memory. After
-a failed slice the operation restarts.
+Each scheduler turn runs one slice of one batch, tenants in turn, so that large batches do not block
+others. Each tenant has at most one input in validation, because its state is in memory. A failed
+slice restarts the operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BatchMaintenance:
 
 
 class Maintenance:
-    """All long operations that are pending."""
+    """All pending operations."""
 
     def __init__(self, store: StoreThread) -> None:
         self._store = store
@@ -44,11 +44,9 @@ class Maintenance:
         self._numbers = count(1)
 
     def __contains__(self, batch_id: str) -> bool:
-        """Return True if an operation on the batch is pending."""
         return batch_id in self._operations
 
     def ends(self, batch_id: str) -> bool:
-        """Return True if the batch is being ended."""
         return batch_id in self._operations and self._operations[batch_id].ends
 
     def add(self, batch: Batch, work: Work, *, ends: bool = False) -> None:
@@ -56,7 +54,6 @@ class Maintenance:
         self._operations[batch.id] = BatchMaintenance(batch, work, ends)
 
     def clear(self) -> None:
-        """Drop all operations."""
         self._operations.clear()
 
     def waiting(self, full: Collection[str]) -> BatchMaintenance | None:
@@ -130,7 +127,6 @@ def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Sl
 
 
 def end_batch(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
-    """End a batch."""
     last = store.give_up(batch, status, 0)
     while last is not None:
         yield
@@ -141,6 +137,5 @@ def end_batch(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
 
 
 def forget_lines(store: Store, batch: Batch) -> Generator[None, None, None]:
-    """Delete a batch's lines."""
     while store.forget_lines(batch):
         yield

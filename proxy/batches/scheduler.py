@@ -91,7 +91,6 @@ class BatchScheduler:
 
     @property
     def in_flight(self) -> int:
-        """The number of lines in flight."""
         return sum(len(running.requests) for running in self._running.values())
 
     def tell(self) -> None:
@@ -138,7 +137,6 @@ class BatchScheduler:
         return self._lock.take()
 
     async def turn(self) -> None:
-        """Run one turn."""
         async with self._turning:
             await self._turn()
 
@@ -348,7 +346,6 @@ class BatchScheduler:
         self._wakeup.set()
 
     async def save(self) -> None:
-        """Save the pending results."""
         if not (results := self._unsaved[:]):
             return
         await self._store(Store.save, results)

@@ -21,7 +21,6 @@ TIMES = {
 
 
 def file_shown(file: File) -> Json:
-    """Return a file as JSON."""
     return {
         "id": file.id,
         "object": "file",
@@ -35,7 +34,6 @@ def file_shown(file: File) -> Json:
 
 
 def batch_shown(batch: Batch) -> Json:
-    """Return a batch as JSON."""
     times = {name: batch.at.get(status) for status, name in TIMES.items()}
     return {
         "id": batch.id,

@@ -1,7 +1,7 @@
 """Decides whether workers have capacity that no other request needs.
 
-Batch lines have the lowest class. The router could queue them, but queued lines use memory and
-queue places that other requests need. So the scheduler holds lines back until there is capacity.
+Queued lines would use memory and queue places that other requests need. So the scheduler holds
+lines back until there is capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.core.tenants.tenants import Tenant
 
-RESERVED_SHARE = 0.5  # share of each tenant limit that is reserved for the tenant's other requests
+RESERVED_SHARE = 0.5  # of each tenant limit, reserved for the tenant's other requests
 # A minimal request: a line's size is known only once it is parsed.
 MINIMAL_REQUEST = RequestInfo("", "", "", 0, 0, 0, 0, 0)
 
@@ -47,7 +47,7 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
 
 
 def within_limits(tenant: Tenant, now: float) -> bool:
-    """Return True if sending a line leaves the tenant enough of its limits for other requests."""
+    """Return True if a line leaves the tenant enough of its limits for other requests."""
     ledger, max_concurrency = tenant.ledger, tenant.spec.limits.concurrency
     if max_concurrency is not None and ledger.running + ledger.elsewhere >= max(
         RESERVED_SHARE * max_concurrency, 1

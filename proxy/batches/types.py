@@ -5,7 +5,7 @@
         v             v   +-> cancelling -> cancelled
       failed       expired
 
-The statuses and their names are OpenAI's.
+The statuses are OpenAI's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from proxy.errors import ProxyError
 
 INPUT, OUTPUT = "batch", "batch_output"  # the purposes of files, in OpenAI's words
-MAX_CUSTOM_ID_CHARS = 512  # maximum length of a line's custom_id
+MAX_CUSTOM_ID_CHARS = 512  # of a line's custom_id
 
 
 class DiskError(ProxyError):
-    """The store's folder is unusable; the message names the folder and a remedy."""
+    """The store's folder is unusable; the message names a remedy."""
 
 
 class StoreFullError(DiskError):
-    """The disk or a limit has no space left; nothing of the write was kept."""
+    """The disk or a limit is full; nothing of the write was kept."""
 
 
 class TenantLimitError(ProxyError):
@@ -53,7 +53,6 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-# Batches in these statuses still need work.
 ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
 
 
@@ -69,7 +68,7 @@ class InputProblem:
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One request of an input file, with the position of its body in the file."""
+    """One request of an input file, with its body's position."""
 
     number: int
     custom_id: str
@@ -131,7 +130,7 @@ class Batch:
     tenant: str
     endpoint: str
     input: str
-    window: str  # as given by the client, for example 24h
+    window: str  # as given by the client: 24h
     status: Status
     created: float
     expires: float
@@ -142,11 +141,10 @@ class Batch:
     failed: int = 0
     output: str | None = None
     error: str | None = None
-    at: dict[str, float] = field(default_factory=dict)  # time at which each status was reached
+    at: dict[str, float] = field(default_factory=dict)  # when each status was reached
 
     @property
     def active(self) -> bool:
-        """True if the batch has not ended."""
         return self.status in ACTIVE
 
 

@@ -66,7 +66,6 @@ def build_wheel(
     config_settings: Settings = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Build a wheel and return its file name."""
     compiled = _compiled()
     # setuptools would pack modules that an earlier build left there.
     shutil.rmtree(Path("build", "lib"), ignore_errors=True)

@@ -30,7 +30,7 @@ from proxy.compiled.locate import (
 )
 
 ERROR_LINES = 5  # of a failed step's output
-# Runs in a separate process, because a broken module may end the process without an exception.
+# A separate process, because a broken module may end it without an exception.
 LOAD_ALL = """
 import sys
 from importlib import import_module
@@ -52,7 +52,7 @@ def build() -> Path:
     try:
         BUILT.mkdir(exist_ok=True)
         BUILT.chmod(0o755)  # any user may run the router, so ignore the umask
-        # Renamed when complete: a router that starts during the build sees all of it or nothing.
+        # Renamed when complete: a starting router sees all of it or nothing.
         aside = Path(tempfile.mkdtemp(prefix="making-", dir=BUILT))
     except OSError as error:
         raise CompileError(f"{error}; run it as the user that installed vllm-sched") from None
@@ -76,7 +76,6 @@ def build() -> Path:
 
 
 def remove() -> None:
-    """Remove all compiled modules."""
     try:
         if BUILT.is_dir():
             shutil.rmtree(BUILT)
@@ -85,14 +84,14 @@ def remove() -> None:
 
 
 def require() -> None:
-    """Raise `CompileError` if mypyc, setuptools, a C compiler or Python's headers are missing."""
+    """Raise `CompileError` if a build tool is missing."""
     if missing := [name for name in ("mypyc", "setuptools") if find_spec(name) is None]:
         raise CompileError(f"no {' and no '.join(missing)}; pip install 'mypy>=2' setuptools")
     require_compiler()
 
 
 def require_compiler() -> None:
-    """Raise `CompileError` if there is no C compiler, or no headers of Python."""
+    """Raise `CompileError` without a C compiler or Python's headers."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     program = compiler.split()[0]
     if shutil.which(program) is None:
@@ -124,7 +123,7 @@ def _compile(folder: Path) -> None:
     from setuptools import setup
 
     temp = folder / "temp"
-    # Copied, because mypy would take everything next to an installed package for sources.
+    # Copied: mypy takes everything next to an installed package for sources.
     alone = temp / "sources"
     shutil.copytree(PACKAGE, alone / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--config-file=", f"--cache-dir={temp / 'types'}", "--follow-imports=silent"]

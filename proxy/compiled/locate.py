@@ -13,7 +13,7 @@ from proxy.errors import ProxyError
 
 SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0" selects plain modules
 PACKAGE: Final = Path(__file__).parents[1]
-# Next to the package, in a clone and in an installed wheel.
+# Next to the package.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
 BUILD_VERSION: Final = b"2"  # increase it when the build itself changes
 FOLDERS: Final = ("core", "http", "wire")
@@ -35,14 +35,13 @@ def hot() -> list[Path]:
 
 
 def hot_names() -> list[str]:
-    """Return the import names of the modules to compile."""
     return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in hot()]
 
 
 def name() -> str:
     """Return the folder name for these sources.
 
-    It depends on all sources, because a module is compiled with the types of its imports.
+    It depends on all sources: a module is compiled with the types of its imports.
     """
     found = sha256(BUILD_VERSION + PLATFORM.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -52,7 +51,6 @@ def name() -> str:
 
 
 def found() -> Path | None:
-    """Return the folder of compiled modules, or None."""
     try:
         if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
             return None
@@ -69,7 +67,6 @@ def use(folder: Path, path: list[str]) -> None:
 
 
 def in_use() -> bool:
-    """Return whether compiled modules run in this process."""
     return Path(sys.modules[PACKAGE.name].__path__[0]) != PACKAGE
 
 

@@ -1,6 +1,6 @@
 """The valid parts of a fleet file that has errors.
 
-Checks run on these parts, so that one error hides as few other errors as possible.
+Checks run on these parts, so that one error hides few others.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ProblemPaths:
 
 @dataclass(frozen=True, slots=True)
 class PartialConfig:
-    """The valid parts of a fleet file, with defaults in place of invalid fields.
+    """The valid parts of a fleet file; invalid fields have defaults.
 
-    `workers` leaves out workers with an error in a field that checks of other blocks use.
+    `workers` leaves out those with an error in a field that other checks use.
     """
 
     workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
@@ -57,12 +57,11 @@ class PartialConfig:
     pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # by index in discovery.pools
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
     has_tenants: bool = False  # even with errors
-    model: str | None = None  # of workers without a model of their own
+    model: str | None = None  # of workers without their own
     doubts: ProblemPaths = field(default_factory=ProblemPaths)
 
     @classmethod
     def of(cls, config: FleetConfig) -> PartialConfig:
-        """Return all parts of a valid file."""
         workers = dict(enumerate(config.workers))
         return cls(
             workers=workers,
@@ -88,7 +87,6 @@ class PartialConfig:
         return not about_any(("workers",), fields) and not about_any(POOLS, fields)
 
     def model_of(self, worker: WorkerConfig | PoolConfig) -> str | None:
-        """Return the model that a worker or pool serves."""
         return worker.model or self.model
 
     @property

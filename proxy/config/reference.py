@@ -45,7 +45,6 @@ Place = tuple[str, type[BaseModel]]
 
 
 def reference() -> str:
-    """Return the page."""
     return HEAD + "".join(_section(path, block) for path, block in places())
 
 

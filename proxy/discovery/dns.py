@@ -34,7 +34,6 @@ class DnsSource:
         self._missed: Counter[str] = Counter()
 
     async def run(self, listener: EndpointListener) -> None:
-        """Update the listener until cancelled."""
         while True:
             try:
                 listener.update(self._seen(await self._look_up()))

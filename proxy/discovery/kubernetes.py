@@ -51,12 +51,10 @@ class Backoff:
         self._most = FIRST_PAUSE_S
 
     def pause(self) -> float:
-        """Return the next pause in seconds."""
         most, self._most = self._most, min(self._most * 2, MAX_PAUSE_S)
         return most * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Start again with the first pause."""
         self._most = FIRST_PAUSE_S
 
 
@@ -79,7 +77,6 @@ class KubernetesSource:
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
     async def run(self, listener: EndpointListener) -> None:
-        """Update the listener until cancelled."""
         while True:
             try:
                 async with self._session() as session:

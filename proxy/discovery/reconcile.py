@@ -1,6 +1,6 @@
-"""A discovered pool, and which changes of its endpoints to believe.
+"""Decides which changes of a discovered pool's endpoints to believe.
 
-Probes of the workers are more reliable than the source of the endpoints:
+Probes are more reliable than the source of the endpoints:
 
 - The source fails: all workers stay.
 - All workers of a pool disappear at once without leaving: they stay while they answer probes. The

@@ -81,7 +81,7 @@ class SideLoad:
 
 
 class Balance:
-    """Measures the load of prefill and decode workers of each model."""
+    """Measures the load of both sides of each model."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -100,7 +100,6 @@ class Balance:
             seen.draw("decode_queue", step, [_queue(w, now) for w in decodes])
 
     def shown(self) -> list[BalanceShown]:
-        """Return the balance of every model with hand-overs."""
         return [
             balance(model, len(prefills), len(decodes), seen)
             for model, prefills, decodes in self._sides()
@@ -120,7 +119,6 @@ class Balance:
 
 
 def balance(model: str, prefills: int, decodes: int, seen: SideLoad) -> BalanceShown:
-    """Return the balance of a model."""
     prefill_busy, decode_busy = seen.prefill, seen.decode
     prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)
     decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s, seen.decode_queue)

@@ -1,7 +1,7 @@
 """Logs when a worker's breaker opens and closes, and when a pool's breakers are ignored.
 
-A failed trial extends the open state and is not logged, so a worker that keeps failing is one line.
-Each worker has at most one line in `QUIET_S`. Of several router processes, only the leader logs.
+Failed trials are not logged, so a worker that keeps failing is one line. Each worker has at most
+one line in `QUIET_S`. Of several router processes, only the leader logs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
 
-# Texts for a breaker's reasons that are not a status.
+# Texts for reasons that are no status.
 TROUBLES = {
     "connect": "it accepts no connections",
     "reset": "it closed the connection before its response was complete",
@@ -32,12 +32,11 @@ class BreakerLog:
 
     def __init__(self) -> None:
         self._logged_at: dict[Worker, float] = {}  # within QUIET_S
-        self._open: set[Worker] = set()  # workers with an open breaker that was logged
+        self._open: set[Worker] = set()  # logged as open
         self._panics_at: dict[Key, float] = {}  # last log line by pool
-        self._panics: set[Key] = set()  # pools with a panic that was logged
+        self._panics: set[Key] = set()  # logged panics
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Log that a worker's breaker opened."""
         for_s, logged_at = worker.breaker.until - now, self._logged_at
         for other in [worker for worker, at in logged_at.items() if now - at >= QUIET_S]:
             del logged_at[other]
@@ -54,13 +53,11 @@ class BreakerLog:
         )
 
     def is_back(self, worker: Worker) -> None:
-        """Log that a worker's breaker closed."""
         if worker in self._open:
             self._open.discard(worker)
             logger.info("worker %s responds, and gets requests again", worker.name)
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:
-        """Log that a pool's breakers are ignored."""
         if now - self._panics_at.get(key, -inf) < QUIET_S:
             return
         self._panics_at[key] = now
@@ -74,7 +71,6 @@ class BreakerLog:
         )
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Log that a pool's breakers are no longer ignored."""
         if key in self._panics:
             self._panics.discard(key)
             logger.info(
@@ -85,7 +81,6 @@ class BreakerLog:
             )
 
     def has_left(self, worker: Worker) -> None:
-        """Forget a worker that was removed."""
         self._logged_at.pop(worker, None)
         self._open.discard(worker)
 

@@ -55,7 +55,6 @@ class HttpClient:
             raise
 
     def close(self) -> None:
-        """Close the connection."""
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -109,13 +108,11 @@ class HttpConnection(asyncio.Protocol):
         return await self._answer
 
     def close(self) -> None:
-        """Abort the connection."""
         self._answer = None
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -160,7 +157,6 @@ class HttpConnection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Refuse a response that was not requested."""
         if self._answer is None:
             self.close()
 
@@ -176,7 +172,6 @@ class HttpConnection(asyncio.Protocol):
         self._is_framed = self._is_framed or status in BODILESS
 
     def on_body(self, piece: bytes) -> None:
-        """Keep a piece of the body."""
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:

@@ -120,7 +120,6 @@ class WorkerProbe:
         return self._written != before
 
     def close(self) -> None:
-        """Close the connection."""
         if self._questions is not None:
             self._questions.close()
 

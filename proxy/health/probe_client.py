@@ -50,7 +50,6 @@ class ProbeClient:
         self._asker = HttpClient(url, api_key, tls)
 
     def close(self) -> None:
-        """Close the connection."""
         self._asker.close()
 
     async def health(self) -> None:
@@ -60,7 +59,6 @@ class ProbeClient:
             raise ProbeError(f"GET /health: status {status}")
 
     async def metrics(self) -> bytes:
-        """Return the /metrics page."""
         status, page = await self._get("/metrics")
         if status != HTTPStatus.OK:
             raise ProbeError(f"GET /metrics: status {status}")

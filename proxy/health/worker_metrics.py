@@ -1,7 +1,7 @@
 """Reads a few metrics from a worker's /metrics page by searching for their lines.
 
 A vLLM page has 100 KB or more, and is read every second on the event loop that relays streams. A
-full parser takes 10 ms; this search takes 0.05 ms.
+parser takes 10 ms, this search 0.05 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model.specs import Gauges
 
-# With the character after the name, because longer names begin with these names.
+# With the next character, because longer names begin with these.
 RUNNING = b"vllm:num_requests_running{"
 WAITING = b"vllm:num_requests_waiting{"
 WAITING_WHY = b"vllm:num_requests_waiting_by_reason{"
@@ -22,7 +22,7 @@ PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
 GENERATION_TOKENS = b"vllm:generation_tokens_total{"
 PREEMPTIONS = b"vllm:num_preemptions_total{"
 KV_BYTES = b"vllm:nixl_bytes_transferred_sum{"
-# Only from workers with the engine in the server's process, and from vllm-sched's engines.
+# Only if the engine is in the server's process, or is vllm-sched's.
 STARTED = b"process_start_time_seconds "
 ENGINES_STARTED = b"vllm_sched_start_time_seconds{"
 # From vllm-sched's engines only: uncomputed prompt tokens, with a line for long prompts.
@@ -100,12 +100,12 @@ def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -
 
 
 def capacity(page: bytes) -> int | None:
-    """Return the capacity of the KV cache in tokens, over all engines; None if not reported.
+    """Return the KV cache's capacity in tokens, over all engines; None if not reported.
 
     `kv_cache_size_tokens` is per engine, `num_gpu_blocks` is the sum of all engines.
     """
     in_tokens = in_blocks = 0
-    # These lines are near the end of the page, so search backwards.
+    # Near the end of the page, so search backwards.
     last = page.rfind(b"\n" + CACHE_CONFIG) + 1
     first = page.rfind(b"\n#", 0, last) + 1
     for line in lines(page[first:], CACHE_CONFIG):

@@ -1,12 +1,11 @@
 """A limit on the bytes of request bodies that the router holds in memory.
 
-A body is held until its response begins, because the request may be retried on another worker.
-Uploads and pipelined requests count too.
+A body is held until its response begins, for retries. Uploads and pipelined requests count too.
 
 A quarter of the budget is reserved for tenants in equal shares; the rest is common. Beyond its
 share, a tenant may hold no more of the common part than it leaves free, except for a single body.
-So large bodies of a few tenants never exclude small ones of others. Requests without a key count
-as one tenant.
+So a few tenants' large bodies never exclude small ones of others. Requests without a key count as
+one tenant.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class BodyBudget:
 
     @property
     def held(self) -> int:
-        """Bytes held in total."""
         return self._common_held + self._reserved_held()
 
     def limit(self, most: int, largest: int) -> None:
@@ -91,7 +89,6 @@ class BodyBudget:
             self._held_by_account[account] = now
 
     def give(self, size: int, account: str | None = None) -> None:
-        """Subtract bytes that are no longer held."""
         if account is None:
             self._common_held -= size
         elif size:
@@ -139,7 +136,6 @@ class BodyCharge:
         self.size += size
 
     def release(self, size: int) -> None:
-        """Subtract bytes."""
         self._budget.give(size, self._account)
         self.size -= size
 

@@ -80,12 +80,10 @@ class RefusedError(Exception):
 
 
 def malformed(message: str, status: int = 400) -> RefusedError:
-    """Return the error for a malformed message."""
     return RefusedError(Refusal(status, Reason.BAD_REQUEST, message))
 
 
 def status_line(status: int) -> bytes:
-    """Return the first line of a response."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 

@@ -72,7 +72,6 @@ class RequestHead:
         self.lost_body = False  # a refused request's body was discarded
 
     def add(self, name: bytes, value: bytes) -> None:
-        """Add a header."""
         self.size += len(name) + len(value) + HEADER_OVERHEAD_BYTES
         key = name.lower()
         passes = REQUEST_HEADERS.get(key)

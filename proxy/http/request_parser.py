@@ -85,7 +85,6 @@ class HttpRequestParser:
         self._known_body_left = 0
 
     def limit(self, max_head: int, max_body: int) -> None:
-        """Set new limits."""
         self._max_head, self._max_body = max_head, max_body
         self._known_bytes = None  # may exceed the limit
 
@@ -246,7 +245,6 @@ class HttpRequestParser:
             self.state = ParserState.HEAD
 
     def on_url(self, url: bytes) -> None:
-        """Append a piece of the target."""
         if not self._framing:
             self._head.target += url
 
@@ -276,7 +274,6 @@ class HttpRequestParser:
             raise RefusedError(head.refusal)
 
     def on_body(self, piece: bytes) -> None:
-        """Append a piece of the body."""
         self._unparsed = 0
         self._body_left -= len(piece)
         if self._body_left < 0:
@@ -287,7 +284,6 @@ class HttpRequestParser:
             self._head.lost_body = True
 
     def on_message_complete(self) -> None:
-        """Append the request to `ready`."""
         if self._parser.should_upgrade():
             return  # llhttp ends here, but the body follows
         self._unparsed = 0

@@ -51,7 +51,6 @@ class ResponseHead:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The seconds in Retry-After."""
         value = self.special.get(b"retry-after")
         return seconds(value.strip()) if value is not None else None
 
@@ -197,17 +196,14 @@ class ResponseParser:
         self.head = head
 
     def on_body(self, piece: bytes) -> None:
-        """Append a piece of the body."""
         self._unparsed = 0
         if not self.ended:
             self.pieces.append(piece)
 
     def on_chunk_header(self) -> None:
-        """Note the start of a chunk, including the last."""
         self._in_chunk = True
 
     def on_chunk_complete(self) -> None:
-        """Note the end of a chunk."""
         self._in_chunk = False
 
     def on_message_complete(self) -> None:

@@ -2,8 +2,8 @@
 
 Only whole events are forwarded, so an error event never follows half an event.
 
-An event with text counts as a token. Chat streams have others: role, comments, usage, errors,
-`[DONE]`. Typed streams mark text with `delta`, in the event name or (cohere) in the data.
+An event with text is a token. Chat streams have others: role, comments, usage, errors, `[DONE]`.
+Typed streams mark text with `delta`, in the event name or (cohere) in the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from proxy.core.model.types import Usage
 from proxy.http.error_formats import StreamFormat, error_event
 
 MAX_HELD = 1 << 20
-# Where usage is searched: the end of a body, or pieces of a stream (two events may follow usage).
+# Where usage is searched: the end of a body or stream (two events may follow usage).
 TAIL = 1 << 16
 MAX_LAST_PIECES = 3
 MAX_USAGE_BYTES = 1024
@@ -68,7 +68,7 @@ class EventStream:
         self._held = b""
         self._started = False
         self._last: deque[bytes] = deque(maxlen=MAX_LAST_PIECES)
-        self.keep = self._last.append  # for whole events that bypass `feed`
+        self.keep = self._last.append  # for events that bypass `feed`
 
     @property
     def flows(self) -> bool:
@@ -98,7 +98,6 @@ class EventStream:
         return data
 
     def rest(self) -> bytes:
-        """Return the incomplete event."""
         return self._held
 
     def says_done(self, more: bytes = b"") -> bool:
@@ -114,11 +113,10 @@ class EventStream:
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
 
     def usage(self) -> Usage | None:
-        """Return the usage in the last events."""
         return usage_in(b"".join(self._last))
 
     def error_event(self, message: str, code: str) -> bytes:
-        """Return the event that ends this stream after a worker failure."""
+        """Return the event that ends the stream after a failure."""
         numbers = SEQUENCE_NUMBER.findall(b"".join(self._last))
         return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 

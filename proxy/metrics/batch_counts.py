@@ -30,7 +30,6 @@ class BatchCounts:
         self.paused = False
 
     def show(self, page: MetricsPage) -> None:
-        """Add the metrics to a page."""
         page.values(ACTIVE, (((status,), count) for status, count in self.active.items()))
         page.values(LINES, (((outcome,), count) for outcome, count in self.lines.items()))
         page.values(IN_FLIGHT, [((), self.in_flight)])

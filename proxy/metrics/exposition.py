@@ -1,8 +1,7 @@
 """Metrics as text, in Prometheus's format and in OpenMetrics.
 
-Streams wait while a page is written. This writer takes 1 to 3 us per line, a library 10, and it
-yields in slices between which streams continue: a fleet of a thousand workers has tens of thousands
-of lines.
+Streams wait while a page is written. This writer takes 1 to 3 us per line, a library 10. It yields
+slices, between which streams continue: a thousand workers have tens of thousands of lines.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from proxy.metrics.histogram import Histogram
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-OTHER = "other"  # label value for everything without a series of its own
+OTHER = "other"  # label for everything without a series of its own
 SLICE_LINES = 500  # lines per slice; a histogram is never split
 
 
@@ -29,7 +28,7 @@ class Family(NamedTuple):
 
 
 class MetricsPage:
-    """One response to a scrape: first the values are added, then it is written."""
+    """One response to a scrape: values are added, then it is written."""
 
     def __init__(self, *, openmetrics: bool) -> None:
         self.kind = OPENMETRICS if openmetrics else TEXT
@@ -87,14 +86,13 @@ class MetricsPage:
 
 
 def pairs(names: Sequence[str], values: Sequence[object]) -> str:
-    """Return labels as text, without braces."""
     return ",".join(
         [f'{name}="{escape(str(value))}"' for name, value in zip(names, values, strict=True)]
     )
 
 
 def braces(labels: str) -> str:
-    """Put braces around labels; return "" if there are none."""
+    """Put braces around labels, if any."""
     return f"{{{labels}}}" if labels else ""
 
 

@@ -34,7 +34,6 @@ class HandoverCounters:
         self._label = label
 
     def ended(self, how: str) -> None:
-        """Count an outcome."""
         self.ends[how] = self.ends.get(how, 0) + 1
 
     def barred(self, prefill: str, decode: str) -> None:
@@ -51,17 +50,14 @@ class HandoverCounters:
             self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
 
     def forget_models(self, gone: set[str]) -> None:
-        """Drop the counters of models."""
         for table in (self.tokens, self.prefills, self.transfers, self.predicted):
             for model in gone & table.keys():
                 del table[model]
 
     def warmed(self, how: str) -> None:
-        """Count a warm-up."""
         self.warmups[how] = self.warmups.get(how, 0) + 1
 
     def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
-        """Count a completed prefill leg."""
         how = "prefilled_bare" if bare else "prefilled"
         self.ends[how] = self.ends.get(how, 0) + 1
         if (first := lease.prefill) is not None:

@@ -63,12 +63,10 @@ class NoFirstToken:
         self._whole(pool, model, size).observe(seconds)
 
     def forget_models(self, gone: set[str]) -> None:
-        """Drop the histograms of models."""
         self.left = {key: seen for key, seen in self.left.items() if key[2] not in gone}
         self.whole = {key: seen for key, seen in self.whole.items() if key[1] not in gone}
 
     def show(self, page: MetricsPage) -> None:
-        """Add the metrics to a page."""
         page.histograms(LEFT, self.left.items())
         page.histograms(WHOLE, self.whole.items())
 

@@ -63,7 +63,6 @@ class Phases:
 
 
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:
-    """Add the metrics to a page."""
     page.histograms(
         PHASES,
         (((*key, phase), seen) for key, each in table.items() for phase, seen in each.seen.items()),

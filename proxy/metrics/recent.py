@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.types import Reason, RequestInfo
 
-# One minute at 6,000 requests a minute, which the status page starts with; about 6 MB.
+# One minute at 100 requests per second; about 6 MB.
 MAX_ENTRIES = 6000
 # Clients choose ids and model names; long ones are cut to bound the memory.
 MAX_TEXT = 200
@@ -29,7 +29,7 @@ class RecentRequest:
     status: int
     body_bytes: int
     prompt_tokens: int
-    counted: bool  # True if a worker counted them, False for an estimate
+    counted: bool  # by a worker; else an estimate
     output_tokens: int | None  # the request's output limit
     predicted_ttft_s: float | None  # from the placement
     ttft_s: float | None  # from the arrival
@@ -38,13 +38,13 @@ class RecentRequest:
     prefill_worker: str | None = None  # set for a hand-over
     prefill_s: float | None = None  # predicted, like the next
     transfer_s: float | None = None
-    transferred_s: float | None = None  # as observed, if the response is a stream
+    transferred_s: float | None = None  # observed, of a stream
     size: str = ""  # its class label
     tenant: str | None = None
     handover: str | None = None  # the hand-over verdict
 
 
-# A RecentRequest's fields in order: a tuple is cheaper to create, and few rows are ever read.
+# A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
@@ -65,7 +65,6 @@ class RecentRequests:
         self._clock = clock
 
     def __len__(self) -> int:
-        """Return the number of entries."""
         return len(self._rows)
 
     def add(
@@ -79,7 +78,6 @@ class RecentRequests:
         duration_s: float,
         queue_s: float,
     ) -> None:
-        """Add a finished request; a refused request has no decision."""
         worker = predicted_s = whether = None
         legs = NO_HANDOVER
         if decision is not None:

@@ -1,8 +1,8 @@
 """The router's counters.
 
-The data path feeds plain integers in plain tables: `request_done` takes 1 us, or 2 us for a stream
-with phases, and a gap between tokens 0.2 us. A metrics library's label lookup alone takes longer.
-Values that other objects keep (decisions, charges, breakers) are read at each scrape.
+The data path feeds plain integers: `request_done` takes 1 us, or 2 us for a stream with phases, and
+a gap between tokens 0.2 us. A metrics library's label lookup alone takes longer. Values that other
+objects keep (decisions, charges, breakers) are read at each scrape.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from proxy.metrics.observed import ObservedRequest, Recorder
 
 MAX_MODELS = 100
-# Above this many series, those of removed workers are dropped. If none can be dropped, new workers
-# share the label `other`.
+# Above this, series of removed workers are dropped; if there are none, new workers become `other`.
 MAX_SERIES = 20_000
 CLEANUP_INTERVAL_S = 60.0  # the search for removed workers takes milliseconds
 
@@ -80,7 +79,7 @@ class Series:
 
 
 def class_of(ask: RequestInfo | None) -> str:
-    """Return the class label of a request; `none` if the request was never parsed."""
+    """Return the class label of a request; `none` if unparsed."""
     if ask is None:
         return NONE
     if ask.rank is BATCHES:
@@ -91,7 +90,7 @@ def class_of(ask: RequestInfo | None) -> str:
 def histogram(
     table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Return the histogram of these labels; create it if it is missing."""
+    """Return or create the histogram of these labels."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found
@@ -156,12 +155,11 @@ class Metrics:
         """Count a finished request.
 
         `worker` and `pool` (the worker's role) are `none` for a refused request; `size` (the class)
-        is `none` for an unparsed request.
-        `ttft_s` and `predicted_ttft_s` count from the arrival. `ttft_s` is None if no first token
-        was seen; then the prediction is not observed.
-        `tpot_s` is the mean time between tokens; None with fewer than two tokens. `stream` is None
-        if the request needed no generation. `leg` names the worker and pool of the current leg if
-        it is not `worker`. The other arguments are for `Phases`.
+        is `none` for an unparsed request. `ttft_s` and `predicted_ttft_s` count from the arrival.
+        `ttft_s` is None without a first token; then the prediction is not observed. `tpot_s` is the
+        mean time between tokens; None with fewer than two tokens. `stream` is None if the request
+        needed no generation. `leg` names the worker and pool of the current leg if it is not
+        `worker`. The other arguments are for `Phases`.
         """
         key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
@@ -189,11 +187,10 @@ class Metrics:
             found.exemplify(ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
-        """Return the histogram for the times between two events of a stream."""
         return histogram(self.gaps, (pool, size), GAP_BOUNDS)
 
     def retried(self, worker: str, why: str) -> None:
-        """Count a leg that failed on `worker` and is retried; `why` has few possible values."""
+        """Count a leg that failed on `worker` and is retried; `why` has few values."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
@@ -206,7 +203,6 @@ class Metrics:
         self.handovers.ended(after if lease.sent else "prefill_failed")
 
     def handover_left(self, lease: Lease) -> None:
-        """Count a hand-over that ended because the client left."""
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, how: str) -> None:

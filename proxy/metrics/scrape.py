@@ -180,7 +180,6 @@ PREDICTED_TRANSFER = Family(
 
 
 def gauge(name: str, text: str) -> Family:
-    """Return a gauge with one series for each worker."""
     return Family(f"proxy_worker_{name}", "gauge", text, WORKER)
 
 

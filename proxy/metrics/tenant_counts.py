@@ -80,7 +80,6 @@ class TenantCounts:
         return name
 
     def ended(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
-        """Count a finished request."""
         name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
         self._requests[name, rank, status] += 1
         key = name, rank
@@ -93,7 +92,6 @@ class TenantCounts:
             self._ttft[key].observe(ttft_s)
 
     def show(self, page: MetricsPage) -> None:
-        """Add the metrics to a page."""
         if not self._tenants.totals:
             return  # no tenant was ever configured
         running: Counter[str] = Counter()

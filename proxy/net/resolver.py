@@ -1,13 +1,13 @@
 """Name resolution and connections, in which a slow name does not delay other names.
 
-An event loop has few threads for look-ups; uvloop has two. A few names with slow look-ups would
-delay all others, so each look-up has a thread of its own.
+Event loops have few threads for look-ups; uvloop has two. A few slow look-ups would delay all
+others, so each look-up has its own thread.
 
 - Results are cached for `CACHE_TTL_S`. A failed connection expires the cached result.
 - If a new look-up is slow or fails, the cached result is used, unless the name no longer exists.
 
-If a name has several addresses, a connection to the next one starts after `NEXT_ADDRESS_DELAY_S`,
-and the first to succeed is used (RFC 8305).
+A connection to the next address starts after `NEXT_ADDRESS_DELAY_S`; the first to succeed is used
+(RFC 8305).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class NoAddressAnswersError(OSError):
-    """No address of a name accepted a connection; `errors` has the reason for each."""
+    """No address accepted a connection; `errors` has the reasons."""
 
     def __init__(self, errors: Sequence[OSError]) -> None:
         super().__init__("; ".join(str(error) for error in errors))
@@ -50,7 +50,6 @@ class CachedLookup(NamedTuple):
     until: float
 
     def result(self) -> Addresses:
-        """Return the addresses, or raise the error."""
         if isinstance(self.found, BaseException):
             raise self.found.with_traceback(None)  # a traceback would grow each time
         return self.found
@@ -87,7 +86,7 @@ class Resolver:
         self._threads = 0
 
     async def find(self, host: str) -> Addresses:
-        """Return the addresses of a name, cached or new; raise `OSError` or `UnicodeError`."""
+        """Return cached or new addresses; raise `OSError` or `UnicodeError`."""
         if _is_address(host):
             return (host,)
         known, now = self._known.get(host), time.monotonic()
@@ -99,17 +98,17 @@ class Resolver:
         try:
             async with asyncio.timeout(max(look_up.began + REFRESH_WAIT_S - now, 0.0)):
                 return await asyncio.wrap_future(look_up.answer)
-        except OSError as error:  # or `TimeoutError`, which is a subclass
+        except OSError as error:  # or its subclass `TimeoutError`
             if _is_final(error):
                 raise
         return known.result()
 
     async def look_up(self, host: str) -> Addresses:
-        """Return the addresses of a name from a new look-up."""
+        """Return the addresses from a new look-up."""
         return await asyncio.wrap_future(self._begin(host, time.monotonic()).answer)
 
     def doubt(self, host: str) -> None:
-        """Expire the cached addresses of a name, because a connection failed."""
+        """Expire cached addresses after a failed connection."""
         known = self._known.get(host)
         if known is not None:
             self._known[host] = known._replace(until=0.0)
@@ -207,7 +206,7 @@ async def connect(
 
 
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
-    """Return a socket to the first address that accepts, or None; failures go to `errors`."""
+    """Return a socket to the first address that accepts; failures go to `errors`."""
     loop = asyncio.get_running_loop()
     trying: dict[asyncio.Task[socket.socket], str] = {}
     try:
@@ -239,7 +238,7 @@ async def _reach(address: str, port: int) -> socket.socket:
     raw = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         raw.setblocking(False)
-        # The scope must be part of the address: uvloop ignores the fourth item of a tuple.
+        # The scope must be in the address: uvloop ignores a tuple's fourth item.
         await asyncio.get_running_loop().sock_connect(raw, (address, port))
     except BaseException:
         raw.close()

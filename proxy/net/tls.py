@@ -167,7 +167,6 @@ def _modified_ns(path: Path) -> int:
 
 
 def tls_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Yield the problems with the files of all TLS blocks."""
     if router := draft.router:
         yield from _problems("router.tls", router.tls)
         yield from _problems("router.admin.tls", router.admin.tls)

@@ -54,7 +54,6 @@ class Channel(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -80,5 +79,4 @@ class Channel(asyncio.Protocol):
             )
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Notify the owner."""
         self._lost()

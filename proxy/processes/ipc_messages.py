@@ -1,4 +1,4 @@
-"""Messages between the supervisor and the router processes.
+"""Messages between the supervisor and router processes.
 
 The supervisor starts processes, appoints a leader and forwards the leader's changes of workers.
 Everything else is a question to all processes.
@@ -21,7 +21,7 @@ Address = tuple[int, Any]  # socket family and bound address
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The first message: everything that a process needs to start."""
+    """The first message: all that a process needs to start."""
 
     processes: int
     started_with: FleetConfig
@@ -54,7 +54,7 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class ConfigReloaded:
-    """The leader read the file; the other processes apply the file and its keys."""
+    """The leader read the file; the others apply it and its keys."""
 
     config: FleetConfig
     keys: SecretKeys
@@ -65,7 +65,7 @@ class KnownWorker:
     """A worker's state in the leader."""
 
     spec: WorkerSpec
-    row: int | None  # row in the shared table; None if charges are not shared
+    row: int | None  # in the shared table; None if charges are not shared
     since: float
     up: bool
     probed: bool
@@ -75,13 +75,13 @@ class KnownWorker:
     models: tuple[str, ...]
     told_max_model_len: int | None
     gauges: Gauges | None
-    pace: tuple[float, ...] | None  # None if nothing is learned yet
+    pace: tuple[float, ...] | None  # None if unknown
     origins: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """Changed and removed workers of the leader, or all its workers."""
+    """Changed and removed workers of the leader, or all."""
 
     known: tuple[KnownWorker, ...]
     gone: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponses:
-    """Stored responses with their workers and tenants, for the other processes."""
+    """Stored responses with their workers and tenants."""
 
     responses: tuple[tuple[str, str, str], ...]
 
@@ -129,7 +129,7 @@ class IpcAnswer:
 
 @dataclass(frozen=True, slots=True)
 class IpcNoAnswer:
-    """The process cannot answer the question; its log has the reason."""
+    """The process cannot answer; its log has the reason."""
 
     number: int
 

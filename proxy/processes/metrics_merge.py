@@ -1,8 +1,7 @@
 """Merges the metrics pages of several processes.
 
-Counters and histograms are summed, including those of exited processes: a decrease of a sum would
-look like a counter reset. Gauges are summed if each process has its own part; otherwise the
-leader's value is used.
+Counters and histograms are summed, with those of exited processes: a decrease would look like a
+reset. Gauges are summed if each process has its own part; otherwise the leader's value is used.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from proxy.core.model.types import NONE
 from proxy.metrics.exposition import OPENMETRICS, OTHER, TEXT, number
 from proxy.metrics.handovers import ANY
 
-# Gauges that are summed.
 SUMMED = frozenset(
     [
         "proxy_batch_lines_in_flight",
@@ -35,15 +33,14 @@ SUMMED = frozenset(
         "process_virtual_memory_bytes",
     ]
 )
-# The value is in a label, and processes may differ for a moment, so only the leader's series are
-# used.
+# The value is in a label, where processes may differ for a moment.
 LEADER_ONLY = frozenset(["proxy_worker_breaker_state"])
-# Counters that are the same in every process, because workers report them or processes share them.
+# Counters that are the same in every process: workers report them or processes share them.
 SHARED = frozenset(
     ["proxy_transfer_bytes_total", "proxy_breaker_openings_total", "proxy_pool_panics_total"]
 )
 
-FLEET = "proxy_worker_up"  # has one series for each worker
+FLEET = "proxy_worker_up"  # one series per worker
 PLACEHOLDERS = frozenset([NONE, OTHER, ANY])
 # A quote in a label value is escaped, so this does not match within a value.
 NAMED = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
@@ -106,7 +103,7 @@ def permanent(page: Page) -> Page:
 
 
 def missing_in(page: Page, other: Page) -> Page:
-    """Return the series of a page that another page does not have."""
+    """Return the series that another page does not have."""
     left: Page = {}
     for name, family in page.items():
         known = other.get(name, EMPTY).series
@@ -141,10 +138,10 @@ def _labels(series: str) -> str:
 
 
 def without_removed_workers(past: Page, present: Page) -> Page:
-    """Return the past without series of removed workers that no process shows any more.
+    """Return the past without series of removed workers.
 
     Series that a process still shows stay, because their sum must not decrease. If no worker is
-    known, for example after a restart of all processes, all series stay.
+    known, as after a restart, all series stay.
     """
     workers = present.get(FLEET, EMPTY).series
     fleet = {name for series in workers for name in NAMED.findall(series)}

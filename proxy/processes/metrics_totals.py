@@ -1,8 +1,8 @@
 """The metrics of all processes together, including late and exited processes.
 
 Exited processes' counters about removed workers are dropped once no running process shows the
-worker. Otherwise they would pile up, because each pod has a new name. Until the last process drops
-a series, its full value stays in the sum, which must not decrease.
+worker: each pod has a new name. Until the last process drops a series, its full value stays,
+because the sum must not decrease.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MetricsTotals:
-    """The last page of each process, and counters that no process reports any more."""
+    """The last page of each process, and exited processes' counters."""
 
     def __init__(self) -> None:
         self._pages: dict[int, metrics_merge.Page] = {}

@@ -25,7 +25,6 @@ class Ports:
 
     @property
     def admin_port(self) -> int:
-        """The admin port."""
         port: int = self.admin.getsockname()[1]
         return port
 
@@ -71,6 +70,5 @@ class Ports:
         return bound
 
     def let_go(self) -> None:
-        """Release the ports."""
         self._shared.clear()
         self._kept.close()

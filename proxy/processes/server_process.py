@@ -144,7 +144,6 @@ class ServerProcess:
                     answer.set_result(found)
 
     def drain(self) -> None:
-        """Let requests finish, then exit."""
         self._run_in_background(self._drain())
 
     def orphaned(self) -> None:
@@ -161,14 +160,12 @@ class ServerProcess:
         self._channel.say(ConfigReloaded(config, keys))
 
     async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
-        """Return the last requests of all processes, newest first."""
         found = await self._ask("decisions", (limit, dict(filters)))
         entries: list[RecentRequest] = [entry for each in found for entry in each]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
     async def page(self, openmetrics: bool) -> tuple[bytes, str]:
-        """Return the merged metrics of all processes."""
         found: tuple[bytes, str] = await self._ask("page", openmetrics)
         return found
 

@@ -55,7 +55,7 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(leave, number))
-    reloads: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
+    reloads: set[asyncio.Task[None]] = set()  # the event loop has weak references only
 
     def hang_up() -> None:
         task = loop.create_task(reload(service))

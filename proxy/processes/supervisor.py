@@ -94,7 +94,6 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids."""
         return [child.process.pid for child in self._children.values()]
 
     @property
@@ -103,18 +102,15 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """The URL for clients."""
         return url_of(self._config.router.host, self._ports.port, self._config.router.tls)
 
     @property
     def admin_url(self) -> str:
-        """The URL of the admin API."""
         admin = self._config.router.admin
         return url_of(admin.host, self._ports.admin_port, admin.tls)
 
     @property
     def drain_s(self) -> float:
-        """The time for requests to finish, in seconds."""
         return self._config.router.drain_s
 
     async def start(self) -> None:
@@ -148,7 +144,6 @@ class Supervisor:
             ) from None
 
     async def drain(self) -> None:
-        """Let requests finish, then end all processes."""
         self._ending = True
         self._say_all(Drain())
         timeout_s = self._config.router.drain_s + EXIT_TIMEOUT_S
@@ -156,7 +151,6 @@ class Supervisor:
         await self.stop()
 
     async def stop(self) -> None:
-        """End all processes at once."""
         self._ending = True
         self._say_all(Stop())
         pending = [keeper for keeper in self._keepers if not keeper.done()]

@@ -142,7 +142,6 @@ class App:
         return Batches(self.wire, config, config.path)
 
     async def start(self) -> None:
-        """Listen on both ports and start probing."""
         try:
             router = self.config.router
             admin = partial(admin_socket, router.admin.host, router.admin.port)
@@ -183,7 +182,6 @@ class App:
         self._admin = AdminServer(app, sock, tls=tls)
 
     def lead(self) -> None:
-        """Start the tasks of the leader."""
         self.leads = True
         self.fleet.witness = BreakerLog()
         self._tasks += [
@@ -210,19 +208,16 @@ class App:
 
     @property
     def url(self) -> str:
-        """The URL for clients."""
         return url_of(self.config.router.host, self.wire.port, self._started_with.router.tls)
 
     @property
     def admin_url(self) -> str:
-        """The URL of the admin API."""
         admin = self.config.router.admin
         port = self._admin.port if self._admin else admin.port
         return url_of(admin.host, port, self._started_with.router.admin.tls)
 
     @property
     def recent(self) -> RecentRequests:
-        """The last requests of this process."""
         return self.metrics.recent
 
     async def decisions(
@@ -234,7 +229,6 @@ class App:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> list[RecentRequest]:
-        """Return the last requests that match the filters, newest first."""
         filters: dict[str, Any] = {
             "model": model,
             "worker": worker,
@@ -263,8 +257,8 @@ class App:
     async def reload(self) -> list[str]:
         """Read the fleet file again and return the settings that need a restart.
 
-        An invalid file changes nothing. The file is read in a thread, because a thousand workers
-        take half a second, which would stall streams.
+        An invalid file changes nothing. A thread reads it: a thousand workers take half a
+        second, which would stall streams.
         """
         if self.source is None:
             raise ProxyError("the router was not started from a file; there is nothing to reload")
@@ -287,8 +281,8 @@ class App:
         try:
             check_tls(config, str(self.source))
         except ConfigError as error:
-            # The leader has read these files. A process that finds a file half-written still
-            # applies the rest, so that its keys and limits do not differ from its siblings'.
+            # The leader has read these files. A process that finds one half-written applies the
+            # rest, so that its keys and limits match its siblings'.
             if not follows:
                 raise
             logger.error("TLS files keep their previous content:\n%s", error)
@@ -345,12 +339,10 @@ class App:
             self._admin.stop()
 
     async def drain(self) -> None:
-        """Refuse new requests, let requests in flight finish, and stop."""
         await self.wire.drain(self.drain_s)
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop at once."""
         self.live.close()
         if self.batches is not None:
             await self.batches.stop()
@@ -366,7 +358,6 @@ class App:
 
 
 def specs(config: FleetConfig) -> list[WorkerSpec]:
-    """Return the core's worker specs."""
     return [_spec(worker, config) for worker in config.workers]
 
 
@@ -385,7 +376,6 @@ def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
 
 
 def router_settings(config: FleetConfig) -> RouterSettings:
-    """Return the core's routing settings."""
     routing, router = config.routing, config.router
     above = routing.disaggregate_above
     return RouterSettings(
@@ -414,7 +404,6 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 
 
 def wire_settings(config: FleetConfig) -> WireSettings:
-    """Return the data path's settings."""
     router = config.router
     return WireSettings(
         refuses_pages=is_loopback(router.host) and not router.allow_anonymous,
@@ -427,6 +416,5 @@ def wire_settings(config: FleetConfig) -> WireSettings:
 
 
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:
-    """Return the URL of a listening address."""
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -136,7 +136,6 @@ def _spec(tenant: TenantConfig, *, salted: bool) -> TenantSpec:
 
 
 def fairness_settings(config: FleetConfig) -> FairnessSettings:
-    """Return the core's fairness settings."""
     return FairnessSettings(**config.router.fairness.model_dump())
 
 

@@ -1,7 +1,7 @@
 """Viewers of the status page, which get an update four times a second.
 
-Each update is encoded once. A slow viewer misses updates and then gets the full state; a viewer
-that reads nothing for long is disconnected. So no data piles up.
+Each update is encoded once. A slow viewer misses updates and then gets the full state; one that
+reads nothing for long is disconnected. So no data piles up.
 
 With several processes the leader has the viewers and asks every process for its part. If a part is
 missing or a process restarted, ends of requests may be lost, so all viewers get the full state.
@@ -48,7 +48,6 @@ class Viewer:
         return self._slot is not None
 
     def give(self, message: bytes) -> None:
-        """Queue a message for the viewer."""
         self._slot = message
         self._filled.set()
 
@@ -60,7 +59,6 @@ class Viewer:
         return None if self.ended else message
 
     def end(self) -> None:
-        """Disconnect the viewer."""
         self.ended = True
         self._filled.set()
 
@@ -91,7 +89,6 @@ class LiveView:
 
     @property
     def watched(self) -> bool:
-        """True if a page is open."""
         return bool(self._viewers)
 
     def join(self) -> Viewer | None:
@@ -107,7 +104,6 @@ class LiveView:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Close a page."""
         viewer.end()
         self._viewers.discard(viewer)
 
@@ -128,7 +124,6 @@ class LiveView:
             self.notes.end()
 
     async def beat(self) -> None:
-        """Send every viewer an update."""
         now = self._clock()
         whole = any(viewer.behind and not viewer.busy for viewer in self._viewers)
         update_request = UpdateRequest(
@@ -194,5 +189,4 @@ class LiveView:
 
 
 def event(name: str, data: object) -> bytes:
-    """Return a server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))

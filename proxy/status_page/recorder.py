@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60.0
 MIN_TICK_INTERVAL_S = 0.02  # the page draws one pixel per 50 ms
-MAX_TICKS = 16  # token times of a request per beat, even if a beat is late
+MAX_TICKS = 16  # token times of a request per beat
 MAX_ROWS = 2000  # new rows per beat
 MAX_ENDED = 6000  # ended requests that are kept
 STOP_AFTER_S = 5.0
@@ -52,8 +52,8 @@ class UpdateRequest:
 class LiveUpdate:
     """One process's part of an update."""
 
-    source: str  # identifies the process; a restarted process has a new id
-    number: int  # sequence number; a gap means that data is lost
+    source: str  # the process; new after a restart
+    number: int  # a gap means lost data
     rows: list[Row]  # new and changed rows
     ticks: list[list[int]]  # row numbers, each with its token times
     dropped: int  # rows left out because of limits
@@ -71,7 +71,7 @@ class LiveRecorder:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        # Index of this process and number of processes; row numbers must differ between processes.
+        # Index of this process and number of processes: row numbers must differ.
         self.mark, self.marks = 0, 1
         self._metrics = metrics
         self._figures = figures
@@ -111,12 +111,10 @@ class LiveRecorder:
     # Called by the viewers' side
 
     def begin(self, now: float) -> None:
-        """Start recording."""
         self._recording_since = now
         self._metrics.live = self
 
     def end(self) -> None:
-        """Stop recording."""
         self._metrics.live = None
         self._reported.clear()
         self._ended.clear()
@@ -234,10 +232,10 @@ class LiveRecorder:
         return times
 
     def ms(self, at: float | None) -> int | None:
-        """Convert a time to milliseconds after zero, the unit of the page."""
+        """Convert a time to milliseconds after zero."""
         return None if at is None else round((at - self._zero) * 1000)
 
 
 def text(value: str) -> str:
-    """Shorten a text that a client chose, and replace invalid characters."""
+    """Shorten a client's text, and replace invalid characters."""
     return value[:MAX_TEXT].encode(errors="replace").decode()

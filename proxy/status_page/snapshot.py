@@ -59,7 +59,6 @@ class LiveState:
             await asyncio.sleep(COPY_INTERVAL_S)
 
     def copy(self, now: float) -> None:
-        """Keep a copy of the current counters."""
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
     def figures(self, now: float) -> LiveCounts:
@@ -170,7 +169,6 @@ def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]
 
 
 def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
-    """Yield the quantiles of the last minute's histograms."""
     found: dict[Key, list[int]] = {}
     for each in counted:
         for key, counts in each.histograms.items():
@@ -209,7 +207,6 @@ def worst_first(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def is_healthy(worker: Worker) -> bool:
-    """Return True if a worker needs no attention."""
     return state(worker) in HEALTHY_STATES
 
 

@@ -1,7 +1,7 @@
 """Growth of counters and histograms during the last minute.
 
-A copy is taken every five seconds even without a viewer, so that the page shows a whole minute at
-once. A copy takes about 20 us.
+A copy is taken every five seconds even without a viewer, so that a new page shows a whole minute.
+It takes about 20 us.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class Window:
 
     @property
     def since(self) -> float | None:
-        """The time of the oldest copy; None without a copy."""
         return self._copies[0].at if self._copies else None
 
     def count(self, key: Hashable, now: int) -> int:
-        """Return a counter's growth."""
         before = self._copies[0].counts.get(key, 0) if self._copies else 0
         return max(now - before, 0)
 
@@ -64,8 +62,8 @@ class Window:
 def quantile(share: float, counts: Sequence[int], bounds: Sequence[float]) -> float | None:
     """Estimate a quantile from counts per bucket.
 
-    Values above the last bound count as that bound. Values are assumed to be uniform within a
-    bucket, as in PromQL's `histogram_quantile`.
+    Values above the last bound count as that bound. Values are assumed uniform within a bucket,
+    as in PromQL's `histogram_quantile`.
     """
     total = sum(counts)
     if not total:

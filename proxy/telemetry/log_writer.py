@@ -75,7 +75,7 @@ class LogWriter:
             self._wake.wait()
             if not self._closing:
                 time.sleep(GATHER_S)
-            # Cleared before lines are taken: a new line sets it again.
+            # Before taking lines: a new line sets it again.
             self._wake.clear()
             lines = self._lines
             while lines:

@@ -134,7 +134,6 @@ class Logs:
         return text
 
     def log_requests(self, wanted: bool) -> None:
-        """Turn the lines for requests on or off."""
         metrics = self._metrics
         if metrics is None:
             return
@@ -159,7 +158,6 @@ class Logs:
         self.writer.put(f"{stamp} REQUEST {one_line(pairs)}\n".encode(errors="replace"))
 
     def close(self) -> None:
-        """Write all queued lines and restore the previous handlers."""
         self.log_requests(False)
         if self._handler is not None:
             logging.getLogger().handlers[:] = self._before
@@ -176,21 +174,18 @@ class LogHandler(logging.Handler):
         self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         try:
             self._logs.writer.put(self._logs.line_of(record, self._mark))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all lines are written."""
         self._logs.writer.flush()
 
 
 def account(
     seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
 ) -> dict[str, Any]:
-    """Return the fields of a finished request."""
     ask, decision = seen.ask, seen.decision
     first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
     handover = None if decision is None else decision.handover
@@ -230,7 +225,6 @@ def _sizes(ask: RequestInfo) -> dict[str, Any]:
 
 
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
-    """Return the fields of a request without a parsed body."""
     known = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
         "class": BATCH if seen.in_the_gaps else None,
@@ -253,7 +247,6 @@ def between(start: float | None, end: float | None) -> float | None:
 
 
 def milliseconds(seconds: float) -> float:
-    """Return seconds as milliseconds with two decimals."""
     return round(seconds * 1000, 2)
 
 
@@ -270,7 +263,6 @@ def one_line(value: str) -> str:
 
 
 def written(fields: dict[str, Any]) -> bytes:
-    """Return fields as a line of JSON."""
     return orjson.dumps(fields, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
 
 

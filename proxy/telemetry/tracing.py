@@ -63,7 +63,6 @@ class Tracing:
     def ended(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
-        """Export the spans of a finished request."""
         trace = seen.trace
         if trace is None or not trace.sampled:
             return
@@ -109,7 +108,6 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> Iterator[Span]:
-    """Yield the spans of a finished request."""
     from proxy.http.trace import new_id
 
     trace = seen.trace

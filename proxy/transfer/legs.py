@@ -25,7 +25,6 @@ PREFILL: Mapping[str, Fields] = {
 
 
 def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes) -> bytes:
-    """Return the body of the prefill leg."""
     fields = {**PREFILL[ask.route], **_id(connector, pair, ask), **connector.prefill(pair)}
     if ask.least_output:
         fields["min_tokens"] = ONE
@@ -54,7 +53,6 @@ def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
 def decode_body(
     connector: Connector, pair: Pair, taken: PrefillResult, ask: RequestInfo, body: bytes
 ) -> bytes:
-    """Return the body of the decode leg."""
     fields = connector.decode(pair, taken)
     if id_fields := _id(connector, pair, ask):
         fields = {**fields, **id_fields}

@@ -19,7 +19,6 @@ class LMCache(Connector):
     names_decode = True
 
     def prefill(self, pair: Pair) -> Fields:
-        """Return the decode worker's address."""
         address = self.config.addresses.get(pair.decode.name)
         if address is None:
             return NOTHING

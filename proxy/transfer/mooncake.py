@@ -1,7 +1,6 @@
 """Mooncake: the decode worker reads the prefill worker's blocks by an id that the router generates.
 
-The prefill worker's response has no parameters. The decode leg names the engine that holds the
-blocks and its bootstrap server:
+The decode leg names the engine that holds the blocks and its bootstrap server:
 
 - The prefill worker's `engine_id` must be its name in the fleet file; `up` sets it.
 - The bootstrap server is at the worker's host, port 8998, unless `transfer.addresses` names it.

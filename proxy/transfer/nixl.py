@@ -4,8 +4,7 @@ The prefill worker's response has the location of the blocks, and the decode leg
 prefill worker holds the blocks for 30 s by default, or until they are read or released.
 
 In push mode, the prefill worker writes to the decode worker with the same request id. The router
-generates this id, because a client could send the id of another request. Pushed blocks can't be
-released.
+generates it: a client could send another request's id. Pushed blocks can't be released.
 
 Incomplete parameters are dropped: a decode worker's engine crashes if they name too few blocks.
 Without parameters the decode worker computes the prompt itself.
@@ -57,7 +56,6 @@ class Nixl(Connector):
     usual_lease_s = 30.0
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
-        """Return the parameters that make the prefill worker keep the blocks."""
         return PREFILL
 
     def request_id(self, pair: Pair) -> bytes | None:

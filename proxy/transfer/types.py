@@ -18,8 +18,8 @@ from proxy.core.model.types import Usage
 Fields = Mapping[str, bytes | None]
 PARAMS = "kv_transfer_params"
 NOTHING: Fields = {}
-# No worker serves this model. A decode worker refuses the request before scheduling, and then tells
-# the prefill worker to release the blocks.
+# No worker serves this model. A decode worker refuses the request before scheduling, then has the
+# blocks released.
 NO_MODEL = "vllm-sched:release"
 CACHED, READ = "cached_tokens", "cache_read_input_tokens"
 UNCOUNTED = (READ, "cache_creation_input_tokens")
@@ -53,11 +53,11 @@ class Connector:
     """A KV connector."""
 
     name: ClassVar[str]
-    needs_params: ClassVar[bool] = True  # if true, no parameters means no blocks
-    connects: ClassVar[bool] = True  # if true, a first transfer needs a handshake
-    # If true, vLLM recognises a prefill leg by its parameters and relaxes validation.
+    needs_params: ClassVar[bool] = True  # no parameters means no blocks
+    connects: ClassVar[bool] = True  # a first transfer needs a handshake
+    # vLLM recognises a prefill leg by its parameters and relaxes validation.
     is_marked: ClassVar[bool] = False
-    names_decode: ClassVar[bool] = False  # if true, the prefill leg names the decode worker
+    names_decode: ClassVar[bool] = False  # the prefill leg names the decode worker
     usual_lease_s: ClassVar[float] = inf  # the prefill worker's default lease
 
     def __init__(self, config: TransferConfig) -> None:
@@ -95,8 +95,8 @@ class Connector:
     def doubt(self, pair: Pair, taken: PrefillResult) -> str:  # noqa: ARG002
         """Return what is wrong with the parameters and the remedy; empty if nothing is.
 
-        Checked once per pair, because a decode worker that can't reach the prefill worker may
-        compute the prompt itself without an error.
+        Checked once per pair: a decode worker that can't reach the prefill worker may compute the
+        prompt itself without an error.
         """
         return ""
 
@@ -126,7 +126,6 @@ def usage_of(response: Mapping[str, Any]) -> Usage | None:
 
 
 def cached_tokens_in(response: Mapping[str, Any]) -> int | None:
-    """Return the number of cached prompt tokens, or None."""
     usage = _object(response.get("usage"))
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details is not None:
@@ -147,11 +146,9 @@ def _number(value: object) -> int | None:
 
 
 def params_of(response: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response's transfer parameters."""
     params = response.get(PARAMS)
     return params if type(params) is dict else {}
 
 
 def text(params: Mapping[str, Any]) -> bytes:
-    """Return parameters as JSON."""
     return orjson.dumps(params)

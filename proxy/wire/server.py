@@ -152,7 +152,6 @@ class WireServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections now."""
         self.leaving = self.draining = True
         for server in self._servers:
             server.close()
@@ -164,7 +163,6 @@ class WireServer:
         self.ticks.stop()
 
     def reconfigure(self, settings: WireSettings) -> None:
-        """Apply new limits to later requests."""
         self.settings = settings
         self.collecting.limit(settings.max_collected_bytes, settings.max_body_bytes)
         self.pools.reconfigure(settings)
@@ -174,7 +172,6 @@ class WireServer:
     # For clients and exchanges
 
     def judge(self, head: RequestHead) -> None:
-        """Set the route or the refusal of a request."""
         if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
             head.id = b""
         head.route = None
@@ -198,29 +195,24 @@ class WireServer:
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        """Return a conversation."""
         if self.desk is not None and route.name in extension.ROUTES:
             return self.desk.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
-        """Return a new /tokenize request."""
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
         self.ticks.hurry()
         return question
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
-        """Queue an exchange."""
         self.queued[ticket] = exchange
         self.ticks.hurry()
 
     def unqueue(self, ticket: Ticket) -> None:
-        """Forget a ticket."""
         del self.queued[ticket]
 
     def settle(self, now: float) -> None:
-        """Send queued requests that have room."""
         if not self.queued:
             return
         for ticket, placed in self.router.due(now):
@@ -243,7 +235,6 @@ class WireServer:
             )
 
     def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
-        """Count a request refused by its head."""
         self.answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
 
     def answered(
@@ -255,7 +246,6 @@ class WireServer:
         began: float,
         sent_bytes: int,
     ) -> None:
-        """Count a request that reached no worker."""
         metrics, now = self.metrics, self.clock()
         metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
         for tell in metrics.at_end:
@@ -264,65 +254,53 @@ class WireServer:
             tell(record, now, route, status, reason)
 
     def exchange_began(self, exchange: ServedExchange) -> None:
-        """Keep an exchange."""
         self.exchanges.add(exchange)
 
     def exchange_over(self, exchange: ServedExchange) -> None:
-        """Forget an exchange."""
         self.exchanges.discard(exchange)
         if not self.exchanges:
             self._wake()
 
     def visit_began(self, visit: Conversation) -> None:
-        """Keep a visit."""
         self.visits.add(visit)
 
     def visit_over(self, visit: Conversation) -> None:
-        """Forget a visit."""
         self.visits.discard(visit)
         if not self.visits:
             self._wake()
 
     def release_began(self, release: Expiring) -> None:
-        """Keep a block release."""
         self.releases.add(release)
 
     def release_over(self, release: Expiring) -> None:
-        """Forget a block release."""
         self.releases.discard(release)
         if not self.releases:
             self._wake()
 
     def client_came(self, client: ServedClient) -> None:
-        """Keep a connection."""
         self.clients.add(client)
         self.metrics.client_connections = len(self.clients)
 
     def client_left(self, client: ServedClient) -> None:
-        """Forget a connection."""
         self.clients.discard(client)
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
 
     def reading_paused(self, client: ServedClient) -> None:
-        """Check the client regularly."""
         self.unread.add(client)
 
     def reading_resumed(self, client: ServedClient) -> None:
-        """Stop these checks."""
         self.unread.discard(client)
 
     @property
     def encrypted(self) -> bool:
-        """True if clients connect by TLS."""
         return self.tls is not None
 
     def _under_way(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)
 
     def new_id(self) -> bytes:
-        """Return a request id."""
         return b"%s-%x" % (self._id_prefix, next(self._ids))
 
     def _wake(self) -> None:

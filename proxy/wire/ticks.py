@@ -22,7 +22,7 @@ class Observer(Protocol):
 
 
 class Ticks:
-    """Calls `check` at each tick, and tells it whether a sweep of all connections is due."""
+    """Calls `check` at each tick, and tells it whether a sweep is due."""
 
     def __init__(
         self,
@@ -42,12 +42,10 @@ class Ticks:
         self._overslept = False
 
     def start(self) -> None:
-        """Start the timer unless it runs."""
         if self.timer is None:
             self._ring(SWEEP_INTERVAL_S)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -1,8 +1,8 @@
 """Time limits for the start of a worker's response.
 
 A response that is no stream begins when it is complete, so it gets extra time for its tokens. It
-gets more while the worker is known to compute, because a retry would take as long. The total is
-limited: an engine may hang while its HTTP server is alive.
+gets more while the worker computes, because a retry would take as long. The total is limited: an
+engine may hang while its HTTP server lives.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ class WriteBatch:
         return any(waiting is transport for waiting, _ in self._waiting)
 
     def flush(self) -> None:
-        """Write all held pieces."""
         waiting, self._waiting = self._waiting, []
         self._size = 0
         for transport, pieces in waiting:

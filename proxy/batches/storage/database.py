@@ -1,4 +1,4 @@
-"""The database of a folder: its connection, its limits and the space that it uses."""
+"""The database of a folder: connection, limits and space."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from proxy.batches.storage.rows import ListPage, batch_of
 from proxy.batches.storage.schema import connect, transaction
 from proxy.batches.types import Batch, StoreFullError, TenantLimitError
 
-# Results deleted in one transaction, so that other operations do not wait long, and pages returned
-# to the disk in one step.
+# Results deleted in one transaction, and pages returned to the disk in one step, so that other
+# operations do not wait.
 MAX_RESULTS, MAX_PAGES = 200, 1000
 LARGE_BYTES = 4 << 20  # deleted in one transaction, except for a single larger row
 
@@ -37,7 +37,7 @@ Got = TypeVar("Got")
 def frees_room(
     method: Callable[Concatenate[Base, Given], Got],
 ) -> Callable[Concatenate[Base, Given], Got]:
-    """Let a method succeed on a full disk, and return the pages that it frees to the disk."""
+    """Let a method succeed on a full disk, and return freed pages to the disk."""
 
     @wraps(method)
     def run(store: Base, /, *args: Given.args, **named: Given.kwargs) -> Got:
@@ -76,14 +76,13 @@ class Database:
             yield
 
     def close(self) -> None:
-        """Close the database."""
         self.connection.close()
 
     def _used(self) -> dict[str, int]:
         return dict(self.connection.execute("SELECT tenant, bytes FROM used").fetchall())
 
     def full(self) -> set[str]:
-        """Return the tenants at their limit; all tenants if the total is at its limit."""
+        """Return the tenants at their limit; all if the total is."""
         max_all, max_each, _ = self.bounds
         used = self._used()
         over = sum(used.values()) >= max_all

@@ -1,4 +1,4 @@
-"""Disk errors with their remedies, and a reserve of disk space for deletes."""
+"""Disk errors with remedies, and a disk reserve for deletes."""
 
 from __future__ import annotations
 
@@ -63,14 +63,13 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def no_room(folder: Path) -> StoreFullError:
-    """Return the error for a disk without free space."""
     return StoreFullError(
         f"the disk of {folder} ({SETTING}) is full; free space, or lower router.batches.keep_days"
     )
 
 
 def gone(folder: Path) -> DiskError:
-    """Return the error for a database that is no longer where it was opened."""
+    """Return the error for a database that was moved or removed."""
     return DiskError(
         f"{SETTING}: {folder}: the folder or its database was removed or replaced while the router "
         "was running; restore it, or create an empty folder there"
@@ -92,7 +91,7 @@ def _of_sqlite(folder: Path, error: sqlite3.Error) -> DiskError | None:
 
 
 class DiskRoom:
-    """The disk's free space, and a reserve file of zeros that lets deletes work on a full disk.
+    """The disk's free space, and a reserve file that lets deletes work on a full disk.
 
     A delete first writes to SQLite's log. A checkpoint then moves the log into the database, which
     may grow.
@@ -117,7 +116,7 @@ class DiskRoom:
     def check(self, size: int) -> None:
         """Raise `StoreFullError` unless the log and the database have room for this many bytes.
 
-        A log that does not fit into the database would take the room that deletes need.
+        A larger log would take the room that deletes need.
         """
         if self._free < 2 * size:
             raise no_room(self._folder)

@@ -19,7 +19,6 @@ class FileStore(Database):
     """The files of one folder."""
 
     def add_file(self, tenant: str, name: str, purpose: str, content: bytes, now: float) -> File:
-        """Store an upload."""
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
         with self._writing():
@@ -36,7 +35,6 @@ class FileStore(Database):
         )
 
     def file(self, tenant: str, file_id: str) -> File | None:
-        """Return a tenant's file, or None."""
         row = self.connection.execute(
             f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND tenant = ?",  # noqa: S608
             (file_id, tenant),

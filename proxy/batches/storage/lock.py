@@ -54,7 +54,6 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

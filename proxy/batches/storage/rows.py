@@ -70,13 +70,11 @@ def placeholders(values: Iterable[object]) -> str:
 
 
 def file_of(row: sqlite3.Row) -> File:
-    """Convert a row of `files`."""
     values = dict(row)
     return File(**values | {"ok": bool(values["ok"])})
 
 
 def batch_of(row: sqlite3.Row) -> Batch:
-    """Convert a row of `batches`."""
     values = dict(row)
     metadata = values["metadata"]
     return Batch(
@@ -93,7 +91,6 @@ def batch_of(row: sqlite3.Row) -> Batch:
 
 
 def row_of(batch: Batch) -> dict[str, Any]:
-    """Convert a batch to a row of `batches`."""
     row = asdict(batch)
     metadata = row["metadata"]
     return row | {

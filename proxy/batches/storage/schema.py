@@ -93,8 +93,8 @@ def connect(path: Path) -> sqlite3.Connection:
 def usage_statements() -> Iterator[str]:
     """Yield statements that make the database count each tenant's bytes.
 
-    This is separate from `TABLES`, with the same version: databases written before get the count
-    added, and older releases keep it correct because triggers maintain it.
+    Separate from `TABLES`, with the same version: older databases get the count added, and triggers
+    keep it correct in older releases.
     """
     yield "CREATE TABLE used (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID"
     yield "CREATE INDEX files_by_tenant ON files (tenant)"

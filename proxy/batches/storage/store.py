@@ -50,7 +50,6 @@ class Store(FileStore):
     """The files and batches of one folder."""
 
     def add_batch(self, batch: Batch) -> None:
-        """Store a new batch."""
         row = row_of(batch)
         with self._writing():
             self._check_bytes(batch.tenant, 0)
@@ -71,7 +70,6 @@ class Store(FileStore):
             )
 
     def batch(self, tenant: str, batch_id: str) -> Batch | None:
-        """Return a tenant's batch, or None."""
         found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
         return found[0] if found else None
 

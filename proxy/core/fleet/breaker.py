@@ -2,7 +2,7 @@
 
 Three failures in a row, or one response 429 or 503, open the breaker. It stays open for a time that
 doubles with each opening, or for the worker's Retry-After. Then one request at a time passes on
-trial. Its first token closes the breaker, its failure opens the breaker again.
+trial. Its first token closes the breaker, its failure opens it again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Breaker:
 
     @property
     def spotless(self) -> bool:
-        """Return whether no request has failed since the last success."""
+        """Return whether none failed since the last success."""
         return self.closed and not self._failures
 
     def state(self, now: float) -> BreakerState:
@@ -103,7 +103,6 @@ class Breaker:
         self.until = max(self.until, now + rest)
 
     def told(self) -> BreakerSnapshot:
-        """Return the state for other processes."""
         tried_at = self._tried_at or 0.0
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
@@ -111,8 +110,7 @@ class Breaker:
     def take(self, told: BreakerSnapshot) -> None:
         """Take the state of another process's breaker.
 
-        The opening counts here too, because a sum over processes would count one crash several
-        times.
+        The opening counts here too: a sum over processes would count one crash several times.
         """
         was_closed = self.closed
         self.closed, self.busy, self.until = told[:3]

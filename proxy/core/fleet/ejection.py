@@ -121,7 +121,6 @@ class Ejections:
             self.witness.has_left(worker)
 
     def live_changed(self) -> None:
-        """Recount after workers came, went, or changed."""
         self._live.clear()
         self._out.clear()
         if not self.resting and not self.panics:

@@ -58,17 +58,15 @@ class KvLinks:
         return self._warm.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
     def warm(self, prefill: Worker, decode: Worker) -> None:
-        """Note a connection, or that only requests can make it."""
+        """Note a connection, or one that only requests can make."""
         self._warm[prefill, decode] = prefill.up_since, decode.up_since
         self._unmade.pop((prefill, decode), None)
         self.version += 1
 
     def unmade(self, prefill: Worker, decode: Worker) -> None:
-        """Note a failed connection."""
         self._unmade[prefill, decode] = prefill.up_since, decode.up_since
 
     def keep(self, workers: Collection[Worker]) -> None:
-        """Forget all other workers."""
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
         self._unmade = {k: v for k, v in self._unmade.items() if _are_of(k, workers)}
         self._strikes = {k: v for k, v in self._strikes.items() if _are_of(k, workers)}

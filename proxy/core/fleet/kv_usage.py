@@ -86,7 +86,6 @@ def shares(worker: Worker, ask: RequestInfo) -> int:
 
 
 def _join(lease: Lease) -> None:
-    """Charge the prefix together with equal ones."""
     ask, worker = lease.ask, lease.worker
     prefix, stems = ask.prefix, worker.stems
     if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:

@@ -17,7 +17,7 @@ MAX_SERVED_MODELS = 10_000
 
 
 class ModelLists:
-    """Models that were served, and pools and workers without a list yet."""
+    """Served models, and pools and workers without a list yet."""
 
     __slots__ = ("_clock", "_empty_since", "_served", "_up_since")
 
@@ -50,7 +50,6 @@ class ModelLists:
         return served or self._up_since.get(pool, inf) > due
 
     def add(self, models: Iterable[str]) -> None:
-        """Note the models of a list."""
         served = self._served
         for model in models:
             served.pop(model, None)
@@ -59,11 +58,9 @@ class ModelLists:
             del served[next(iter(served))]
 
     def came_up(self, worker: Worker) -> None:
-        """Note that a worker is up, so that its list follows."""
         if worker.role is not Role.PREFILL:
             self._up_since.setdefault(worker.model, self._clock())
 
     def set_empty_pools(self, models: Iterable[str]) -> None:
-        """Set the expected models without workers."""
         before, now = self._empty_since, self._clock()
         self._empty_since = {model: before.get(model, now) for model in models}

@@ -66,7 +66,6 @@ class Pool:
         self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
         self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
         self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
-        # Whether size decides where a request goes.
         self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
     def holding(self, ask: RequestInfo) -> list[Group]:

@@ -4,8 +4,7 @@ Other router processes made them, or the worker's predecessor. A worker's charge
 rules and limits do not depend on the number of processes. An increase acts as a charge, a decrease
 as a first token. A breaker's state is copied from its last writer.
 
-A new worker at the address of a removed one is the same server. It is the heir of requests still in
-flight.
+A new worker at a removed one's address is the same server, the heir of requests in flight.
 """
 
 from __future__ import annotations

@@ -110,7 +110,6 @@ class Roster:
         return self._by_model.get(model, [])
 
     def pool(self, model: str) -> Pool:
-        """Return the live workers of a model."""
         found = self._pools.get(model)
         return found if found is not None else self._make_pool(model)
 
@@ -187,7 +186,6 @@ class Roster:
             self._left[worker.url] = worker
 
     def _hand_down(self, worker: Worker) -> None:
-        """Charge a removed worker's load to its heir."""
         if (heir := worker.heir) is not None:
             inherit_load(heir, worker)
             self.moved(heir)

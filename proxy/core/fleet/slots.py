@@ -73,7 +73,6 @@ def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
 
 
 def _taken(worker: Worker, now: float) -> tuple[int, float]:
-    """Return the taken or promised slots, and all slots."""
     gauges = worker.gauges
     seats = inf if worker.spec.seats is None else float(worker.spec.seats)
     if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:

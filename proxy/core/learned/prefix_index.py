@@ -34,7 +34,7 @@ class PrefixIndex:
         self._old: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
-        # Set to publish records to other processes.
+        # Publishes records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class Traffic:
         return self._shorts / MEMORY_S
 
     def long_share(self, now: float) -> float:
-        """Return the workers that long prefills occupy."""
+        """Return how many workers long prefills occupy."""
         self._fade(now)
         return self._long_s / MEMORY_S
 

@@ -63,7 +63,6 @@ def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
 
 
 def charge_refused(tenant: Tenant, now: float) -> None:
-    """Charge a refused request."""
     tenant.ledger.was_read(now)
     tenant.change()
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
-# The request may cause it.
 MAX_DROPS = 2
 MIN_RESERVE = 10.0
 RESERVE_PER_S = 1.0

@@ -1,9 +1,9 @@
-"""The endpoints that pass through to workers, and every fact that the router needs of each.
+"""The endpoints that pass through to workers, and their facts.
 
-One row per endpoint, or per group of endpoints that differ in their paths alone. A row states every
-fact: no fact has a default. The facts are those of vLLM 0.32, whose client endpoints are all here.
-Endpoints that control an engine (sleep, pause, adapters, `collective_rpc`, weights) are absent,
-because clients must not reach them through the router. `/v1/realtime` is a web socket.
+One row per endpoint, or per group of endpoints with the same facts. A row states every fact: none
+has a default. The facts are those of vLLM 0.32, whose client endpoints are all here. Endpoints that
+control an engine (sleep, pause, adapters, `collective_rpc`, weights) are absent: clients must not
+reach them. `/v1/realtime` is a web socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PromptFields(IntEnum):
 
     CHAT = auto()  # `messages`, with `system` and `tools`
     CHATS = auto()  # a list of conversations
-    PROMPT = auto()  # `prompt`: text, token ids, or a list of either
+    PROMPT = auto()  # `prompt`: text, token ids, or a list
     INPUT = auto()  # `input`, the same, or `messages`
     RESPONSE = auto()  # `input`: text or items, with `instructions`
     TOKENS = auto()  # `token_ids`
@@ -27,7 +27,7 @@ class PromptFields(IntEnum):
     STATE = auto()  # any JSON
     FORM = auto()  # multipart: a file and fields
     OPAQUE = auto()  # costs an engine next to nothing
-    EMPTY = auto()  # no body: the path says all
+    EMPTY = auto()  # no body
 
 
 class ErrorFormat(StrEnum):
@@ -46,18 +46,18 @@ class Route:
     shape: PromptFields
     method: str
     error_format: ErrorFormat
-    prompt_param: str  # the body's member that an error about a long prompt names
-    output_limits: tuple[str, ...]  # the members that limit the output, of what may be split
+    prompt_param: str  # the member that an error about a long prompt names
+    output_limits: tuple[str, ...]  # the members that limit the output
     generates: bool  # the engine decodes for it
     truncates: bool  # cuts long prompts off unasked
     truncates_if_asked: bool  # heeds `truncate_prompt_tokens`
     takes_any_limit: bool  # an output limit above the context is no error
     countable: bool  # a worker's /tokenize understands its body
     takes_priority: bool  # its body may have `priority`
-    salted: bool  # its body may have `cache_salt`, which keeps a cached prefix apart
-    usage_by_option: bool  # its streams have usage only if `stream_options` asks for it
+    salted: bool  # its body may have `cache_salt`
+    usage_by_option: bool  # its streams have usage only if `stream_options` asks
     ends_with_done: bool  # its streams end with `data: [DONE]`
-    begins_with_token: bool  # its streams begin with the first token, not with a role or an event
+    begins_with_token: bool  # its streams begin with the first token
     may_be_split: bool  # takes KV transfer parameters, and returns them in one JSON object
     stores: bool  # its responses may be requested again by id
     response_id: str = ""  # of a stored response: part of the path
@@ -235,5 +235,4 @@ BY_NAME = {route.name: route for route in (*ROUTES.values(), *STORED.values(), *
 
 
 def route_names(has_fact: Callable[[Route], bool]) -> frozenset[str]:
-    """Return the names of the routes that have a fact."""
     return frozenset(name for name, route in BY_NAME.items() if has_fact(route))

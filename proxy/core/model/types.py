@@ -104,7 +104,7 @@ class RequestInfo:
     def needs(self) -> int:
         """Return the context of its largest prompt and one sample.
 
-        Workers clamp output, so a missing limit needs one token, and `most` caps a stated one.
+        Workers clamp output: a missing limit needs one token, and `most` caps a stated one.
         """
         output = self.output_tokens
         needs = self.largest_prompt + (self.generates if output is None else output)

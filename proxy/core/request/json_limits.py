@@ -19,7 +19,7 @@ PIECE_BYTES = 65_536  # fits the CPU's cache
 class JsonMask:
     """A JSON text with escaped quotes blanked: each other quote begins or ends a string.
 
-    Made once, on demand; that may take longer than parsing.
+    Made on demand; that may take longer than parsing.
     """
 
     __slots__ = ("_made", "text")

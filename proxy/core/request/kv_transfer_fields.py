@@ -8,8 +8,8 @@ reads
 - the same in `sampling_params.extra_args` of `/inference/v1/generate`;
 - the JSON of a form's `vllm_xargs` (audio routes).
 
-The parsed body shows the last of duplicates, but an engine may read the first. So the bytes are
-searched if a name is present. `null` is harmless.
+Parsing shows the last of duplicates, but an engine may read the first. So the bytes are searched if
+a name is present. `null` is harmless.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
     `at_all`: refuse any `vllm_xargs`. Parsers disagree about boundaries, so every line like a
     part's head counts, with the JSON after it.
     """
-    # Stop at the last `=`: earlier matches would scan to the end.
+    # Earlier matches would scan to the end.
     for found in CHARSET.finditer(content_type, 0, content_type.rfind(b"=") + 1):
         value = VALUE.match(content_type, found.end())
         if found[1].strip() or value is None or value[1].lower() not in PLAIN:
             return "charset"  # names and values may have any encoding
-    read: set[int] = set()  # starts of examined texts, which heads may share
+    read: set[int] = set()  # starts of texts, which heads may share
     for mark, text in ((ARGUMENTS, body), (EXTENDED, body.lower())):
         at = text.find(mark)
         for _ in range(MAX_MENTIONS):

@@ -181,7 +181,7 @@ def misfit_s(worker: Worker, view: View) -> float:
 def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     """Return the wait for KV cache, if its size is known.
 
-    A shared prefix needs no room; otherwise full caches would separate its requests and stay full.
+    A shared prefix needs no room: full caches would separate its requests and stay full.
     """
     capacity = worker.kv_capacity
     room = KV_FULL * capacity - need
@@ -201,7 +201,7 @@ def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
 def is_reserve_kept(view: View) -> bool:
     """Return whether this request must respect the reserve.
 
-    A request with no other worker left is exempt.
+    A request without another worker is exempt.
     """
     if view.ask.long or view.ask.pinned:
         return False

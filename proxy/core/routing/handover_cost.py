@@ -32,7 +32,7 @@ FALLBACK_WAIT_SHARE = 0.5  # of the longest wait, before the fallbacks
 
 
 class HandoverVerdict:
-    """A metric label, no enum: enum members hash slowly, and every request counts one."""
+    """A metric label; no enum, whose members hash slowly."""
 
     HANDED_OVER: Final = "handed_over"
     ELSEWHERE: Final = "elsewhere"  # whole, on a general worker

@@ -71,7 +71,7 @@ class HandoverOffer:
         return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
 
     def wait_s(self, worker: Worker, view: View) -> float:
-        """Return how long the decode worker's own prefills outlast the prefill leg."""
+        """Return how long the worker's own prefills outlast the prefill leg."""
         if not (worker.prefill_tokens or worker.strange_tokens):
             return 0.0
         return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)

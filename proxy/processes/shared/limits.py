@@ -5,10 +5,9 @@ requests in flight and adds the others' counts. Where requests in flight are lim
 written and read at once, not at the end of a turn.
 
 A tenant's position is the same in all processes: the sum of its charges in each process, and the
-largest lift in any process. Both stay in the table when a process dies.
-A tenant that comes back is lifted to the smallest settled position of the tenants that wait in any
-process. So settled charges and estimates of requests in flight are separate; the successor of a
-dead process gives the estimates back.
+largest lift in any process. Both stay in the table when a process dies. A returning tenant is
+lifted to the smallest settled position of tenants waiting in any process. So settled charges and
+estimates of requests in flight are separate; a dead process's successor refunds the estimates.
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ class SharedUsage:
         self._theirs = theirs
 
     def running(self) -> int:
-        """Return the number of requests in flight in other processes."""
         return sum(sheet.read_running(self._row) for sheet in self._theirs)
 
     def told(self, running: int) -> None:
-        """Write the number of requests in flight in this process."""
         self._own.write_running(self._row, running)
 
 
@@ -98,7 +95,6 @@ class SharedLimits:
         self._next = self._next_full_read = 0.0
 
     def tell(self) -> None:
-        """Write this process's changes."""
         if self._edition != self._tenants.edition:
             self._arrange()
         for tenant in self._watch.take():
@@ -117,7 +113,6 @@ class SharedLimits:
         self._sheet.tell(row, TENANT_CHANGES)
 
     def take(self, now: float) -> None:
-        """Apply the other processes' changes."""
         if self._edition != self._tenants.edition:
             self._arrange()
         if now < self._next:

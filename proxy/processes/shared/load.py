@@ -4,10 +4,11 @@ Changes are written once at the end of the loop's turn. Other processes' changes
 decision, at most every two milliseconds.
 
 That is too late for a worker with a request limit: each process would place its part of a burst as
-if it were alone. For such workers each process writes its count as it places a request, reads the
-others' counts once it has chosen, and chooses again if the worker is full. So a limit can be
-exceeded by at most one request per other process.
-Ends of requests are written with the other changes: learning late about free capacity does no harm.
+if alone. For such workers each process writes its count as it places a request, reads the others'
+counts once it has chosen, and chooses again if the worker is full. So at most one request per other
+process exceeds a limit.
+
+Ends of requests are written with other changes: learning late about free capacity does no harm.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 READ_INTERVAL_S = 0.002
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
-# A row is reused only after every process has seen that its worker is gone.
+# Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
 NEW_BREAKER: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
 
@@ -80,7 +81,7 @@ class SharedLoad:
     # Rows
 
     def place(self, worker: Worker, row: int, since: float) -> None:
-        """Share a worker in a row that it owns since that time, and read the others' values."""
+        """Share a worker in a row that it owns since then; read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
@@ -89,11 +90,9 @@ class SharedLoad:
         self.changed(worker)
 
     def row(self, worker: Worker) -> int | None:
-        """Return a worker's row."""
         return self._rows.get(worker)
 
     def worker(self, row: int) -> Worker | None:
-        """Return a row's worker."""
         return self._workers.get(row)
 
     def leave(self, worker: Worker) -> None:
@@ -113,8 +112,6 @@ class SharedLoad:
         """Return True if no process has charges in a row."""
         return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self.peers)
 
-    # Writing
-
     def changed(self, worker: Worker) -> None:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
@@ -127,13 +124,11 @@ class SharedLoad:
         self.speak()
 
     def speak(self) -> None:
-        """Write all changes at the end of this turn."""
         if not self._scheduled:
             self._scheduled = True
             self._soon(self.flush)
 
     def flush(self) -> None:
-        """Write all changes now."""
         changed, self._changed = self._changed, set()
         sheet = self.sheet
         self._scheduled = False
@@ -164,8 +159,6 @@ class SharedLoad:
         for worker in self._rows:
             if worker.requests != worker.elsewhere.requests:
                 self.changed(worker)
-
-    # Reading
 
     def look(self, now: float) -> None:
         """Read the other processes' changes since the last look."""
@@ -259,7 +252,7 @@ class WorkerRows:
         self._unused = 0
 
     def of(self, worker: Worker) -> tuple[int, float] | None:
-        """Return a worker's row and the time of its assignment; None if no row is left."""
+        """Return a worker's row and when it was assigned; None if none is left."""
         assigned = self._assigned.get(worker)
         if assigned is None and (row := self._find()) is not None:
             assigned = self._assigned[worker] = row, self._clock()

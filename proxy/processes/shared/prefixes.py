@@ -53,7 +53,6 @@ class SharedPrefixes:
             self._sharing.sheet.write_log(row, hashes)
 
     def take(self, now: float) -> None:  # noqa: ARG002
-        """Record the other processes' entries."""
         self._taking = True
         for peer in self._peers:
             for row, hashes in peer.news():

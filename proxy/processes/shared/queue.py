@@ -48,11 +48,9 @@ class SharedQueues:
         self._sheets = [peer.sheet for peer in sharing.peers]
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
-        # Time of the last request that went out of order, or of the first hold.
+        # Time of the last pass out of order, or of the first hold.
         self._passed: dict[Place, float] = {}
         self._moved = False
-
-    # Interface for the queue
 
     def moved(self) -> None:
         """Write the queue's state at the end of this turn."""
@@ -82,7 +80,6 @@ class SharedQueues:
         return length, size, tokens
 
     def oldest(self, model: str) -> dict[Rank, float]:
-        """Return since when the oldest request of each class waits for a model."""
         found: dict[Rank, float] = {}
         for size in SIZES:
             for rank, front in self._fronts_at((model, size)):
@@ -90,7 +87,6 @@ class SharedQueues:
         return found
 
     def last(self, model: str) -> LastDispatch:
-        """Return the last dispatch of a model."""
         at = place_of((model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
@@ -128,8 +124,6 @@ class SharedQueues:
                 if (front := sheet.read_front(at, rank)).waits:
                     yield rank, front
 
-    # Sharing
-
     def tell(self) -> None:
         """Write the queue's length and the first request of each place."""
         if not self._moved:
@@ -155,7 +149,6 @@ class SharedQueues:
         sheet.write_count(WAITING, queue.length)
 
     def take(self, now: float) -> None:  # noqa: ARG002
-        """Read the other queues' lengths."""
         sheets = self._sheets
         self.length = sum(sheet.count(WAITING) for sheet in sheets)
         if self.length:

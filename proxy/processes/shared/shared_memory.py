@@ -1,13 +1,13 @@
 """Memory that all router processes share.
 
-Each process writes its own sheet and reads the others' sheets. Only tenants' limit counters are
-written by all; a lost update does little harm there. A number is eight aligned bytes, so a store is
-atomic and needs no lock. Several numbers may be from different moments, so they are trusted only
-until the next read.
+Each process writes its own sheet and reads the others' sheets. All write tenants' limit counters,
+where a lost update does little harm. A number is eight aligned bytes, so a store is atomic and
+needs no lock. Several numbers may be from different moments, so they are trusted only until the
+next read.
 
-Rings contain the numbers of changed workers' and tenants' rows, so that reading costs as much as
-has changed. A process that misses a whole round reads all rows. Every process also does so now and
-then, because a reordered store can hide a change.
+Rings contain the numbers of changed rows, so that reading costs as much as has changed. A process
+that misses a whole round reads all rows. Every process also does so now and then, because a
+reordered store can hide a change.
 
 The memory is an unlinked file and disappears with the last process.
 """
@@ -81,7 +81,7 @@ class TenantRow(NamedTuple):
 
     running: int = 0
     waits: int = 0  # one bit per class
-    # By class. The values stay when a process dies, and its successor continues from them.
+    # By class. A dead process's successor continues from these.
     settled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # charged since the start
     lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     unsettled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # estimates of requests in flight
@@ -105,14 +105,13 @@ class SharedTable:
         return cls(fd, processes)
 
     def sheet(self, process: int) -> ProcessSheet:
-        """Return a process's sheet."""
         return ProcessSheet(self.memory, process)
 
     def clear(self, process: int) -> None:
         """Clear the charges of a process that died.
 
-        Tenants' charges stay, because tenants are compared by them. They are not written at all,
-        because others may read them at any moment.
+        Tenants' charges stay, because tenants are compared by them. They are not even rewritten:
+        others may read them at any moment.
         """
         sheet = self.sheet(process)
         changes = {ring: sheet.count(ring) for ring in RINGS}
@@ -129,8 +128,7 @@ class SharedTable:
     def tenant_row(self, mark: int) -> int | None:
         """Return the row of a tenant, given a unique non-zero number; None if no row is left.
 
-        All processes create the same rows in the same order, so it does not matter which process is
-        first.
+        All processes create the same rows in the same order.
         """
         for row in ((mark + i) % MAX_TENANTS for i in range(MAX_TENANTS)):
             place = self._common + row * WORD
@@ -149,7 +147,6 @@ class SharedTable:
         return cells
 
     def close(self) -> None:
-        """Unmap the memory in this process."""
         for cells in self._given:
             cells.release()
         self.memory.close()
@@ -169,23 +166,18 @@ class ProcessSheet:
         self._tenants = self._start + AT_TENANTS * WORD
         self._log = self._start + AT_LOG * WORD
 
-    # Workers
-
     def write_load(self, row: int, load: tuple[int, ...], due_at: float) -> None:
-        """Write the charges of a worker and when its next response is due."""
         _store(self._memory, self._rows + row * ROW_BYTES, LOAD.pack(*load, due_at))
 
     def read_load(self, row: int) -> tuple[tuple[int, ...], float]:
-        """Read a worker's charges and due time."""
         values = LOAD.unpack_from(self._memory, self._rows + row * ROW_BYTES)
         return values[:-1], values[-1]
 
     def write_requests(self, row: int, requests: int) -> None:
-        """Write the number of requests, the first number of a worker's charges."""
+        """Write the first number of a worker's charges."""
         _store(self._memory, self._rows + row * ROW_BYTES, ONE_COUNT.pack(requests))
 
     def read_requests(self, row: int) -> int:
-        """Read the number of requests."""
         requests: int = ONE_COUNT.unpack_from(self._memory, self._rows + row * ROW_BYTES)[0]
         return requests
 
@@ -213,8 +205,6 @@ class ProcessSheet:
         """Clear a row for another worker."""
         start = self._rows + row * ROW_BYTES
         self._memory[start : start + ROW_BYTES] = bytes(ROW_BYTES)
-
-    # Changes
 
     @property
     def changes(self) -> int:
@@ -244,10 +234,7 @@ class ProcessSheet:
         # Entries that were overwritten during the loop are invalid.
         return (now, rows) if self.count(ring) - since <= RING else (now, None)
 
-    # Other numbers
-
     def write_count(self, which: int, value: int) -> None:
-        """Write a number of the head."""
         _store(self._memory, self._start + which * WORD, ONE_COUNT.pack(value))
 
     def count(self, which: int) -> int:
@@ -256,55 +243,45 @@ class ProcessSheet:
         return value
 
     def write_front(self, place: int, rank: int, front: QueueFront) -> None:
-        """Write the first request of a class."""
         at = place * CLASSES + rank
         _store(self._memory, self._fronts + at * FRONT_WORDS * WORD, FRONT.pack(*front))
 
     def read_front(self, place: int, rank: int) -> QueueFront:
-        """Read the first request of a class."""
         at = place * CLASSES + rank
         return QueueFront(*FRONT.unpack_from(self._memory, self._fronts + at * FRONT_WORDS * WORD))
 
     def write_last(self, place: int, last: LastDispatch) -> None:
-        """Write the last dispatch."""
         _store(self._memory, self._lasts + place * LAST_WORDS * WORD, LAST.pack(*last))
 
     def read_last(self, place: int) -> LastDispatch:
-        """Read the last dispatch."""
         at, passed, passer = LAST.unpack_from(self._memory, self._lasts + place * LAST_WORDS * WORD)
         return LastDispatch(at, bool(passed), passer)
 
     def write_traffic(self, place: int, traffic: TrafficRow) -> None:
-        """Write a model's traffic."""
         _store(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD, TRAFFIC.pack(*traffic))
 
     def read_traffic(self, place: int) -> TrafficRow:
-        """Read a model's traffic."""
         return TrafficRow(
             *TRAFFIC.unpack_from(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD)
         )
 
     def write_usage(self, row: int, usage: TenantRow) -> None:
-        """Write a tenant's use."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, settled, lifts, unsettled = usage
         packed = TENANT.pack(running, waits, *settled, *lifts, *unsettled)
         _store(self._memory, place, packed)
 
     def read_usage(self, row: int) -> TenantRow:
-        """Read a tenant's use."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, *served = TENANT.unpack_from(self._memory, place)
         a, b, c, d, e, f, g, h, i = served
         return TenantRow(running, waits, (a, b, c), (d, e, f), (g, h, i))
 
     def write_running(self, row: int, running: int) -> None:
-        """Write a tenant's number of requests in flight."""
         place = self._tenants + row * TENANT_WORDS * WORD
         _store(self._memory, place, ONE_COUNT.pack(running))
 
     def read_running(self, row: int) -> int:
-        """Read a tenant's number of requests in flight."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running: int = ONE_COUNT.unpack_from(self._memory, place)[0]
         return running
@@ -315,11 +292,9 @@ class ProcessSheet:
         _store(self._memory, place, IDLE.pack(0, 0))
 
     def write_floors(self, floors: tuple[float, ...]) -> None:
-        """Write each class's position when its last request left."""
         _store(self._memory, self._start + FLOORS * WORD, FLOOR.pack(*floors))
 
     def read_floors(self) -> tuple[float, ...]:
-        """Read the positions."""
         return FLOOR.unpack_from(self._memory, self._start + FLOORS * WORD)
 
     def write_log(self, row: int, hashes: tuple[int, ...]) -> None:

@@ -18,7 +18,6 @@ class Closing:
         self._unsent = True  # at the last check
 
     def begin(self, close_by: float) -> None:
-        """Set the latest time to close."""
         self._close_by = close_by
 
     def still_delivers(self, now: float, transport: asyncio.Transport) -> bool:

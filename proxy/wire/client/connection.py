@@ -79,7 +79,6 @@ class ClientConnection(asyncio.Protocol):
         self._arrival = UploadDeadline()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
         if self._wire.encrypted:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
@@ -91,7 +90,6 @@ class ClientConnection(asyncio.Protocol):
         self._listen(self._wire.clock())
 
     def limit(self, settings: WireSettings) -> None:
-        """Apply new limits to later requests."""
         self._reader.limit(settings.max_header_bytes, settings.max_body_bytes)
 
     def data_received(self, data: bytes) -> None:
@@ -145,7 +143,6 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.resume(now)
 
     def done(self, now: float, *, keep_alive: bool) -> None:
-        """Serve the next request."""
         self._exchange = None
         if not keep_alive:
             self.leave(now)
@@ -157,14 +154,12 @@ class ClientConnection(asyncio.Protocol):
             self._read_no_more()
 
     def break_off(self) -> None:
-        """Reset the connection."""
         self._leaving = True
         self._exchange = None
         self._reader.drop()
         reset(self._transport)
 
     def leave(self, now: float) -> None:
-        """Close after all written bytes are sent."""
         self._leaving = True
         self._reader.drop()
         self._limit_closing(now)
@@ -180,18 +175,15 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_and_close(now, refusals.draining())
 
     def part_if_idle(self, now: float) -> None:
-        """Close unless a request is open or arriving."""
         if self._exchange is not None or self._leaving or not self.writable:
             return
         if self._reader.state is ParserState.NOTHING and not polls(self._transport, select.POLLIN):
             self.leave(now)
 
     def abort(self) -> None:
-        """Close immediately."""
         self._transport.abort()
 
     def expire(self, now: float) -> None:
-        """Handle a passed deadline."""
         if self._closing.still_delivers(now, self._transport):
             self.deadline = now + self._wire.settings.linger_s
         elif self._leaving or self._exchange is not None or not self.writable:
@@ -210,7 +202,6 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now  # check at the next sweep
 
     def look(self) -> None:
-        """Close the connection if the client has left."""
         if polls(self._transport, CLOSED_EVENTS):
             self._gone()
             self._transport.abort()

@@ -30,7 +30,6 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        """Start to write the page."""
         self._wire.visit_began(self)
         pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
         self._found = asyncio.ensure_future(pages)
@@ -62,7 +61,6 @@ class MetricsRequest:
         """Do nothing."""
 
     def gone(self, now: float) -> None:  # noqa: ARG002
-        """Cancel the page."""
         if self._found is not None:
             self._found.cancel()
         self._wire.visit_over(self)

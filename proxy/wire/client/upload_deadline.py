@@ -23,11 +23,9 @@ class UploadDeadline:
         self._body_bytes = 0  # received since then
 
     def got(self, size: int) -> None:
-        """Count received bytes."""
         self._body_bytes += size
 
     def reset(self) -> None:
-        """Prepare for the next request."""
         self._came_at = self._body_at = inf
 
     def ended(self, now: float) -> float:

@@ -91,7 +91,6 @@ class Attempt:
     # To the worker
 
     def start(self, now: float, lease: Lease) -> None:
-        """Send the request or its prefill leg."""
         owner, wire = self._owner, self._wire
         request = owner.request
         if lease.prefill is not None:
@@ -163,7 +162,6 @@ class Attempt:
         return False
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Pass on a piece of the response."""
         owner, response = self._owner, self.response
         if response is None:
             head, self._head = self._head, None
@@ -261,7 +259,6 @@ class Attempt:
         return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
-        """Leave these workers if a retry is possible."""
         lease, handover = self.lease, self.handover
         if lease is None or self._owner.last_refusal or self.has_begun:
             return
@@ -330,12 +327,10 @@ class Attempt:
         return True
 
     def pause(self) -> None:
-        """Stop reading from the worker."""
         if self.connection is not None:
             self.connection.pause()
 
     def resume(self, now: float) -> None:
-        """Read again."""
         if self.connection is not None:
             self.connection.resume(now)
 

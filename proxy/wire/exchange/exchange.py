@@ -60,14 +60,12 @@ class Exchange(AttemptOwner):
         self._account: str | None = None
 
     def __repr__(self) -> str:
-        """Return the request's id, route and state."""
         request_id = self.request.id.decode("latin-1")
         return f"<Exchange {request_id} {self.route.name} {self.state.name}>"
 
     # To a worker
 
     def start(self, now: float) -> None:
-        """Read the body and place the request."""
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchange_began(self)
@@ -199,14 +197,12 @@ class Exchange(AttemptOwner):
         return placed if isinstance(placed, Refusal) else None
 
     def forsake(self, now: float, workers: Collection[Worker]) -> None:
-        """Leave these workers if a retry is possible."""
         if self._attempt is not None:
             self._attempt.forsake(now, workers)
 
     # To the client
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        """End the exchange with a refusal."""
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
         self.record.sent_bytes += len(answer)
@@ -215,7 +211,6 @@ class Exchange(AttemptOwner):
         self.client.done(now, keep_alive=keep_alive)
 
     def pause(self) -> None:
-        """Stop reading from the worker."""
         if self._attempt is not None:
             self._attempt.pause()
 
@@ -275,14 +270,12 @@ class Exchange(AttemptOwner):
             self._attempt.stop(now, outcome)
 
     def forget_body(self) -> None:
-        """Free the body: no retry will need it."""
         self.request.body = b""
         if self._held_bytes:
             self.wire.collecting.give(self._held_bytes, self._account)
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        """Count the request and forget the exchange."""
         self.enter(ExchangeState.DONE)
         self.forget_body()
         self.wire.exchange_over(self)

@@ -63,7 +63,6 @@ class RequestRecord:
 
     @property
     def id(self) -> str:
-        """The request id."""
         return "" if self.request is None else self.request.id.decode("latin-1")
 
     @property
@@ -80,7 +79,6 @@ class RequestRecord:
 
     @property
     def trace_id(self) -> str:
-        """The trace id, if any."""
         if (trace := self.trace) is not None:
             return trace.id
         return "" if self.request is None else id_in(self.request.head.special.get(TRACE))
@@ -91,7 +89,6 @@ class RequestRecord:
         return None if self.request is None else self.request.trace
 
     def begin(self, now: float, request: Request, metrics: Metrics) -> None:
-        """Record the arrival."""
         self.started = now
         self.request = request
         if metrics.begin_trace is not None:
@@ -103,13 +100,11 @@ class RequestRecord:
             self.prompt = request.body
 
     def place(self, now: float, decision: Decision) -> None:
-        """Record a placement."""
         self.decision = decision
         self.placed_at = now
         self.prefilled_at = None
 
     def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
-        """Record tokens."""
         if self.first_token_at is None:
             self.first_token_at = now
             self.opening = tokens

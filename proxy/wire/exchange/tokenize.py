@@ -32,13 +32,11 @@ class TokenizeRequest:
         self._answer = b""
 
     def ask(self, now: float, pool: ConnectionPool, body: bytes, authorization: bytes) -> None:
-        """Send the request."""
         start = b"POST /tokenize HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         pool.send(now, self, (start + framing + body,))
 
     def drop(self) -> None:
-        """Cancel the request."""
         if self.connection is not None:
             self.connection.drop()
 
@@ -48,11 +46,9 @@ class TokenizeRequest:
         self._done(now, None)
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
-        """Record the status."""
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Collect the response."""
         self._answer += body
         if ended:
             self.connection = None

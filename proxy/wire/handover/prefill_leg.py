@@ -51,7 +51,6 @@ class PrefillLeg:
         self._passes = False  # an error, passed to the owner
 
     def send(self, now: float, pool: ConnectionPool, request: tuple[bytes, ...]) -> None:
-        """Send the request."""
         pool.send(now, self, request)
 
     @property
@@ -65,7 +64,6 @@ class PrefillLeg:
         return self.connection is not None and self.connection.is_open
 
     def leave_to(self, owner: PrefillOwner) -> None:
-        """Change the owner."""
         self._owner = owner
 
     def begun(self, now: float, head: ResponseHead) -> None:
@@ -80,7 +78,6 @@ class PrefillLeg:
         self._owner.begun(now, head)
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
-        """Collect the response."""
         if self._passes:
             self._owner.received(now, body, ended)
             return
@@ -101,11 +98,9 @@ class PrefillLeg:
             self.connection.deadline = min(deadline, self.begun_at + MAX_BODY_S)
 
     def late(self, now: float) -> float:  # noqa: ARG002
-        """Allow no extra time."""
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:
-        """Report the failure."""
         self.connection = None
         self._owner.lost(now, trouble)
 

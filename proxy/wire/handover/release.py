@@ -45,7 +45,6 @@ class BlockRelease:
         self._status = 0
 
     def send(self, now: float, decode: Worker) -> None:
-        """Send a decode worker the request to refuse."""
         wire, body = self._wire, self._body
         self._tried.append(decode)
         self._status = 0
@@ -58,7 +57,6 @@ class BlockRelease:
         pool.send(now, self, (start + framing + body,))
 
     def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
-        """Record the status."""
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
@@ -72,23 +70,19 @@ class BlockRelease:
             self.elsewhere(now, self._tried[-1])
 
     def late(self, now: float) -> float:  # noqa: ARG002
-        """Allow no extra time."""
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
-        """Try another worker."""
         self.connection = None
         self.elsewhere(now, self._tried[-1])
 
     def expire(self, now: float) -> None:
-        """Try another worker."""
         if self.connection is not None:
             self.connection.drop()
             self.connection = None
         self.elsewhere(now, self._tried[-1])
 
     def elsewhere(self, now: float, decode: Worker) -> None:
-        """Try another decode worker, or let the blocks expire."""
         left = [w for w in other_decode_workers(self._wire, decode) if w not in self._tried]
         if left and len(self._tried) < MAX_RELEASE_TRIES:
             self.send(now, left[0])
@@ -115,7 +109,6 @@ class AbandonedPrefill:
         self._leg = leg
 
     def adopt(self, now: float) -> None:
-        """Take over the leg."""
         self.deadline = now + ABANDONED_GRACE_S
         self._wire.release_began(self)
         self._leg.leave_to(self)
@@ -155,7 +148,6 @@ class AbandonedPrefill:
 
 
 def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
-    """Return the other usable decode workers."""
     return [
         worker
         for worker in wire.router.fleet.of(decode.model)

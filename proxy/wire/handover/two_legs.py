@@ -89,7 +89,6 @@ class TwoLegExchange:
     # The legs
 
     def prefill(self, now: float, exchange: PrefillOwner) -> None:
-        """Send the prefill leg."""
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.of(self._first)
         body = prefill_body(self._connector, self._pair, lease.ask, request.body)
@@ -150,7 +149,6 @@ class TwoLegExchange:
 
     @property
     def prefill_connection(self) -> WorkerConnection | None:
-        """The prefill leg's connection."""
         return None if self._leg is None else self._leg.connection
 
     @property
@@ -187,7 +185,6 @@ class TwoLegExchange:
         return early
 
     def fetched(self) -> None:
-        """Record that the blocks were fetched."""
         if self._taken is not None:
             self._wire.router.links.worked(self._first, self._lease.worker)
             self._taken = None

@@ -127,7 +127,6 @@ class WorkerConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True if the worker has accepted the connection."""
         return self._transport is not None
 
     @property
@@ -164,7 +163,6 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def expire(self, now: float) -> None:
-        """Handle a passed deadline."""
         waits = None if self._begun or self._transport is None else self.caller
         if waits is not None and (more_s := waits.late(now)) > 0:
             self.deadline = now + more_s
@@ -197,7 +195,6 @@ class WorkerConnection(asyncio.Protocol):
             self.send(self._pool.clock(), self.caller, self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Parse and pass on data."""
         caller, reader = self.caller, self._reader
         now = self._pool.clock()
         if (passage := self.passage) is not None:

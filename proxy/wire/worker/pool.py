@@ -64,7 +64,6 @@ class ConnectionPool(ConnectionOwner):
         self.open_for(now, caller, request)
 
     def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request on a new connection."""
         connection = WorkerConnection(self)
         caller.connection = connection
         self.open.add(connection)
@@ -72,13 +71,11 @@ class ConnectionPool(ConnectionOwner):
         connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
 
     def forget(self, connection: WorkerConnection) -> None:
-        """Remove a closed connection."""
         self.open.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Expire connections."""
         for connection in [c for c in self.open if c.deadline < now]:
             connection.expire(now)
 
@@ -148,7 +145,6 @@ class ConnectionPools:
         self._retired = [pool for pool in self._retired if pool.open]
 
     def reconfigure(self, settings: WireSettings) -> None:
-        """Apply new limits."""
         self._settings = settings
         for pool in [*self._pools.values(), *self._retired]:
             pool.settings = settings
@@ -160,7 +156,6 @@ class ConnectionPools:
             yield name, "busy", len(pool.open) - len(pool.idle)
 
     def close(self) -> None:
-        """Close all connections."""
         for pool in [*self._pools.values(), *self._retired]:
             for connection in list(pool.open):
                 connection.drop()
