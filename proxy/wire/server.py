@@ -378,9 +378,9 @@ class WireServer:
             for client in [c for c in self.clients if c.deadline < now]:
                 client.expire(now)
             for client in list(self.unread):
-                client.look()
+                client.close_if_gone()
             for release in [r for r in self.releases if r.deadline < now]:
                 release.expire(now)
             self.pools.sweep(now)
-            self._failover.look(now, self.router.fleet, self.exchanges)
+            self._failover.retry_overdue(now, self.router.fleet, self.exchanges)
             self.router.fleet.settle(now)

@@ -229,7 +229,7 @@ class ClientConnection(asyncio.Protocol):
         before, self._unsent = self._unsent, unacknowledged(self._transport) != 0
         return before or self._unsent
 
-    def look(self) -> None:
+    def close_if_gone(self) -> None:
         """Close the connection if the client has left."""
         if self._polls(CLOSED_EVENTS):
             self._gone()

@@ -199,10 +199,10 @@ class Exchange(AttemptOwner):
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
-    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+    def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         """Leave these workers if a retry is possible."""
         if self._attempt is not None:
-            self._attempt.forsake(now, workers)
+            self._attempt.leave_workers(now, workers)
 
     # To the client
 
