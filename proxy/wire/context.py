@@ -41,7 +41,7 @@ class ServedClient(Client, Expiring, Protocol):
     def limit(self, settings: WireSettings) -> None:
         """Apply new limits to later requests."""
 
-    def look(self) -> None:
+    def close_if_gone(self) -> None:
         """Close the connection if the client has left."""
 
     def part_if_idle(self, now: float) -> None:
@@ -62,7 +62,7 @@ class ServedExchange(Conversation, Expiring, Protocol):
     def placed(self, now: float, placed: Lease | Refusal) -> None:
         """Handle the end of queueing."""
 
-    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+    def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         """Leave these workers if possible."""
 
 

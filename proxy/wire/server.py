@@ -328,9 +328,9 @@ class WireServer:
         for client in [each for each in self.clients if each.deadline < now]:
             client.expire(now)
         for client in list(self.unread):
-            client.look()
+            client.close_if_gone()
         for each in [each for each in self.releases if each.deadline < now]:
             each.expire(now)
         self.pools.sweep(now)
-        self._failover.look(now, self.router.fleet, self.exchanges)
+        self._failover.retry_overdue(now, self.router.fleet, self.exchanges)
         self.router.fleet.settle(now)

@@ -201,7 +201,7 @@ class ClientConnection(asyncio.Protocol):
         if self._wire.encrypted:
             self.deadline = now  # check at the next sweep
 
-    def look(self) -> None:
+    def close_if_gone(self) -> None:
         if polls(self._transport, CLOSED_EVENTS):
             self._gone()
             self._transport.abort()

@@ -258,7 +258,7 @@ class Attempt:
         late_at = inf if handover is None else handover.late_at
         return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
-    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+    def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         lease, handover = self.lease, self.handover
         if lease is None or self._owner.last_refusal or self.has_begun:
             return

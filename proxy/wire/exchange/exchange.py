@@ -196,9 +196,9 @@ class Exchange(AttemptOwner):
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
-    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+    def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:
-            self._attempt.forsake(now, workers)
+            self._attempt.leave_workers(now, workers)
 
     # To the client
 

@@ -23,7 +23,7 @@ class Failover:
     def __init__(self) -> None:
         self._since: dict[Worker, float] = {}
 
-    def look(
+    def retry_overdue(
         self, now: float, workers: Iterable[Worker], exchanges: Iterable[ServedExchange]
     ) -> None:
         """Retry requests after the grace period.
@@ -35,4 +35,4 @@ class Failover:
         overdue = {w for w, since in self._since.items() if now - since >= DOWN_GRACE_S}
         if overdue:
             for exchange in list(exchanges):
-                exchange.forsake(now, overdue)
+                exchange.leave_workers(now, overdue)

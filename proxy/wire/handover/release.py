@@ -67,22 +67,22 @@ class BlockRelease:
         if self._status in RELEASE_STATUSES:
             self._over(RELEASED)
         else:
-            self.elsewhere(now, self._tried[-1])
+            self.send_elsewhere(now, self._tried[-1])
 
     def late(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
         self.connection = None
-        self.elsewhere(now, self._tried[-1])
+        self.send_elsewhere(now, self._tried[-1])
 
     def expire(self, now: float) -> None:
         if self.connection is not None:
             self.connection.drop()
             self.connection = None
-        self.elsewhere(now, self._tried[-1])
+        self.send_elsewhere(now, self._tried[-1])
 
-    def elsewhere(self, now: float, decode: Worker) -> None:
+    def send_elsewhere(self, now: float, decode: Worker) -> None:
         left = [w for w in other_decode_workers(self._wire, decode) if w not in self._tried]
         if left and len(self._tried) < MAX_RELEASE_TRIES:
             self.send(now, left[0])
@@ -183,4 +183,4 @@ def release_blocks(
     if well:
         block_release.send(now, decode)
     else:
-        block_release.elsewhere(now, decode)
+        block_release.send_elsewhere(now, decode)
