@@ -194,13 +194,22 @@ class Site:
             due = self.wire.ticks.due
             await eventually(lambda due=due: self.wire.ticks.due != due)  # type: ignore[misc]
 
+    def _clients_left(self) -> str:
+        """Describe the connections that should have ended."""
+        left = [
+            {name: getattr(each, name) for name in ("_leaving", "_reading_paused", "_exchange")}
+            | {"closing": each._transport.is_closing(), "deadline": each.deadline - self.clock()}
+            for each in self.wire.clients
+        ]
+        return f"clients are left: {left}"
+
     async def stop(self) -> None:
         """Close everything; nothing may be left, and no worker may have had cause to complain."""
         for client in self.clients:
             client.close()
         try:
             await self.settled()
-            await eventually(lambda: not self.wire.clients, lambda: "clients are left")
+            await eventually(lambda: not self.wire.clients, self._clients_left)
         finally:
             await self.wire.close()
             for fake in self.fakes.values():
