@@ -112,7 +112,7 @@ def test_nothing_is_read_after_an_upgrade_that_was_to_be_the_last() -> None:
 
 def test_a_target_that_is_no_url_is_refused() -> None:
     _, _, why = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
-    assert why == "the target is no path and no URL"
+    assert why == "the request target is neither a path nor a URL"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class PolicySteps(Upstream):
     """Overrides of vLLM's scheduler that ask the policies."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    # vLLM's tests make schedulers without `__init__`.
+    _in_flight: InFlight | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,14 +89,16 @@ class PolicySteps(Upstream):
             self.max_num_scheduled_tokens = budget
             self._chunks = None
             planner.admission.end_step()
-        if (started := planner.end_step(output, plan)) is not None:
+        started = planner.end_step(output, plan)
+        if started is not None and self._in_flight is not None:
             self._in_flight.begin(started)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        if (done := self._in_flight.end(scheduler_output, self.clock)) is not None:
+        in_flight = self._in_flight
+        if in_flight and (done := in_flight.end(scheduler_output, self.clock)) is not None:
             self._learn(done)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 

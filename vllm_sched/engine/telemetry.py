@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     class InstrumentedScheduler(Scheduler):
         _policies: Sequence[Policy]
-        _in_flight: InFlight
+        _in_flight: InFlight | None
 
         def clock(self) -> float: ...
 
@@ -324,7 +324,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
     def _note(
         self, output: SchedulerOutput, prefills: Sequence[Request], stats: SchedulerStats
     ) -> None:
-        if not output.total_num_scheduled_tokens:
+        if not output.total_num_scheduled_tokens or self._in_flight is None:
             return
         chunks = chunks_of(prefills, output.num_scheduled_tokens)
         running, waiting = len(self.running), len(self.waiting)

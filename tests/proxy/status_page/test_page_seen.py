@@ -300,7 +300,7 @@ async def test_it_survives_a_restart(place: Place, page: Page) -> None:
     assert "does not answer" in told
     await place.start(port)
     await page.until("statusPage.state === 'up'")
-    assert "started anew" in await page.run("document.querySelector('#link').innerText")
+    assert "restarted" in await page.run("document.querySelector('#link').innerText")
     assert await page.run("statusPage.rows") == 0
     assert await place.ask() == 200
     await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
