@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.wire.exchange.request_record import RequestRecord
-from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.exchange.state import ExchangeState, may_follow
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -36,7 +36,7 @@ class AttemptOwner:
 
     def enter(self, state: ExchangeState) -> None:
         """Change the state."""
-        if not state.follows(self.state):
+        if not may_follow(self.state, state):
             raise RuntimeError(f"no transition from {self.state} to {state}")
         self.state = state
 
