@@ -26,7 +26,7 @@ from proxy.wire.exchange.progress import (
     writer_for,
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
-from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.exchange.state import PREFILLING, SENT
 from proxy.wire.handover.first_token import says_failed
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
@@ -94,12 +94,12 @@ class Attempt:
         owner, wire = self._owner, self._wire
         request = owner.request
         if lease.prefill is not None:
-            owner.enter(ExchangeState.PREFILLING)
+            owner.enter(PREFILLING)
             handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
             self.handover = handover
             handover.prefill(now, self)
             return
-        owner.enter(ExchangeState.SENT)
+        owner.enter(SENT)
         self.patience_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.of(lease.worker)
         pool.send(now, self, to_worker(request, pool, request.body, request.id))
@@ -111,7 +111,7 @@ class Attempt:
             return
         owner.record.prefilled_at = now
         if handover.decode(now, self, answer):
-            owner.enter(ExchangeState.SENT)
+            owner.enter(SENT)
         else:
             refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
             if refusal is not None:

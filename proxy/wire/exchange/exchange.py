@@ -23,7 +23,7 @@ from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
-from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.exchange.state import COUNTING, DONE, QUEUED
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.worker.connection import WorkerError
 
@@ -83,7 +83,7 @@ class Exchange(AttemptOwner):
         if (refusal := wire.router.enter(ask, now)) is not None:
             self.refuse(now, refusal)
             return
-        self.enter(ExchangeState.COUNTING)
+        self.enter(COUNTING)
         self._count = wire.count(now, self._counted)
         pool = wire.pools.of(counter)
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
@@ -128,7 +128,7 @@ class Exchange(AttemptOwner):
             self.placed(now, placed)
 
     def _wait(self, ticket: Ticket) -> None:
-        self.enter(ExchangeState.QUEUED)
+        self.enter(QUEUED)
         self._ticket = ticket
         self._attempt = None
         self.wire.queue(ticket, self)
@@ -276,7 +276,7 @@ class Exchange(AttemptOwner):
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        self.enter(ExchangeState.DONE)
+        self.enter(DONE)
         self.forget_body()
         self.wire.exchange_over(self)
         self.record.close(now, self.wire.metrics, self.route.name, status, reason)

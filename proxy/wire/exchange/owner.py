@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.wire.exchange.request_record import RequestRecord
-from proxy.wire.exchange.state import ExchangeState, may_follow
+from proxy.wire.exchange.state import READING, ExchangeState, may_follow
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -28,7 +28,7 @@ class AttemptOwner:
         self.route = route
         self.ask: RequestInfo | None = None
         self.record = RequestRecord()
-        self.state = ExchangeState.READING
+        self.state = READING
         self.tried: frozenset[Worker] = frozenset()
         self.last_refusal: Refusal | None = None  # of a failed retry
         # A failed hand-over, blamed if the next attempt succeeds.

@@ -8,7 +8,7 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.request.client_fields import OPTIONS
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in, usage_of
-from proxy.wire.exchange.state import ExchangeState
+from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.exchange.stream_fast_path import StreamFastPath
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def first_bytes(
 ) -> None:
     """Record that the response has begun."""
     router = owner.wire.router
-    owner.enter(ExchangeState.ANSWERING)
+    owner.enter(ANSWERING)
     owner.forget_body()
     if lease is None or response.status != OK:
         return

@@ -24,18 +24,19 @@ class ExchangeState(Enum):
     DONE = "done"
 
 
-_READING, _COUNTING, _QUEUED = ExchangeState.READING, ExchangeState.COUNTING, ExchangeState.QUEUED
-_PREFILLING, _SENT = ExchangeState.PREFILLING, ExchangeState.SENT
-_ANSWERING, _DONE = ExchangeState.ANSWERING, ExchangeState.DONE
+# By these names: Python 3.11 looks up a member of an enum in Python code.
+READING, COUNTING, QUEUED = ExchangeState.READING, ExchangeState.COUNTING, ExchangeState.QUEUED
+PREFILLING, SENT = ExchangeState.PREFILLING, ExchangeState.SENT
+ANSWERING, DONE = ExchangeState.ANSWERING, ExchangeState.DONE
 # String keys hash faster than enum members.
 NEXT: dict[str, tuple[ExchangeState, ...]] = {
-    "reading": (_SENT, _COUNTING, _QUEUED, _PREFILLING, _DONE),
-    "counting": (_SENT, _QUEUED, _PREFILLING, _DONE),
-    "queued": (_SENT, _PREFILLING, _DONE),
+    "reading": (SENT, COUNTING, QUEUED, PREFILLING, DONE),
+    "counting": (SENT, QUEUED, PREFILLING, DONE),
+    "queued": (SENT, PREFILLING, DONE),
     # A retry goes back to a worker or to the queue.
-    "prefilling": (_SENT, _PREFILLING, _QUEUED, _ANSWERING, _DONE),
-    "sent": (_ANSWERING, _DONE, _SENT, _PREFILLING, _QUEUED),
-    "answering": (_DONE,),
+    "prefilling": (SENT, PREFILLING, QUEUED, ANSWERING, DONE),
+    "sent": (ANSWERING, DONE, SENT, PREFILLING, QUEUED),
+    "answering": (DONE,),
     "done": (),
 }
 
