@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
@@ -98,7 +98,14 @@ class RequestInfo:
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
     found: list[JsonMember] | None = None  # of these, the present ones, if known
-    bill: Bill = field(default_factory=Bill)
+    account: Bill | None = None  # see `bill`
+
+    @property
+    def bill(self) -> Bill:
+        """Return the request's bill, made on first use: only tenants need one."""
+        if self.account is None:
+            self.account = Bill()
+        return self.account
 
     @property
     def needs(self) -> int:
