@@ -17,8 +17,8 @@ PACKAGE: Final = Path(__file__).parents[1]
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
 BUILD_VERSION: Final = b"2"  # increase it when the build itself changes
 FOLDERS: Final = ("core", "http", "wire")
-# uvloop's objects lack the types that `server` and `bind` declare. `specs` objects are sent to
-# processes that may run plain modules.
+# uvloop's objects lack the types that `server`, `bind` and `ticks` declare. `specs` objects are
+# sent to processes that may run plain modules.
 PLAIN: Final = ("core/model/specs.py", "wire/bind.py", "wire/server.py", "wire/ticks.py")
 PLATFORM: Final = EXTENSION_SUFFIXES[0].strip(".")  # Python's version, processor, C library
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.metrics.histogram import Histogram
 
 # The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
 SWEEP_INTERVAL_S = 0.2
 SHORT_TICK_S = 0.05
 # A tick this late means a suspended process or machine.
 SUSPENDED_LAG_S = 1.0
-
-
-class Observer(Protocol):
-    """A histogram."""
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
 
 
 class Ticks:
@@ -29,7 +25,7 @@ class Ticks:
         check: Callable[[float, bool], None],
         is_hurried: Callable[[], bool],
         clock: Callable[[], float],
-        lag: Observer,
+        lag: Histogram,
     ) -> None:
         self._check = check
         self._is_hurried = is_hurried

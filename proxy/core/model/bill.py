@@ -6,7 +6,6 @@ from __future__ import annotations
 class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
-    # A plain class is made three times as fast as a dataclass.
     __slots__ = ("entered", "free", "paid", "prepaid", "unsettled")
 
     def __init__(self) -> None:

@@ -74,6 +74,13 @@ def _rows(*paths: str, method: str = "POST", **facts: Any) -> dict[str, Route]:
 OPENAI, ANTHROPIC, COHERE = ErrorFormat.OPENAI, ErrorFormat.ANTHROPIC, ErrorFormat.COHERE
 
 # fmt: off
+# Of endpoints that neither compute nor store.
+NO_FACTS: dict[str, Any] = {
+    "output_limits": (), "generates": False, "truncates": False, "truncates_if_asked": False,
+    "takes_any_limit": False, "countable": False, "takes_priority": False, "salted": False,
+    "usage_by_option": False, "ends_with_done": False, "begins_with_token": False,
+    "may_be_split": False, "stores": False,
+}
 ROUTES: dict[str, Route] = {
     **_rows(
         "/v1/chat/completions", shape=PromptFields.CHAT, error_format=OPENAI,
@@ -172,61 +179,40 @@ ROUTES: dict[str, Route] = {
     **_rows(
         "/v1/chat/completions/render", "/v1/chat/completions/derender",
         shape=PromptFields.OPAQUE, error_format=OPENAI,
-        prompt_param="messages", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="messages", **NO_FACTS,
     ),
     **_rows(
         "/tokenize", "/detokenize", "/v1/completions/render", "/v1/completions/derender",
         "/v1/responses/render",
         shape=PromptFields.OPAQUE, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="prompt", **NO_FACTS,
     ),
     **_rows(
         "/v1/messages/count_tokens", "/v1/messages/render",
         shape=PromptFields.OPAQUE, error_format=ANTHROPIC,
-        prompt_param="messages", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="messages", **NO_FACTS,
     ),
     **_rows(
         "/cohere/v2/chat/render", shape=PromptFields.OPAQUE, error_format=COHERE,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="prompt", **NO_FACTS,
     ),
 }
 # Of a stored response: `/v1/responses/{id}` and `/v1/responses/{id}/cancel`.
 STORED: dict[str, Route] = {
     **_rows(
         "responses/id", method="GET", shape=PromptFields.EMPTY, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="prompt", **NO_FACTS,
     ),
     **_rows(
         "responses/cancel", shape=PromptFields.EMPTY, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="prompt", **NO_FACTS,
     ),
 }
 # Endpoints that the router serves itself.
 OWN: dict[str, Route] = {
     **_rows(
         "files", "batches", shape=PromptFields.OPAQUE, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        prompt_param="prompt", **NO_FACTS,
     ),
 }
 # fmt: on

@@ -255,7 +255,7 @@ class Exchange(AttemptOwner):
             break_off(self, now, response, refusal.message, "time_limit", status, reason)
 
     def _stop(self, now: float) -> None:
-        wire, outcome = self.wire, Outcome.CLIENT_GONE
+        wire = self.wire
         if (count := self._count) is not None:
             self._count = None
             wire.counting.discard(count)
@@ -267,7 +267,7 @@ class Exchange(AttemptOwner):
             wire.unqueue(ticket)
             wire.router.withdraw(ticket, now)
         if self._attempt is not None:
-            self._attempt.stop(now, outcome)
+            self._attempt.stop(now, Outcome.CLIENT_GONE)
 
     def forget_body(self) -> None:
         self.request.body = b""
