@@ -37,7 +37,7 @@ up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for a
 	@$(BIN)/vllm-sched up $(FLEET)
 
 test: setup ## all tests, real engines included, and those of the data path on compiled modules too (17 min)
-	@$(BIN)/vllm-sched compile & compile=$$!; \
+	@nice -n 10 $(BIN)/vllm-sched compile & compile=$$!; \
 	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) $(DATA_PATH)
 

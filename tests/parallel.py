@@ -1,8 +1,9 @@
 """Tests side by side: `--processes N` forks this process once all tests are collected.
 
 Collecting takes half a minute of a processor, once, however many processes there are. Each process
-takes small groups of tests, of one file each, from a pipe; its reports come back through another.
-Tests that are marked `engine` or `browser` follow in this process, with the machine to themselves.
+takes small groups of tests, of one file each, from a pipe. It reports through another pipe.
+One more process runs the tests that are marked `engine` or `browser`, which share what they start:
+engines are mostly idle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice, zip_longest
+from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import pytest
@@ -35,21 +37,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests that may share the machine, then the others one by one."""
+    """Run the tests of engines and browsers in one process, and the others in `count` more."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    alone = [each for each in session.items if any(map(each.get_closest_marker, ALONE))]
-    left = set(alone)
-    shared = [each for each in session.items if each not in left]
-    while shared:
-        reported = run(session, list(groups(shared)), count)
-        # What a process that died had taken is left.
-        shared = [each for each in shared if each.nodeid not in reported]
+    left = session.items
+    while left:
+        alone: Group = []
+        shared: Group = []
+        for each in left:
+            (alone if any(map(each.get_closest_marker, ALONE)) else shared).append(each)
+        queues = [Queue([alone], 1)] if alone else []
+        if shared:
+            queues.append(Queue(list(groups(shared)), count))
+        reported = run(session, queues)
+        # The tests that a process had taken when it died are left.
+        left = [each for each in left if each.nodeid not in reported]
         assert reported, "processes die outside of tests; their output says why"
-    for item, following in zip_longest(alone, alone[1:]):
-        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        stop_where_asked(session)
     return True
 
 
@@ -61,6 +65,14 @@ def stop_where_asked(session: pytest.Session) -> None:
         raise session.Interrupted(session.shouldstop)
 
 
+@dataclass(frozen=True)
+class Queue:
+    """Groups of tests, and the processes that take them."""
+
+    groups: list[Group]
+    processes: int
+
+
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
     """Divide tests into groups of one file each."""
     for _, some in groupby(items, lambda item: item.path):
@@ -68,17 +80,13 @@ def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
             yield group
 
 
-def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]:
-    """Run groups in so many processes, report as each test ends, and return which did."""
+def run(session: pytest.Session, queues: Sequence[Queue]) -> set[str]:
+    """Run all groups, report as each test ends, and return the tests that were reported."""
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
-    numbers, feed = os.pipe()
     gc.collect()
     gc.freeze()
-    running = [Process(session, every, numbers, feed) for _ in range(min(count, len(every)))]
-    os.close(numbers)
+    running = [process for queue in queues for process in start(session, queue)]
     try:
-        os.write(feed, b"".join(map(NUMBER.pack, range(len(every)))))
-        os.close(feed)
         with selectors.DefaultSelector() as selector:
             for process in running:
                 selector.register(process.reports, selectors.EVENT_READ, process)
@@ -94,12 +102,21 @@ def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]
             process.end()
 
 
+def start(session: pytest.Session, queue: Queue) -> list[Process]:
+    """Start the processes of a queue and give them its numbers."""
+    numbers, feed = os.pipe()
+    count = min(queue.processes, len(queue.groups))
+    started = [Process(session, queue, numbers, feed) for _ in range(count)]
+    os.close(numbers)
+    os.write(feed, b"".join(map(NUMBER.pack, range(len(queue.groups)))))
+    os.close(feed)
+    return started
+
+
 class Process:
     """A forked process, as this one sees it."""
 
-    def __init__(
-        self, session: pytest.Session, every: Sequence[Group], numbers: int, feed: int
-    ) -> None:
+    def __init__(self, session: pytest.Session, queue: Queue, numbers: int, feed: int) -> None:
         self.reported: set[str] = set()
         self._running: tuple[str, Any] | None = None
         self._received = b""
@@ -109,7 +126,7 @@ class Process:
         if not self.pid:
             os.close(feed)
             os.close(reports)
-            Child(session, every, numbers, told).run()
+            Child(session, queue, numbers, told).run()
         os.close(told)
         self.reports = reports
 
@@ -153,11 +170,9 @@ class Process:
 class Child:
     """The forked process itself."""
 
-    def __init__(
-        self, session: pytest.Session, every: Sequence[Group], numbers: int, told: int
-    ) -> None:
+    def __init__(self, session: pytest.Session, queue: Queue, numbers: int, told: int) -> None:
         self._session = session
-        self._every = every
+        self._queue = queue
         self._numbers = numbers
         self._told = os.fdopen(told, "wb")
 
@@ -191,7 +206,7 @@ class Child:
 
     def _items(self) -> Iterator[pytest.Item]:
         while number := os.read(self._numbers, NUMBER.size):
-            yield from self._every[NUMBER.unpack(number)[0]]
+            yield from self._queue.groups[NUMBER.unpack(number)[0]]
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         """Tell which test begins."""

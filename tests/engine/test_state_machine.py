@@ -606,7 +606,7 @@ def test_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=70,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             # No shrinking: it would take minutes, and the events printed are few enough.

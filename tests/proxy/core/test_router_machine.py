@@ -409,8 +409,8 @@ class TenantMachine(RouterMachine):
 
 
 TestTenants = TenantMachine.TestCase
-TestTenants.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestTenants.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestHandovers = HandoverMachine.TestCase
-TestHandovers.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestHandovers.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestRouter.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -201,10 +201,13 @@ class Site:
 
         A test in another process may connect to a port that was its worker's a moment ago.
         """
+        if not self.wire.clients:
+            return ""
+        foreign = ports_of_other_processes()
         left = [
             {name: getattr(each, name) for name in ("_leaving", "_reading_paused", "_exchange")}
             for each in self.wire.clients
-            if not is_of_another_process(each._transport)
+            if (each._transport.get_extra_info("peername") or (None, None))[1] not in foreign
         ]
         return f"clients are left: {left}" if left else ""
 
@@ -249,18 +252,19 @@ async def eventually(
         await asyncio.sleep(0.005)
 
 
-def is_of_another_process(transport: asyncio.Transport) -> bool:
-    """Return whether the other end of a connection is open in another process of this machine."""
-    peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-    if peer is None or own is None:
-        return False
-    ends, established = f":{peer[1]:04X}", "01"
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            _, local, remote, state, *rest = line.split()
-            if local.endswith(ends) and remote.endswith(f":{own[1]:04X}") and state == established:
-                return rest[5] not in own_inodes()
-    return False
+def ports_of_other_processes() -> set[int]:
+    """Return the ports of this machine's connections that are open in other processes."""
+    own, established = own_inodes(), "01"
+    rows = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+    ]
+    return {
+        int(local.rpartition(":")[2], 16)
+        for _, local, _, state, *rest in rows
+        if state == established and rest[5] not in own
+    }
 
 
 def own_inodes() -> set[str]:

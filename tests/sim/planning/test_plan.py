@@ -383,6 +383,7 @@ def test_real_schedulers_have_the_last_word(
     truly = planning.play_exactly
     asked, ranking = plainly
     monkeypatch.setattr(planning, "play_exactly", slower)
+    monkeypatch.setattr(planning, "MAX_EXACT_REQUESTS", 300)
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
     # The best of plain workers was short and long: with real ones it served nothing.
