@@ -545,6 +545,20 @@ def test_two_that_pause_decodes_keep_the_bound_of_one() -> None:
     assert 1.9 < max(gaps) <= 2.0 + 0.21
 
 
+def test_leading_prefills_count_the_pause_of_another_policy() -> None:
+    bench = Bench(
+        {
+            "prefill_first": {"pause_decodes": False, "max_pause_s": 5.0},
+            "deferred_prefill": {"departures": 1, "exclusive": True, "max_delay_ms": 1000},
+        }
+    )
+    bench.add("old", 10, output=500)
+    bench.steps(2)
+    bench.add("new", 250)
+    assert bench.step(6.0) == {"new": 64}
+    assert bench.step() == {"new": 63, "old": 1}
+
+
 def test_what_found_no_room_in_one_lane_holds_nobody_in_another() -> None:
     """Of the rest of the cache, with most slots free, shorts have what they need."""
     bench = Bench(

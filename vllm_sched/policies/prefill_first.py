@@ -82,7 +82,8 @@ class PrefillFirst(Policy):
             self._since = None
             return True
         if self._since is None:
-            self._since, self._steps = step.now, 0
+            # Another policy may have paused the decodes until this step.
+            self._since, self._steps = step.now - step.paused_s, step.paused_steps
         if step.now - self._since >= self.settings.max_pause_s or self._steps >= MAX_PAUSED_STEPS:
             self._since = None
             self._releases += 1

@@ -121,7 +121,8 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
     code = (
         "import sys; from vllm_sched.cli.main import main; "
         "from vllm_sched.sim.planning import plan, trials; "
-        f"plan.MAX_EXACT_REQUESTS = 300; vars(trials).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
+        f"plan.MAX_EXACT_REQUESTS = 300; vars(trials).update({SHORT_RUNS}); "
+        "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True
