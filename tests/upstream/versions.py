@@ -45,8 +45,8 @@ def environment(version: str, folder: Path = FOLDER) -> Path:
     venv.create(home, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     # Paths in a .pth file come after the environment's own packages.
-    paths = (ROOT, sysconfig.get_path("purelib"))
-    (site / "shared.pth").write_text("".join(f"{path}\n" for path in paths))
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "shared.pth").write_text("".join(f"{path}\n" for path in [ROOT, *shared]))
     unpack(version, ("vllm", "PKG-INFO"), site)
     _name_cpu_build(version, site)
     ready.touch()
