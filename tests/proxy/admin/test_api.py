@@ -27,6 +27,7 @@ from proxy.metrics.registry import Metrics
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
+from tests.proxy.metrics.finished import finished
 
 FLEET = """
 model: tiny
@@ -257,7 +258,7 @@ async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> N
     for number, name in enumerate(["s0", "l0", "s0"]):
         lease = charge(state, name, request=f"r{number}")
         recent = state.recent
-        recent.add(lease.ask, "short", lease.decision, Reason.SHORT_POOL, 200, 0.1, 1.0, 0.0)
+        recent.add(lease.ask, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]
     assert everything[0]["worker"] == "s0"

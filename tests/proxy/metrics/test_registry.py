@@ -16,7 +16,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import NONE, Reason, RequestInfo
+from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
@@ -26,6 +26,7 @@ from proxy.metrics.exposition import SLICE_LINES
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped
 
 CHAT = "chat/completions"
@@ -58,11 +59,10 @@ def ask(**more: object) -> RequestInfo:
 def done(metrics: Metrics, **more: object) -> None:
     """Count a request that went well, but for what is said."""
     facts = {
-        "route": CHAT, "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "status": 200,
-        "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
-        "predicted_ttft_s": 0.02, "size": SHORT,
+        "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "ttft_s": 0.03,
+        "duration_s": 1.5, "pool": Role.SHORT, "predicted_ttft_s": 0.02, "size": SHORT,
     }  # fmt: skip
-    metrics.request_done(**(facts | more))  # type: ignore[arg-type]
+    metrics.request_done(finished(**(facts | more)))  # type: ignore[arg-type]
 
 
 def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
@@ -123,7 +123,7 @@ def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metric
 
 
 def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
@@ -288,7 +288,7 @@ def test_values_of_other_parts(metrics: Metrics) -> None:
 def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router) -> None:
     for number in range(500):
         made_up = f"no-such-{number}"
-        metrics.request_done(CHAT, made_up, NONE, Reason.UNKNOWN_MODEL, 404, None, 0.001, 0.0)
+        metrics.request_done(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=made_up))
         router.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
     assert len(metrics.requests) == 1
     unknown = {"worker": "none", "reason": "unknown_model", "status": "404", "class": "none"}
@@ -386,7 +386,7 @@ def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.Monke
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     done(metrics)
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     metrics.retried("gone-0", "connect")
     for number in range(100):
         done(metrics, worker=f"gone-{number}")
@@ -409,7 +409,7 @@ def test_where_nobody_left_workers_that_are_new_have_one_name(
     assert len(metrics.requests) == 11
     assert requests_total(metrics, worker="w0") == 1
     assert requests_total(metrics, worker="other") == 190
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 

@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 
-from proxy.core.model.types import Reason
 from proxy.metrics.exposition import Family, MetricsPage
 from proxy.metrics.registry import Metrics
 from proxy.processes.metrics_totals import MetricsTotals
 from tests.proxy.core.making import router_of, spec
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 from tests.proxy.processes.test_metrics_merge import page
 
@@ -56,7 +56,7 @@ def process(*workers: str) -> Metrics:
 def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     """Count requests, a retry, a client that left and a bar of that worker's."""
     for _ in range(times):
-        counts.request_done("chat/completions", "m", worker, Reason.GENERAL_POOL, 200, 0.1, 1, 0)
+        counts.request_done(finished(model="m", worker=worker, ttft_s=0.1))
     counts.retried(worker, "reset")
     counts.unseen.gone(worker, "general", "m", "short", 1.0, stream=True)
     counts.handovers.barred(worker, "any")
