@@ -6,7 +6,7 @@
     router.first_token(lease, now); router.tokens(lease, 1); ...
     router.prefilled(lease, now, usage)    # of a hand-over, between its legs
     router.finish(lease, now, outcome, usage)
-    answer = router.retry(lease, now, outcome, tried=tried, after=leg)    # instead of finish
+    answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
     for ticket, answer in router.due(now): ...
 
 Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
@@ -34,7 +34,6 @@ from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.routing import candidates
 from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
-from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.registry import rule
 from proxy.core.tenants.tenants import Tenant, Tenants
 
@@ -125,33 +124,35 @@ class Router(LeaseBook):
         self,
         ask: RequestInfo,
         now: float,
+        attempts: Attempts | None = None,
         *,
-        tried: frozenset[Worker] = NO_WORKERS,
         after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Place, queue or refuse a request. `tried` are the workers that failed it.
+        """Place, queue or refuse a request.
 
         `after`: the failed leg; requests that fail with one worker need no retry budget. `free`:
         only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
         healthy, and a dead prefill worker may have had many requests.
         """
+        attempts = attempts or Attempts()
+        tried = attempts.tried
         if self.draining and not tried:
             billing.leave(ask, now)
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._refuse_retry(ask, now, tried, after, free=free)) is not None:
+            if (refusal := self._refuse_retry(ask, now, attempts, after, free=free)) is not None:
                 return refusal
         else:
             self._retries.earn(now)
             self._record_traffic(ask, now)
         if ask.tenant is None:
-            return self._submit(ask, now, tried, explain=explain)
+            return self._submit(ask, now, attempts, explain=explain)
         if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
             return self._refused(ask.model, refusal)
-        answer = self._submit(ask, now, tried, explain=explain)
+        answer = self._submit(ask, now, attempts, explain=explain)
         if isinstance(answer, Refusal):
             billing.leave(ask, now)
         return answer
@@ -163,7 +164,7 @@ class Router(LeaseBook):
         outcome: Outcome,
         retry_after_s: float | None = None,
         *,
-        tried: frozenset[Worker],
+        avoid: Worker,
         after: Lease,
         free: bool = False,
         dropped: bool = False,
@@ -171,27 +172,29 @@ class Router(LeaseBook):
         why: str = "",
     ) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again, keeping its tenant's place."""
-        ask = lease.ask
-        ask.drops += dropped  # by a worker that may have read it
+        attempts = lease.attempts
+        ask = attempts.enlarged or lease.ask
+        attempts.tried |= {avoid}
+        attempts.drops += dropped  # by a worker that may have read it
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
         try:
             self.finish(lease, now, outcome, None, retry_after_s, why)
-            return self.submit(ask, now, tried=tried, after=after, free=free, explain=explain)
+            return self.submit(ask, now, attempts, after=after, free=free, explain=explain)
         finally:
             if ledger is not None:
                 ledger.let_go()
 
     def _submit(
-        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Queued requests go first.
-        queue = self.queue
+        queue, tried = self.queue, attempts.tried
         strict = None if tried else self.settings.admission
         free = not queue.any_ahead_of(ask)
         if free or tried or ask.pinned:
-            answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
+            answer = self._place(ask, now, attempts, explain=explain, free=free, admission=strict)
             if answer is not None:
                 return answer
         refusal = candidates.why_hopeless(self.fleet, ask, now, tried)
@@ -207,7 +210,7 @@ class Router(LeaseBook):
             return self._refused(ask.model, refusal)
         self._evict(give_way, now)
         self._count(ask.model, Reason.FLEET_FULL)
-        return queue.push(ask, now, tried, explain=explain)
+        return queue.push(ask, now, attempts, explain=explain)
 
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self.fleet.pool(ask.model).all:
@@ -243,12 +246,12 @@ class Router(LeaseBook):
 
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
-            explain, aged = ticket.explain, ticket.aged
+            attempts, explain, aged = ticket.attempts, ticket.explain, ticket.aged
             late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-            answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
+            answer = self._place(ask, now, attempts, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = candidates.why_hopeless(self.fleet, ask, now, ticket.tried)
+            refusal = candidates.why_hopeless(self.fleet, ask, now, attempts.tried)
             return refusal and self._refused(ask.model, refusal)
 
         gone += queue.leave(end, now)
@@ -261,12 +264,13 @@ class Router(LeaseBook):
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         after: Lease | None,
         *,
         free: bool,
     ) -> Refusal | None:
-        if ask.drops >= MAX_DROPS:
+        tried = attempts.tried
+        if attempts.drops >= MAX_DROPS:
             return self._refused(ask.model, refusals.dropped())
         if free:  # few: the last attempt is whole
             return None
@@ -278,10 +282,10 @@ class Router(LeaseBook):
         why = "too many requests are being retried"
         return self._refused(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
 
-    def may_go_over(self, lease: Lease, now: float, tried: frozenset[Worker]) -> bool:
+    def may_go_over(self, lease: Lease, now: float) -> bool:
         """Return whether a request would be retried if the current leg failed."""
         ask, leg = lease.ask, lease.under_way
-        tried |= {leg.worker}
+        tried = lease.attempts.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         if not free and len(tried) >= self.settings.max_attempts:
             return False

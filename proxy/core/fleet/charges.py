@@ -10,7 +10,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.fleet.leases import Attempts, Decision, HandoverDecision, Lease
 from proxy.core.fleet.monitoring import MonitoredRoster
 from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
@@ -36,14 +36,19 @@ class Fleet(MonitoredRoster):
         super().__init__(down_after=down_after, up_after=up_after, clock=clock)
         self._silent: list[tuple[float, int, Lease]] = []
 
-    def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
+    def charge(
+        self, ask: RequestInfo, decision: Decision, now: float, attempts: Attempts | None = None
+    ) -> Lease:
+        attempts = attempts or Attempts()
         if decision.handover is not None:
-            return self._charge_both(ask, decision, decision.handover, now)
+            return self._charge_both(ask, attempts, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
         prefill = (ask.prompt_tokens - cached or 1) if ask.computes else 0
         decode = ask.expected_output * ask.samples
-        lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
+        lease = Lease(
+            ask, attempts, decision, worker, now, prefill, decode, ask.prompt_tokens + decode
+        )
         self._charge_prefill(lease, now)
         pace = worker.pace
         if ask.generates and not ask.stream:
@@ -81,17 +86,22 @@ class Fleet(MonitoredRoster):
     # Hand-overs
 
     def _charge_both(
-        self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
+        self,
+        ask: RequestInfo,
+        attempts: Attempts,
+        decision: Decision,
+        handover: HandoverDecision,
+        now: float,
     ) -> Lease:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
-        before = Lease(ask, decision, first, now, prefill, 0, ask.prompt_tokens)
+        before = Lease(ask, attempts, decision, first, now, prefill, 0, ask.prompt_tokens)
         self._charge_prefill(before, now)
         self.moved(first)
         worker = decision.worker
         decode = ask.expected_output * ask.samples
-        lease = Lease(ask, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
+        lease = Lease(ask, attempts, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
         lease.prefill, lease.sent = before, False
         worker.served = next(self._numbers)
         worker.requests += 1

@@ -9,6 +9,21 @@ from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
 
+NO_WORKERS: frozenset[Worker] = frozenset()
+
+
+class Attempts:
+    """What the attempts of one request have shown."""
+
+    __slots__ = ("drops", "enlarged", "erred_on", "tried", "whole")
+
+    def __init__(self, tried: frozenset[Worker] = NO_WORKERS) -> None:
+        self.tried = tried  # workers that failed it
+        self.erred_on: tuple[str, ...] = ()  # workers that responded with 500
+        self.drops = 0  # connections closed before any response
+        self.whole = ""  # why it can be split no more
+        self.enlarged: RequestInfo | None = None  # once a worker was too small
+
 
 @dataclass(slots=True)
 class HandoverDecision:
@@ -29,6 +44,7 @@ class Decision:
     cached_tokens: int = 0  # expected on the worker
     handover: HandoverDecision | None = None
     whether: str = ""  # why it is handed over or not
+    whole: str = ""  # why this and later attempts do not split it
 
     @property
     def route(self) -> str:
@@ -46,6 +62,7 @@ class Lease:
     """
 
     ask: RequestInfo
+    attempts: Attempts
     decision: Decision
     worker: Worker
     charged_at: float

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import first_token_time
-from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.model.types import Outcome, Usage
 
 MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
@@ -32,7 +32,7 @@ def update_breaker(
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
         if outcome is ERRED:
-            lease.ask.erred_on += (worker.name,)
+            lease.attempts.erred_on += (worker.name,)
         if lease.trial:
             worker.breaker.abandoned()
             fleet.moved(worker)
@@ -40,15 +40,15 @@ def update_breaker(
         fleet.succeeded(worker)
 
 
-def count_500(fleet: Fleet, ask: RequestInfo, now: float) -> None:
+def count_500(fleet: Fleet, attempts: Attempts, now: float) -> None:
     """Count a 500 against a worker once another worker has succeeded.
 
     Until then the request may be at fault, and must not open every breaker.
     """
-    for name in ask.erred_on:
+    for name in attempts.erred_on:
         if (worker := fleet.get(name)) is not None:
             fleet.failed(worker, now, why=STATUS_500)
-    ask.erred_on = ()
+    attempts.erred_on = ()
 
 
 def tokens_by_events(lease: Lease) -> int:

@@ -7,9 +7,9 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing, feedback
 from proxy.core.model.settings import RouterSettings
-from proxy.core.model.types import Outcome, Usage
+from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
-from proxy.core.request.sizing import Sizer
+from proxy.core.request.sizing import Sizer, enlarged
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
 
@@ -29,8 +29,8 @@ class LeaseBook(Placer):
             self._transferred(lease, now)
             self._has_come(lease)
         self.fleet.first_token(lease, now)
-        if lease.ask.erred_on:
-            feedback.count_500(self.fleet, lease.ask, now)
+        if lease.attempts.erred_on:
+            feedback.count_500(self.fleet, lease.attempts, now)
 
     def began(self, lease: Lease, now: float) -> None:
         if lease.begun_at is None:
@@ -140,8 +140,8 @@ class LeaseBook(Placer):
         feedback.update_breaker(self.fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
             feedback.learn_of_leaving(self.fleet, lease, now)
-        if outcome is DONE and lease.ask.erred_on:
-            feedback.count_500(self.fleet, lease.ask, now)
+        if outcome is DONE and lease.attempts.erred_on:
+            feedback.count_500(self.fleet, lease.attempts, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
 
@@ -161,11 +161,11 @@ class LeaseBook(Placer):
         ask = lease.ask
         return not ask.pinned and lease.worker.limit < self.fleet.pool(ask.model).most
 
-    def outgrew(self, lease: Lease) -> None:
-        """Note that a worker was too small."""
-        ask = lease.ask
-        self.sizer.outgrew(ask, lease.worker.limit)
-        ask.long = ask.budget > self.settings.short_limit
+    def outgrew(self, lease: Lease) -> RequestInfo:
+        """Return the request as the next attempt sees it: larger than this worker."""
+        larger = enlarged(lease.ask, lease.worker.limit, self.settings.short_limit)
+        lease.attempts.enlarged = larger
+        return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
         """Return whether another worker could prefill."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.learned.prefix_index import COVERED, workers_of_deepest
@@ -26,13 +26,13 @@ def find_candidates(
     ask: RequestInfo,
     now: float,
     traffic: Traffic,
-    tried: frozenset[Worker],
+    attempts: Attempts,
     *,
     longs_waiting: bool,
     explain: bool,
 ) -> View:
     """Return the candidates and their cached prefixes."""
-    pool = fleet.pool(ask.model)
+    pool, tried = fleet.pool(ask.model), attempts.tried
     held: PrefixHolders = []
     holders: list[Worker] = []
     if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
@@ -56,7 +56,8 @@ def find_candidates(
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
         found = _possible_holders(pool, ask, now, tried)
-    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+    whole = attempts.whole or ask.whole
+    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
@@ -70,7 +71,7 @@ def disturbs_handovers(decision: Decision, view: View, settings: FairnessSetting
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
         return not leaves_room(halves.prefill, ask, view.now, settings)
-    if not view.pool.prefills or ask.whole or view.tried:
+    if not view.pool.prefills or view.whole or view.tried:
         return False
     if handing is not None and leaves_room(handing.prefill, ask, view.now, settings):
         return False  # the rule compared both

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import NO_WORKERS, Attempts, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -24,7 +24,6 @@ from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-NO_WORKERS: frozenset[Worker] = frozenset()
 
 
 def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
@@ -61,7 +60,7 @@ class Placer:
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         *,
         explain: bool,
         aged: bool = False,
@@ -69,11 +68,10 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
-        others, whole = self.fleet.others, ask.whole
-        view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+        others, tried = self.fleet.others, attempts.tried
+        view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         while decision is not None and others is not None and _is_filled(decision, others, now):
-            ask.whole = whole
-            view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return None
         if admission is not None:
@@ -86,8 +84,9 @@ class Placer:
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
             decision = replace(decision, reason=Reason.RETRY)
+        attempts.whole = decision.whole or attempts.whole
         worker = decision.worker
-        lease = self.fleet.charge(ask, decision, now)
+        lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.tenant is not None:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
@@ -102,13 +101,13 @@ class Placer:
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         *,
         explain: bool,
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        view = self._look(ask, now, tried, explain=explain)
+        view = self._look(ask, now, attempts, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
             candidate_rules.leave_batch_reserve(view, fair)
@@ -151,22 +150,21 @@ class Placer:
         view.candidates = [w for w in candidates if handover_cost.may_queue(w, ask)]
         decision = self._choose(view)
         if decision is not None:
-            ask.whole = handover_cost.HandoverVerdict.NO_ROOM
+            decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _look(
-        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
-    ) -> View:
+    def _look(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
         queue = self.queue
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
         view = candidate_rules.find_candidates(
-            self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
+            self.fleet, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
         )
         pool = view.pool
-        if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
+        if not (pool.prefills and pool.decodes and self.settings.transfer) or view.whole:
             return view
+        tried = view.tried
         # The last attempt uses one worker: the best chance.
         if not tried or len(tried) < self.settings.max_attempts - 1:
             links, within_s = self.links, self.settings.transfer_within_s
@@ -206,7 +204,7 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
-        view = self._look(ask, now, NO_WORKERS, explain=True)
+        view = self._look(ask, now, Attempts(), explain=True)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(

@@ -152,7 +152,7 @@ class Attempt:
             )
         elif handover is not None and handover.prefills:
             # The prefill leg's limits differ from the client's.
-            handover.refused(now, status, again=bool(owner.tried))
+            handover.refused(now, status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
@@ -240,7 +240,7 @@ class Attempt:
         self._error_body, lease, owner = None, self.lease, self._owner
         if lease is None or not TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES):
             return error_body
-        self._wire.router.outgrew(lease)
+        owner.ask = owner.record.ask = self._wire.router.outgrew(lease)
         refused, self.response = self.response, None
         refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
         if refusal is None:
@@ -267,7 +267,7 @@ class Attempt:
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_go_over(lease, now, self._owner.tried):
+        if connection is not None and self._wire.router.may_go_over(lease, now):
             connection.fail(now, WorkerError.TIMEOUT)
 
     def lost(self, now: float, error: WorkerError) -> None:

@@ -191,12 +191,13 @@ class TwoLegExchange:
 
     # Failures
 
-    def refused(self, now: float, status: int, *, again: bool) -> None:
+    def refused(self, now: float, status: int) -> None:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused = status
         router, lease = self._wire.router, self._lease
-        if status not in WORKER_SPECIFIC or again or not router.has_other_prefill(lease, now):
-            lease.ask.whole = REFUSED_PREFILL
+        is_first = not lease.attempts.tried
+        if not (status in WORKER_SPECIFIC and is_first and router.has_other_prefill(lease, now)):
+            lease.attempts.whole = REFUSED_PREFILL
 
     def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
@@ -220,7 +221,7 @@ class TwoLegExchange:
         # Only a late transfer rules out its decode worker.
         self._was_late = late
         late = late or not was_sent
-        lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        lease.attempts.whole = LATE_TRANSFER if late else FAILED_TRANSFER
         if late and was_sent:
             self._strike(now, lease.worker)
         self.is_suspect = was_sent and not late

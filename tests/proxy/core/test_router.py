@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.specs import Gauges, Score
 from proxy.core.model.types import Outcome, Reason, Refusal, Usage
@@ -98,7 +98,7 @@ def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
     lease = placed(router.submit(one, 0.0))
     assert lease.worker.name == "l"
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # full is worth the wait
-    assert placed(router.submit(one, 0.0, tried=those(router, "l"))).worker.name == "s"
+    assert placed(router.submit(one, 0.0, Attempts(those(router, "l")))).worker.name == "s"
     router.fleet.failed(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
 
@@ -135,7 +135,9 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
-    assert refused(router.submit(ask(), 0.0, tried=those(router, "a"))).status == 502  # an old one
+    assert (
+        refused(router.submit(ask(), 0.0, Attempts(those(router, "a")))).status == 502
+    )  # an old one
     router.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
 
@@ -196,13 +198,13 @@ def test_a_worker_that_is_busy_is_waited_for() -> None:
 
 def test_attempts_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit(ask(), 0.0, tried=those(router, "a")))
-    assert refused(router.submit(ask(), 0.0, tried=those(router, "a", "b"))).status == 502
+    placed(router.submit(ask(), 0.0, Attempts(those(router, "a"))))
+    assert refused(router.submit(ask(), 0.0, Attempts(those(router, "a", "b")))).status == 502
 
 
 def test_so_are_all_retries_together() -> None:
     router = router_of(*(spec(name) for name in "abcde"), retry_budget=0.1)
-    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(30)]
+    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(30)]
     assert sum(isinstance(end, Lease) for end in ends) == 10
     assert all(refused(end).status == 502 for end in ends[10:])
 
@@ -211,7 +213,7 @@ def test_requests_earn_retries() -> None:
     router = router_of(spec("a"), spec("b"), retry_budget=0.1)
     for _ in range(300):
         router.finish(placed(router.submit(ask(), 0.0)), 0.0, Outcome.DONE)
-    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(60)]
+    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(60)]
     assert sum(isinstance(end, Lease) for end in ends) > 10
 
 
@@ -226,7 +228,7 @@ def test_a_namesake_elsewhere_falls_by_itself() -> None:
         for lease in there:
             router.finish(lease, now + 0.1, Outcome.FAILED)
             tried = frozenset({at})
-            placed(router.submit(lease.ask, now + 0.1, tried=tried, after=lease))
+            placed(router.submit(lease.ask, now + 0.1, Attempts(tried), after=lease))
             left.append(router._retries._saved)
         return left
 
@@ -251,19 +253,34 @@ def test_each_way_out_releases_once(outcome: Outcome) -> None:
         assert idle(router.fleet)
 
 
+def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> None:
+    """It was short there, and is long elsewhere."""
+    router = router_of(spec("a", limit=2000), spec("b", limit=9000), short_limit=1500)
+    lease = placed(router.submit(ask(900, 50, error=700), 0.0))
+    first = lease.worker
+    assert first.name == "a"
+    larger = router.outgrew(lease)
+    answer = router.retry(lease, 0.1, Outcome.REFUSED, avoid=first, after=lease, free=True)
+    again = placed(answer)
+    assert (again.worker.name, again.ask) == ("b", larger)
+    assert (lease.ask.long, larger.long) == (False, True)
+    assert first.long_tokens == 0
+    assert again.worker.long_tokens == larger.prompt_tokens
+    router.finish(again, 0.2, Outcome.DONE)
+    assert idle(router.fleet)
+
+
 @pytest.mark.parametrize("free", [False, True])
 def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> None:
     router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
-    one, tried = ask(), frozenset[Worker]()
-    answer = router.submit(one, 0.0)
+    answer = router.submit(ask(), 0.0)
     for dropped in (False, True, False, True):  # of the others it is known that they did not act
         lease = placed(answer)
-        tried |= {lease.worker}
         answer = router.retry(
-            lease, 0.1, Outcome.FAILED, tried=tried, after=lease, free=free, dropped=dropped
+            lease, 0.1, Outcome.FAILED, avoid=lease.worker, after=lease, free=free, dropped=dropped
         )
     refusal = refused(answer)
-    assert (refusal.status, refusal.code, len(tried)) == (502, "request_dropped", 4)
+    assert (refusal.status, refusal.code, len(lease.attempts.tried)) == (502, "request_dropped", 4)
     assert refusal.retry_after_s is None
     assert idle(router.fleet)
 

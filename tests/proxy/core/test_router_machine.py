@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.ejection import Key, key_of
 from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.ticket import Ticket
@@ -31,11 +31,20 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.proxy.core.making import MODEL, ask, idle
 
+Facts = dict[str, object]
+PLAIN = int | float | str | tuple | frozenset | None
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])
 MOST_WAITING, MOST_BYTES, WAIT_S = 4, 40_000, 5.0
 SIDES = [Role.PREFILL, Role.DECODE]
 OFTEN = st.sampled_from([True, True, True, False])
 ROLES = st.sampled_from([*Role, *SIDES])
+
+
+def facts_of(one: object) -> Facts:
+    """Return the plain fields of an object with slots."""
+    names = {name for name in dir(type(one)) if not name.startswith("_")}
+    facts = {name: getattr(one, name) for name in names - {"bill", "account"}}
+    return {name: fact for name, fact in facts.items() if isinstance(fact, PLAIN)}
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -51,6 +60,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.transfer = False
         self.above: int | None = None
         self.tenants: list[Tenant | None] = [None]
+        self.asked: list[tuple[RequestInfo, Facts]] = []  # with what was known before
 
     @initialize(
         policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
@@ -184,8 +194,9 @@ class RouterMachine(RuleBasedStateMachine):
             for t in self.waiting
             if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
         ]
+        self.asked.append((one, facts_of(one)))
         tried = frozenset(w for w in self.fleet if w.name in failed)
-        placed = self.router.submit(one, self.now, tried=tried)
+        placed = self.router.submit(one, self.now, Attempts(tried))
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
             assert not waiting_before or tried or pinned
@@ -253,7 +264,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.tickets.remove(ticket)
             if isinstance(end, Lease):
                 assert self.now < ticket.deadline
-                self.check_placed(end, ticket.tried)
+                self.check_placed(end, ticket.attempts.tried)
             else:
                 assert isinstance(end, Refusal)
         assert all(self.now < ticket.deadline for ticket in self.tickets)
@@ -307,7 +318,30 @@ class RouterMachine(RuleBasedStateMachine):
         assert len(told.scores) == len(self.fleet)
         assert [w.requests for w in self.fleet] == [requests for requests, _ in before]
 
+    @precondition(lambda self: self.asked)
+    @rule(
+        data=st.data(),
+        failed=st.frozensets(NAMES, max_size=2),
+        aged=st.booleans(),
+        late=st.booleans(),
+    )
+    def decide(self, data: st.DataObject, failed: frozenset[str], aged: bool, late: bool) -> None:
+        one, _ = data.draw(st.sampled_from(self.asked))
+        attempts = Attempts(frozenset(w for w in self.fleet if w.name in failed))
+        self.fleet.pool(one.model)  # made on first use
+
+        def inputs() -> list[Facts]:
+            return [facts_of(each) for each in (one, attempts, *self.fleet)]
+
+        before = inputs()
+        self.router._decide(one, self.now, attempts, explain=False, aged=aged, late=late)
+        assert inputs() == before, "a decision changes nothing"
+
     # What must hold
+
+    @invariant()
+    def what_was_known_of_requests_stays(self) -> None:
+        assert all(facts_of(one) == facts for one, facts in self.asked)
 
     @invariant()
     def the_queue_keeps_its_bounds(self) -> None:
@@ -379,7 +413,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 def plain(ticket: Ticket) -> bool:
     """Whether it waits in the line of its size, not apart."""
-    return not ticket.tried and not ticket.ask.pinned
+    return not ticket.attempts.tried and not ticket.ask.pinned
 
 
 class HandoverMachine(RouterMachine):

@@ -272,9 +272,9 @@ class SimulatedFleet:
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # no decode worker is available: restart the request
             self._let_go(flight, now)
-            tried = frozenset({lease.worker if router.has_another(lease) else first.worker})
+            avoid = lease.worker if router.has_another(lease) else first.worker
             outcome = core.Outcome.MOOT
-            anew = router.retry(lease, now, outcome, tried=tried, after=lease, free=True)
+            anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
             self._placed(flight, anew, now)
         self._settle(now)
 

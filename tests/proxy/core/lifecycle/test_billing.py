@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
@@ -340,7 +340,7 @@ def test_a_retry_goes_on_as_the_same_request() -> None:
     one = of(who)
     lease = placed(router.submit(one, 0.0))
     router.finish(lease, 0.0, Outcome.FAILED)
-    again = router.submit(one, 0.0, tried=frozenset({lease.worker}), free=True)
+    again = router.submit(one, 0.0, Attempts(frozenset({lease.worker})), free=True)
     assert isinstance(again, Lease)
     assert who.ledger.running == 1
     assert who.virtual == 200

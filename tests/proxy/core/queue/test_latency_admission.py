@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.latency_admission import AdmissionSettings
@@ -98,4 +98,6 @@ def test_where_nothing_tells_how_fast_it_moves_one_may_wait() -> None:
 def test_a_retry_is_let_in() -> None:
     site = router()
     placed(site.submit(ask(50_000), 0.0))
-    assert isinstance(site.submit(ask(10), 0.0, tried=frozenset({Worker(spec("gone"), 9)})), Lease)
+    assert isinstance(
+        site.submit(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))), Lease
+    )

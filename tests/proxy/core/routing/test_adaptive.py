@@ -96,8 +96,7 @@ def test_the_reserve_is_open_to_a_short_whose_own_worker_failed_it(
     router = with_a_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
-    tried = frozenset({lease.worker})
-    again = router.retry(lease, 1.6, Outcome.FAILED, tried=tried, after=lease)
+    again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
     assert where(placed(again)) == ("l", Reason.RETRY)
 
 

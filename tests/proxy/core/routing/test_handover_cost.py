@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
@@ -48,7 +48,7 @@ def busy(here: Router, name: str = "d0", count: int = 4) -> list[Lease]:
     for _ in range(count):
         one = ask(10, 1000)
         one.whole = "samples"
-        lease = placed(here.submit(one, 0.0, tried=others(here, name)))
+        lease = placed(here.submit(one, 0.0, Attempts(others(here, name))))
         here.first_token(lease, 0.0)
         leases.append(lease)
     return leases
@@ -144,7 +144,7 @@ def test_a_prefill_on_the_decode_worker_has_until_then_to_be_done() -> None:
     here = router()
     busy(here, count=4)
     worker = worker_of(here, "d0")
-    placed(here.submit(ask(5000), 0.0, tried=those(here, "p0")))
+    placed(here.submit(ask(5000), 0.0, Attempts(those(here, "p0"))))
     assert worker.wait_s(0.0, for_long=False) > 0.1
     told = here.explain(ask(LONG), 0.0)
     assert isinstance(told, Decision)
@@ -246,7 +246,7 @@ def test_a_prefill_worker_that_holds_the_prefix() -> None:
     lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
     where = present(lease.prefill).worker
     here.prefilled(lease, 1.0, Usage(1000))
-    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker])))
+    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, Attempts(frozenset([lease.worker]))))
     assert present(again.prefill).worker is where
 
 
@@ -270,7 +270,7 @@ def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
     for _ in range(3):
         here.links.failed(worker_of(here, "p0"), worker_of(here, "d0"), 1.0)
     for size in (10, LONG):
-        lease = placed(here.submit(ask(size), 1.0, tried=those(here, "d1")))
+        lease = placed(here.submit(ask(size), 1.0, Attempts(those(here, "d1"))))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
     assert why(here) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
 
@@ -307,7 +307,7 @@ def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
     one, tried = ask(LONG), frozenset[Worker]()
     names = []
     for attempt in range(3):
-        lease = placed(here.submit(one, 0.0, tried=tried))
+        lease = placed(here.submit(one, 0.0, Attempts(tried)))
         leg = lease.under_way
         names.append(leg.worker.name)
         if attempt < 2:
@@ -336,7 +336,7 @@ def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
     first = lease.under_way.worker
     here.finish(lease, 1.0, outcome)
     assert known(here, blocks, d0) == before
-    again = placed(here.submit(one, 1.0, tried=frozenset([first])))
+    again = placed(here.submit(one, 1.0, Attempts(frozenset([first]))))
     assert again.decision.handover is not None
     assert again.decision.handover.prefill is not first
     assert again.decision.handover.tokens == tokens
@@ -519,7 +519,7 @@ def test_what_has_been_kept_for_a_while_has_less_time_left_to_be_fetched() -> No
     busy_one.pace.token_s = 1e-3
     whole = ask(10_000)
     whole.whole = "samples"
-    placed(here.submit(whole, 1.0, tried=others(here, busy_one.name)))
+    placed(here.submit(whole, 1.0, Attempts(others(here, busy_one.name))))
     assert here.reconsider(lease, 1.0, may_move=False, spent_s=8.0)
     assert not here.reconsider(lease, 1.0, may_move=False, spent_s=10.0)
     assert here.reconsider(lease, 1.0, may_move=True, spent_s=10.0)

@@ -121,8 +121,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
         answers.append(come(crew, 1))
 
     monkeypatch.setattr(others, "told", told)
-    tried = frozenset([lease.worker])
-    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, tried=tried, after=lease)
+    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, avoid=lease.worker, after=lease)
     types = [type(answer) for answer in answers]
     assert set(said) == ({1} if well else {1, 0})
     assert type(again) is (Lease if well else Refusal)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason
-from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
 from proxy.processes.shared.load import (
@@ -250,8 +249,9 @@ def test_a_filled_worker_is_tried_later(
         decision = Decision(crew.worker(0, "d"), Reason.LEAST_LOADED)
         crew.routers[0].fleet.charge(ask(), decision, crew.now)
     one = ask(1000)
-    assert crew.routers[1]._place(one, crew.now, NO_WORKERS, explain=False, late=True) is None
-    assert one.whole == ""
+    attempts = Attempts()
+    assert crew.routers[1]._place(one, crew.now, attempts, explain=False, late=True) is None
+    assert attempts.whole == one.whole == ""
 
 
 def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> None:
