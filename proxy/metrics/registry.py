@@ -128,7 +128,7 @@ class Metrics:
         self.phases: dict[tuple[str, ...], Phases] = {}
         self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
-        self.unseen = NoFirstToken(router.fleet)
+        self.unseen = NoFirstToken(router.fleet.roster)
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
@@ -192,7 +192,7 @@ class Metrics:
         known = self._models
         if model in known:
             return model
-        serves = self.router.fleet.serves
+        serves = self.router.fleet.roster.serves
         if not serves(model):
             return OTHER
         if len(known) >= MAX_MODELS and self._cleanup_due():
@@ -236,7 +236,7 @@ class Metrics:
         return True
 
     def _drop_removed_workers(self) -> None:
-        stay = {worker.name for worker in self.router.fleet} | {NONE, OTHER}
+        stay = {worker.name for worker in self.router.fleet.roster} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
 
@@ -245,8 +245,12 @@ class Metrics:
         router = self.router
         # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
         # would become `other`.
-        router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
-        router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
+        router.placer.decisions = {
+            key: n for key, n in router.placer.decisions.items() if key[0] not in gone
+        }
+        router.placer.handovers = {
+            key: n for key, n in router.placer.handovers.items() if key[0] not in gone
+        }
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
         self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}

@@ -333,5 +333,5 @@ class WireServer:
         for each in [each for each in self.releases if each.deadline < now]:
             each.expire(now)
         self.pools.sweep(now)
-        self._failover.retry_overdue(now, self.router.fleet, self.exchanges)
+        self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
         self.router.fleet.settle(now)

@@ -29,15 +29,15 @@ def update_breaker(
     if outcome not in INCONCLUSIVE and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
-        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
+        fleet.health.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
         if outcome is ERRED:
             lease.attempts.erred_on += (worker.name,)
         if lease.trial:
             worker.breaker.abandoned()
-            fleet.moved(worker)
+            fleet.roster.moved(worker)
     elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
-        fleet.succeeded(worker)
+        fleet.health.succeeded(worker)
 
 
 def count_500(fleet: Fleet, attempts: Attempts, now: float) -> None:
@@ -46,8 +46,8 @@ def count_500(fleet: Fleet, attempts: Attempts, now: float) -> None:
     Until then the request may be at fault, and must not open every breaker.
     """
     for name in attempts.erred_on:
-        if (worker := fleet.get(name)) is not None:
-            fleet.failed(worker, now, why=STATUS_500)
+        if (worker := fleet.roster.get(name)) is not None:
+            fleet.health.failed(worker, now, why=STATUS_500)
     attempts.erred_on = ()
 
 
@@ -115,7 +115,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
             return
         pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
     worker.reprice()
-    fleet.moved(worker)
+    fleet.roster.moved(worker)
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
+from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.learned.prefix_index import COVERED, workers_of_deepest
 from proxy.core.learned.traffic import Traffic
@@ -22,7 +22,7 @@ IN_PANIC = "failed recently; used because too few workers of its pool are health
 
 
 def find_candidates(
-    fleet: Fleet,
+    roster: Roster,
     ask: RequestInfo,
     now: float,
     traffic: Traffic,
@@ -32,10 +32,10 @@ def find_candidates(
     explain: bool,
 ) -> View:
     """Return the candidates and their cached prefixes."""
-    pool, tried = fleet.pool(ask.model), attempts.tried
+    pool, tried = roster.pool(ask.model), attempts.tried
     held: PrefixHolders = []
     holders: list[Worker] = []
-    if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
+    if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
         per_byte = ask.prompt_tokens / ask.prefix_bytes
         held = [
             (min(int(COVERED[blocks] * per_byte), ask.prompt_tokens), workers)
@@ -43,15 +43,15 @@ def find_candidates(
         ]
         if pool.ranked:
             holders = [
-                fleet.by_index[i]
+                roster.by_index[i]
                 for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
-                if i in fleet.by_index
+                if i in roster.by_index
             ]
     if ask.pinned:
-        worker = fleet.get(ask.pinned)
+        worker = roster.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
     else:
-        found = pool.open_to(ask, now, fleet.ejections.resting, holders)
+        found = pool.open_to(ask, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
@@ -120,14 +120,14 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def why_hopeless(
-    fleet: Fleet, ask: RequestInfo, now: float, tried: frozenset[Worker]
+    roster: Roster, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> Refusal | None:
     """Return the refusal if waiting cannot help, else None."""
-    if not ask.pinned and any(_can_serve(w, ask, tried) for w in fleet.pool(ask.model).all):
+    if not ask.pinned and any(_can_serve(w, ask, tried) for w in roster.pool(ask.model).all):
         return None
-    workers = [w for w in fleet.of(ask.model) if w.role.serves_whole]
+    workers = [w for w in roster.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
-        workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
+        workers = [w for w in (roster.get(ask.pinned),) if w is not None]
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))

@@ -35,12 +35,12 @@ def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
 
 
 class Placer:
-    """Places requests: the router's lowest layer."""
+    """Places requests, and counts the decisions."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.prefixes = fleet.prefixes
+        self.roster = fleet.roster
         self.queue = Queue(
             settings.queue_requests,
             settings.queue_bytes,
@@ -53,10 +53,19 @@ class Placer:
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.traffic: dict[str, Traffic] = {}
         self.links = KvLinks()
-        self._rule = rule(settings.policy)
-        fleet.rank_by(self._rule.rank)
+        self.rule = rule(settings.policy)
+        self.roster.rank_by(self.rule.rank)
 
-    def _place(
+    def reconfigure(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.rule = rule(settings.policy)
+        queue = self.queue
+        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
+        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
+        queue.fairness = settings.fairness
+        self.roster.rank_by(self.rule.rank)
+
+    def place(
         self,
         ask: RequestInfo,
         now: float,
@@ -68,16 +77,16 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
-        others, tried = self.fleet.others, attempts.tried
-        view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+        others, tried = self.roster.others, attempts.tried
+        view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         while decision is not None and others is not None and _is_filled(decision, others, now):
-            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+            view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return None
         if admission is not None:
             refusal = placed_too_late(admission, ask, decision, now)
             if refusal is not None:
-                return self._refused(ask.model, refusal)
+                return self.count_refusal(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
             decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
@@ -93,11 +102,11 @@ class Placer:
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:  # a decode worker has it after the transfer: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
-            self.prefixes.record(ask.prefix, first.index)
-        self._count(ask.model, decision.reason)
+            self.roster.prefixes.record(ask.prefix, first.index)
+        self.count_decision(ask.model, decision.reason)
         return lease
 
-    def _decide(
+    def decide(
         self,
         ask: RequestInfo,
         now: float,
@@ -126,7 +135,7 @@ class Placer:
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
-            decision = self._rule.choose(view)
+            decision = self.rule.choose(view)
             if decision is None or view.handing is None:
                 return decision
             refined = handover_cost.refine(decision, view)
@@ -159,7 +168,7 @@ class Placer:
         waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
         view = candidate_rules.find_candidates(
-            self.fleet, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
+            self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
         )
         pool = view.pool
         if not (pool.prefills and pool.decodes and self.settings.transfer) or view.whole:
@@ -183,14 +192,14 @@ class Placer:
             found = self.transfers[model] = TransferTimes()
         return found
 
-    def _record_traffic(self, ask: RequestInfo, now: float) -> None:
+    def record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.computes:
             return
         traffic = self.traffic_of(ask.model)
         if not ask.long:
             traffic.saw_short(now)
             return
-        pool = self.fleet.pool(ask.model)
+        pool = self.roster.pool(ask.model)
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
         traffic.saw_long(now, ask.prompt_tokens * token_s)
@@ -211,13 +220,13 @@ class Placer:
             candidate_rules.with_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
             )
-            for w in self.fleet.of(ask.model)
+            for w in self.roster.of(ask.model)
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
             whether = handover_cost.verdict(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
-        if (refusal := candidate_rules.why_hopeless(self.fleet, ask, now, NO_WORKERS)) is None:
+        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, NO_WORKERS)) is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "
                 "requests, or not probed yet."
@@ -230,13 +239,13 @@ class Placer:
         return (
             barred
             or candidate_rules.note(worker, view.ask, view.now)
-            or self._rule.note(worker, view)
+            or self.rule.note(worker, view)
         )
 
-    def _refused(self, model: str, refusal: Refusal) -> Refusal:
-        self._count(model, refusal.reason)
+    def count_refusal(self, model: str, refusal: Refusal) -> Refusal:
+        self.count_decision(model, refusal.reason)
         return refusal
 
-    def _count(self, model: str, reason: Reason) -> None:
+    def count_decision(self, model: str, reason: Reason) -> None:
         key = (model, reason)
         self.decisions[key] = self.decisions.get(key, 0) + 1

@@ -105,28 +105,28 @@ class RouterMachine(RuleBasedStateMachine):
         self.add(name, role, limit, most)
 
     def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
-        if name not in self.fleet:
+        if name not in self.fleet.roster:
             self.workers.append(
-                self.fleet.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
+                self.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
             )
-            self.fleet.probe_ok(name, self.now)
+            self.fleet.health.probe_ok(name, self.now)
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
-        self.fleet.remove(name)
+        self.fleet.roster.remove(name)
 
     @rule(name=NAMES, draining=st.booleans())
     def drain(self, name: str, draining: bool) -> None:
-        self.fleet.drain(name, draining=draining)
+        self.fleet.roster.drain(name, draining=draining)
 
     @rule(name=NAMES, times=st.integers(1, 3), good=st.booleans())
     def probe(self, name: str, times: int, good: bool) -> None:
         for _ in range(times):
-            (self.fleet.probe_ok if good else self.fleet.probe_failed)(name, self.now)
+            (self.fleet.health.probe_ok if good else self.fleet.health.probe_failed)(name, self.now)
 
     @rule(name=NAMES, limit=st.sampled_from([None, 500, 8000]))
     def served(self, name: str, limit: int | None) -> None:
-        self.fleet.set_served(name, [MODEL], limit)
+        self.fleet.roster.set_served(name, [MODEL], limit)
 
     @rule(
         name=NAMES,
@@ -137,11 +137,11 @@ class RouterMachine(RuleBasedStateMachine):
     def gauges(self, name: str, running: int, waiting: int, usage: float) -> None:
         capacity = 5000 if running % 2 else None
         told = Gauges(self.now, running, waiting, usage, kv_capacity_tokens=capacity)
-        self.fleet.set_gauges(name, told)
+        self.fleet.health.set_gauges(name, told)
 
     @rule(policy=st.sampled_from(["adaptive", "length", "round_robin"]))
     def reload(self, policy: str) -> None:
-        specs = [worker.spec for worker in self.fleet]
+        specs = [worker.spec for worker in self.fleet.roster]
         self.router.reconfigure(self.settings(policy), specs)
 
     # Requests
@@ -195,7 +195,7 @@ class RouterMachine(RuleBasedStateMachine):
             if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
         ]
         self.asked.append((one, facts_of(one)))
-        tried = frozenset(w for w in self.fleet if w.name in failed)
+        tried = frozenset(w for w in self.fleet.roster if w.name in failed)
         placed = self.router.submit(one, self.now, Attempts(tried))
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
@@ -207,7 +207,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def check_placed(self, lease: Lease, tried: frozenset[Worker]) -> None:
         worker, one = lease.worker, lease.ask
-        assert self.fleet.get(worker.name) is worker
+        assert self.fleet.roster.get(worker.name) is worker
         assert worker.up
         assert worker.role.serves_whole or one.pinned
         assert not worker.draining or one.pinned
@@ -219,7 +219,7 @@ class RouterMachine(RuleBasedStateMachine):
         if limit is not None and one.needs + one.prompt_error > limit and not one.pinned:
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
-                for w in self.fleet
+                for w in self.fleet.roster
                 if w.live and w not in tried and not w.barred
             )
         assert not worker.barred or (lease.trial and self.now >= worker.breaker.until)
@@ -232,7 +232,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.transfer
         assert not one.whole
         assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
-        assert self.fleet.get(prefill.name) is prefill
+        assert self.fleet.roster.get(prefill.name) is prefill
         assert prefill.up
         assert not prefill.draining
         assert prefill not in tried
@@ -272,20 +272,20 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        self.router.first_token(data.draw(st.sampled_from(self.leases)), self.now)
+        self.router.leases.first_token(data.draw(st.sampled_from(self.leases)), self.now)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), cached=st.sampled_from([None, 0, 100]))
     def prefilled(self, data: st.DataObject, cached: int | None) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
-        self.router.prefilled(lease, self.now, usage)
+        self.router.leases.prefilled(lease, self.now, usage)
         assert lease.under_way is lease
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), count=st.integers(0, 80))
     def tokens(self, data: st.DataObject, count: int) -> None:
-        self.router.tokens(data.draw(st.sampled_from(self.leases)), count)
+        self.router.leases.tokens(data.draw(st.sampled_from(self.leases)), count)
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -302,7 +302,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.leases.remove(lease)
         for _ in range(1 + twice):
             usage = Usage(lease.ask.prompt_tokens, written, written // 2)
-            self.router.finish(lease, self.now, outcome, usage, rest)
+            self.router.leases.finish(lease, self.now, outcome, usage, rest)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -313,10 +313,10 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.sampled_from([10, 5000]))
     def explain(self, prompt: int) -> None:
-        before = [(w.requests, w.prefill_tokens) for w in self.fleet]
-        told = self.router.explain(ask(prompt), self.now)
-        assert len(told.scores) == len(self.fleet)
-        assert [w.requests for w in self.fleet] == [requests for requests, _ in before]
+        before = [(w.requests, w.prefill_tokens) for w in self.fleet.roster]
+        told = self.router.placer.explain(ask(prompt), self.now)
+        assert len(told.scores) == len(self.fleet.roster)
+        assert [w.requests for w in self.fleet.roster] == [requests for requests, _ in before]
 
     @precondition(lambda self: self.asked)
     @rule(
@@ -327,14 +327,14 @@ class RouterMachine(RuleBasedStateMachine):
     )
     def decide(self, data: st.DataObject, failed: frozenset[str], aged: bool, late: bool) -> None:
         one, _ = data.draw(st.sampled_from(self.asked))
-        attempts = Attempts(frozenset(w for w in self.fleet if w.name in failed))
-        self.fleet.pool(one.model)  # made on first use
+        attempts = Attempts(frozenset(w for w in self.fleet.roster if w.name in failed))
+        self.fleet.roster.pool(one.model)  # made on first use
 
         def inputs() -> list[Facts]:
-            return [facts_of(each) for each in (one, attempts, *self.fleet)]
+            return [facts_of(each) for each in (one, attempts, *self.fleet.roster)]
 
         before = inputs()
-        self.router._decide(one, self.now, attempts, explain=False, aged=aged, late=late)
+        self.router.placer.decide(one, self.now, attempts, explain=False, aged=aged, late=late)
         assert inputs() == before, "a decision changes nothing"
 
     # What must hold
@@ -387,24 +387,26 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def those_at_rest_are_known(self) -> None:
-        assert self.fleet.resting == {w for w in self.fleet if not w.breaker.closed}
+        assert self.fleet.roster.ejections.resting == {
+            w for w in self.fleet.roster if not w.breaker.closed
+        }
 
     @invariant()
     def a_pool_panics_where_fewer_than_half_are_well(self) -> None:
         live, out = Counter[Key](), Counter[Key]()
-        for worker in self.fleet:
+        for worker in self.fleet.roster:
             if worker.up and not worker.draining:
                 live[key_of(worker)] += 1
                 out[key_of(worker)] += not (worker.breaker.closed or worker.breaker.busy)
         panics = {key for key, number in live.items() if 2 * (number - out[key]) < number}
-        assert self.fleet.ejections.panics == panics
-        for worker in self.fleet:
+        assert self.fleet.roster.ejections.panics == panics
+        for worker in self.fleet.roster:
             ignored = key_of(worker) in panics and not worker.breaker.closed
             assert worker.in_panic == ignored
 
     def teardown(self) -> None:
         for lease in self.leases:
-            self.router.finish(lease, self.now, Outcome.DONE)
+            self.router.leases.finish(lease, self.now, Outcome.DONE)
         assert idle(self.workers)
         for tenant in self.tenants:
             if tenant is not None:

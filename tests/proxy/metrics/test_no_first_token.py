@@ -46,7 +46,7 @@ def close(
     **of_ask: Any,
 ) -> None:
     """Have a request of worker `a`'s end."""
-    worker = metrics.router.fleet.get("a")
+    worker = metrics.router.fleet.roster.get("a")
     assert worker is not None
     record = RequestRecord()
     record.ask = ask(stream=stream, **of_ask)
@@ -96,7 +96,7 @@ def test_clients_that_leave_before_a_whole_answer_are_told_apart(metrics: Metric
 def test_of_a_hand_over_it_is_the_worker_whose_leg_it_was(
     metrics: Metrics, prefilled_at: float | None, waited_for: str
 ) -> None:
-    prefill, decode = (metrics.router.fleet.get(name) for name in "pd")
+    prefill, decode = (metrics.router.fleet.roster.get(name) for name in "pd")
     assert prefill is not None
     assert decode is not None
     handover = HandoverDecision(prefill, 0, 100, 0.1, 0.1)

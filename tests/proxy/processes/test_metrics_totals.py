@@ -91,8 +91,8 @@ def test_a_worker_that_left_keeps_what_the_dead_counted_while_another_process_sh
     serve(alive, "pod-1", 50)
     summed(totals, {0: told(dead), 1: told(alive)})
     totals.gone(0)
-    alive.router.fleet.remove("pod-1")
-    alive.router.fleet.add(spec("pod-2"))
+    alive.router.fleet.roster.remove("pod-1")
+    alive.router.fleet.roster.add(spec("pod-2"))
     found = summed(totals, {1: told(alive)})
     counted = [float(n) for s, n in found.items() if "requests_total" in s and "pod-1" in s]
     assert counted == [150]

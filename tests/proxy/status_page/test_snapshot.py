@@ -70,14 +70,14 @@ def test_everything_is_told() -> None:
     metrics = Metrics(router)
     state = LiveState(metrics)
     metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
-    router.decisions["m", Reason.SHORT_POOL] = 4
+    router.placer.decisions["m", Reason.SHORT_POOL] = 4
     state.copy(100.0)
     metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
     metrics.gaps_of("short", "long").observe(0.02)
     metrics.handover_ended("prefilled")
     metrics.retried("s0", "status")
-    router.decisions["m", Reason.SHORT_POOL] = 5
-    router.decisions["m", Reason.LONG_POOL] = 1
+    router.placer.decisions["m", Reason.SHORT_POOL] = 5
+    router.placer.decisions["m", Reason.LONG_POOL] = 1
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
     told = orjson.loads(orjson.dumps(state(130.0)))
     assert told["covers_s"] == 30.0
@@ -115,10 +115,10 @@ def test_tenants_are_told_of_all_processes_together() -> None:
 def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
-    w0, _, _, _, w4, w5 = router.fleet
+    w0, _, _, _, w4, w5 = router.fleet.roster
     for _ in range(FAILURES_TO_OPEN):
-        router.fleet.failed(w4, 1.0, why="reset")
-        router.fleet.probe_failed("w5", 1.0)
+        router.fleet.health.failed(w4, 1.0, why="reset")
+        router.fleet.health.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
     told = LiveState(Metrics(router))(2.0)
     shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]

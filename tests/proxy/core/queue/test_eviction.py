@@ -165,7 +165,7 @@ def test_who_gives_way_is_told_and_pays_nothing() -> None:
     assert told is last
     assert refused(refusal).reason is Reason.QUEUE_FULL
     assert router.due(0.0) == []
-    router.finish(lease, 0.0, Outcome.DONE)
+    router.leases.finish(lease, 0.0, Outcome.DONE)
     ((next_one, answer),) = router.due(0.0)
     assert isinstance(answer, Lease)
     assert next_one in (first, single)
