@@ -15,9 +15,10 @@ Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Attempts, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
@@ -40,6 +41,7 @@ from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
 
+ERRED = Outcome.ERRED
 RETRY_AFTER_S = 1.0  # the retry budget refills with time
 
 
@@ -134,7 +136,7 @@ class Router:
         self,
         ask: RequestInfo,
         now: float,
-        attempts: Attempts | None = None,
+        attempts: Attempts = FIRST_ATTEMPT,
         *,
         after: Lease | None = None,
         free: bool = False,
@@ -146,7 +148,6 @@ class Router:
         only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
         healthy, and a dead prefill worker may have had many requests.
         """
-        attempts = attempts or Attempts()
         tried = attempts.tried
         if self.draining and not tried:
             billing.leave(ask, now)
@@ -182,10 +183,16 @@ class Router:
         why: str = "",
     ) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again, keeping its tenant's place."""
-        attempts = lease.attempts
-        ask = attempts.enlarged or lease.ask
-        attempts.tried |= {avoid}
-        attempts.drops += dropped  # by a worker that may have read it
+        before = lease.attempts
+        ask = before.enlarged or lease.ask
+        attempts = replace(
+            before,
+            tried=before.tried | {avoid},
+            drops=before.drops + dropped,  # by a worker that may have read it
+        )
+        if outcome is ERRED:
+            failed = lease.under_way.worker
+            attempts = replace(attempts, erred_on=(*before.erred_on, failed.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()

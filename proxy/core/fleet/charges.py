@@ -10,7 +10,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import Attempts, Decision, HandoverDecision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, HandoverDecision, Lease
 from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
@@ -38,9 +38,12 @@ class Fleet:
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
-        self, ask: RequestInfo, decision: Decision, now: float, attempts: Attempts | None = None
+        self,
+        ask: RequestInfo,
+        decision: Decision,
+        now: float,
+        attempts: Attempts = FIRST_ATTEMPT,
     ) -> Lease:
-        attempts = attempts or Attempts()
         if decision.handover is not None:
             return self._charge_both(ask, attempts, decision, decision.handover, now)
         worker = decision.worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_tree import PrefixNode
@@ -12,17 +13,18 @@ from proxy.core.model.types import Reason, RequestInfo
 NO_WORKERS: frozenset[Worker] = frozenset()
 
 
+@dataclass(slots=True, frozen=True)
 class Attempts:
-    """What the attempts of one request have shown."""
+    """What earlier attempts of a request have shown."""
 
-    __slots__ = ("drops", "enlarged", "erred_on", "tried", "whole")
+    tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
+    erred_on: tuple[str, ...] = ()  # workers that responded with 500
+    drops: int = 0  # connections closed before any response
+    whole: str = ""  # why it can be split no more
+    enlarged: RequestInfo | None = None  # once a worker was too small
 
-    def __init__(self, tried: frozenset[Worker] = NO_WORKERS) -> None:
-        self.tried = tried  # workers that failed it
-        self.erred_on: tuple[str, ...] = ()  # workers that responded with 500
-        self.drops = 0  # connections closed before any response
-        self.whole = ""  # why it can be split no more
-        self.enlarged: RequestInfo | None = None  # once a worker was too small
+
+FIRST_ATTEMPT: Final = Attempts()
 
 
 @dataclass(slots=True)

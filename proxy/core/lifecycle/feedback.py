@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Attempts, Lease
+from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import first_token_time
 from proxy.core.model.types import Outcome, Usage
@@ -31,8 +33,6 @@ def update_breaker(
     if outcome is FAILED or outcome is BUSY:
         fleet.health.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
-        if outcome is ERRED:
-            lease.attempts.erred_on += (worker.name,)
         if lease.trial:
             worker.breaker.abandoned()
             fleet.roster.moved(worker)
@@ -40,15 +40,15 @@ def update_breaker(
         fleet.health.succeeded(worker)
 
 
-def count_500(fleet: Fleet, attempts: Attempts, now: float) -> None:
+def count_500(fleet: Fleet, lease: Lease, now: float) -> None:
     """Count a 500 against a worker once another worker has succeeded.
 
     Until then the request may be at fault, and must not open every breaker.
     """
-    for name in attempts.erred_on:
+    for name in lease.attempts.erred_on:
         if (worker := fleet.roster.get(name)) is not None:
             fleet.health.failed(worker, now, why=STATUS_500)
-    attempts.erred_on = ()
+    lease.attempts = replace(lease.attempts, erred_on=())
 
 
 def tokens_by_events(lease: Lease) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing, feedback
@@ -30,7 +32,7 @@ class LeaseBook:
             self._has_come(lease)
         self._fleet.first_token(lease, now)
         if lease.attempts.erred_on:
-            feedback.count_500(self._fleet, lease.attempts, now)
+            feedback.count_500(self._fleet, lease, now)
 
     def began(self, lease: Lease, now: float) -> None:
         if lease.begun_at is None:
@@ -147,7 +149,7 @@ class LeaseBook:
         if outcome is CLIENT_GONE:
             feedback.learn_of_leaving(self._fleet, lease, now)
         if outcome is DONE and lease.attempts.erred_on:
-            feedback.count_500(self._fleet, lease.attempts, now)
+            feedback.count_500(self._fleet, lease, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
 
@@ -170,7 +172,7 @@ class LeaseBook:
     def outgrew(self, lease: Lease) -> RequestInfo:
         """Return the request as the next attempt sees it: larger than this worker."""
         larger = enlarged(lease.ask, lease.worker.limit, self._placer.settings.short_limit)
-        lease.attempts.enlarged = larger
+        lease.attempts = replace(lease.attempts, enlarged=larger)
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import NO_WORKERS, Attempts, Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, NO_WORKERS, Attempts, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -93,7 +93,8 @@ class Placer:
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
             decision = replace(decision, reason=Reason.RETRY)
-        attempts.whole = decision.whole or attempts.whole
+        if decision.whole:
+            attempts = replace(attempts, whole=decision.whole)
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.tenant is not None:
@@ -213,7 +214,7 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
-        view = self._look(ask, now, Attempts(), explain=True)
+        view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -199,7 +200,7 @@ class TwoLegExchange:
         if not (
             status in WORKER_SPECIFIC and is_first and router.leases.has_other_prefill(lease, now)
         ):
-            lease.attempts.whole = REFUSED_PREFILL
+            lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
 
     def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
@@ -223,7 +224,8 @@ class TwoLegExchange:
         # Only a late transfer rules out its decode worker.
         self._was_late = late
         late = late or not was_sent
-        lease.attempts.whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        lease.attempts = replace(lease.attempts, whole=whole)
         if late and was_sent:
             self._strike(now, lease.worker)
         self.is_suspect = was_sent and not late

@@ -280,7 +280,8 @@ def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> Non
             lease, 0.1, Outcome.FAILED, avoid=lease.worker, after=lease, free=free, dropped=dropped
         )
     refusal = refused(answer)
-    assert (refusal.status, refusal.code, len(lease.attempts.tried)) == (502, "request_dropped", 4)
+    assert (refusal.status, refusal.code) == (502, "request_dropped")
+    assert len({*lease.attempts.tried, lease.worker}) == 4
     assert refusal.retry_after_s is None
     assert idle(router.fleet.roster)
 
