@@ -37,8 +37,8 @@ def make_router() -> Router:
     fleet = Fleet()
     for number in range(WORKERS):
         spec = WorkerSpec(f"w{number}", f"http://w{number}", Role.GENERAL, MODEL, 65_536, PLACES)
-        fleet.add(spec)
-        fleet.probe_ok(spec.name, 0.0)
+        fleet.roster.add(spec)
+        fleet.health.probe_ok(spec.name, 0.0)
     return Router(RouterSettings(queue_requests=1024, queue_wait_s=30.0), fleet)
 
 
@@ -105,15 +105,15 @@ class Play:
             return
         self.waits[name].append(wait)
         first = now + PREFILL_S * one.prompt_tokens
-        self.router.first_token(answer, first)
+        self.router.leases.first_token(answer, first)
         self.later(first + STEP_S * (one.output_tokens or 0), name, answer)
 
     def ends(self, now: float, lease: Lease) -> None:
         """Have it done."""
         one = lease.ask
         output = one.output_tokens or 0
-        self.router.tokens(lease, output)
-        self.router.finish(lease, now, Outcome.DONE, Usage(one.prompt_tokens, output))
+        self.router.leases.tokens(lease, output)
+        self.router.leases.finish(lease, now, Outcome.DONE, Usage(one.prompt_tokens, output))
         self.tokens[self.whose[one.id]] += one.prompt_tokens + output
 
     def told(self, what: str) -> None:

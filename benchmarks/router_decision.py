@@ -36,8 +36,8 @@ def make_router(workers: int) -> Router:
     for i in range(workers):
         role = Role.LONG if i % 2 else Role.SHORT
         limit = 65_536 if i % 2 else 8192
-        fleet.add(WorkerSpec(f"w{i}", f"http://w{i}", role, MODEL, limit, max_requests=256))
-        fleet.probe_ok(f"w{i}", 0.0)
+        fleet.roster.add(WorkerSpec(f"w{i}", f"http://w{i}", role, MODEL, limit, max_requests=256))
+        fleet.health.probe_ok(f"w{i}", 0.0)
     return Router(RouterSettings(), fleet)
 
 
@@ -89,11 +89,11 @@ def whole_life(requests: int, tenant: Tenant | None = None) -> float:
             now += 0.001
             ask = read(router, route, bodies[i % 512], tenant)
             running.append(placed(router, ask, now))
-            router.first_token(running[-1], now + 0.02)
+            router.leases.first_token(running[-1], now + 0.02)
             if len(running) == 32:
-                router.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)
+                router.leases.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)
         for lease in running:
-            router.finish(lease, now, Outcome.DONE, usage)
+            router.leases.finish(lease, now, Outcome.DONE, usage)
         return requests
 
     return cpu_us(work)
@@ -121,7 +121,7 @@ def decision(workers: int, decisions: int) -> float:
     for i in range(workers * 8):
         now += 0.0001
         lease = placed(router, read(router, route, chat_body(i, 640)), now)
-        router.first_token(lease, now + 0.02)
+        router.leases.first_token(lease, now + 0.02)
     asks = [read(router, route, chat_body(i, 640)) for i in range(512)]
 
     def work() -> int:
@@ -129,7 +129,7 @@ def decision(workers: int, decisions: int) -> float:
         for i in range(decisions):
             now += 0.0001
             lease = placed(router, asks[i % 512], now)
-            router.finish(lease, now, Outcome.CLIENT_GONE)
+            router.leases.finish(lease, now, Outcome.CLIENT_GONE)
         return decisions
 
     return cpu_us(work)
@@ -138,8 +138,8 @@ def decision(workers: int, decisions: int) -> float:
 def turn(tenants: int, waiting: int, turns: int) -> float:
     """Measure how a place that came free is given to one of many that wait."""
     fleet = Fleet()
-    fleet.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1))
-    fleet.probe_ok("w", 0.0)
+    fleet.roster.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1))
+    fleet.health.probe_ok("w", 0.0)
     router = Router(RouterSettings(queue_requests=waiting + 1), fleet)
     route = find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
@@ -155,7 +155,7 @@ def turn(tenants: int, waiting: int, turns: int) -> float:
         nonlocal lease, now, number
         for _ in range(turns):
             now += 0.0001
-            router.finish(lease, now, Outcome.DONE)
+            router.leases.finish(lease, now, Outcome.DONE)
             ((_, answer),) = router.due(now)
             assert isinstance(answer, Lease)
             lease = answer

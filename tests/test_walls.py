@@ -93,6 +93,40 @@ def test_pure_floors_do_no_io(path: Path) -> None:
     assert not {module.split(".")[0] for module in imports(path)} & NOT_PURE
 
 
+# They make a `RequestInfo`. No other module changes one.
+INFO_MAKERS = {
+    "proxy/admin/schemas.py", "proxy/core/request/parser.py", "proxy/core/request/sizing.py",
+    "vllm_sched/sim/fleet/as_ask.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) not in INFO_MAKERS], ids=name_of)
+def test_what_is_known_of_a_request_is_changed_where_it_is_read(path: Path) -> None:
+    assert changes_of_request_infos(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["ask.long = True", "lease.ask.drops += 1", "def f(one: RequestInfo): one.pinned = ''"]
+)
+def test_a_change_of_a_request_info_is_found(code: str) -> None:
+    assert changes_of_request_infos(ast.parse(code))
+
+
+def changes_of_request_infos(tree: ast.AST) -> list[str]:
+    """Return the assigned attributes of `ask`, `x.ask`, and names of type `RequestInfo`."""
+    infos = {"ask"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            infos |= {node.arg} if "RequestInfo" in ast.unparse(node.annotation) else set()
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and not isinstance(node.ctx, ast.Load)
+        and ast.unparse(node.value).split(".")[-1].lstrip("_") in infos
+    ]
+
+
 def module_of(path: Path) -> str:
     """Return a module's name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

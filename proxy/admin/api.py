@@ -119,19 +119,19 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     api = APIRouter()
 
     def find(name: str) -> Worker:
-        if (worker := state.router.fleet.get(name)) is None:
+        if (worker := state.router.fleet.roster.get(name)) is None:
             raise AdminError(HTTPStatus.NOT_FOUND, "no_such_worker", f"there is no worker {name!r}")
         return worker
 
     def drain(name: str, *, draining: bool) -> WorkerShown:
         worker = find(name)
-        state.router.fleet.drain(name, draining=draining)
+        state.router.fleet.roster.drain(name, draining=draining)
         return shown_worker(worker, clock())
 
     @api.get("", summary="List the workers")
     async def workers() -> list[WorkerShown]:
         now = clock()
-        return [shown_worker(worker, now) for worker in state.router.fleet]
+        return [shown_worker(worker, now) for worker in state.router.fleet.roster]
 
     @api.post("", status_code=HTTPStatus.CREATED, summary="Add a worker")
     async def add(worker: WorkerConfig) -> WorkerShown:
@@ -140,7 +140,9 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         The worker gets requests once a probe succeeds. A reload of the fleet file removes the
         worker.
         """
-        refuse_conflicts(worker, list(state.router.fleet), moves=state.config.transfer is not None)
+        refuse_conflicts(
+            worker, list(state.router.fleet.roster), moves=state.config.transfer is not None
+        )
         state.add_worker(worker)
         return shown_worker(find(worker.name), clock())
 
@@ -223,7 +225,7 @@ def config_routes(state: AdminState) -> APIRouter:
         """Apply the fleet file if it is valid. Requests in flight are not affected."""
         needs_restart = await state.reload()
         return Reloaded(
-            workers=tuple(worker.name for worker in state.router.fleet),
+            workers=tuple(worker.name for worker in state.router.fleet.roster),
             needs_restart=tuple(needs_restart),
         )
 

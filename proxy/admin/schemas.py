@@ -151,16 +151,18 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
 def explanation(router: Router, question: Question, default_model: str, now: float) -> Explanation:
     """Return where a request would be sent now."""
     model = question.model or default_model
-    if model not in (known := router.fleet.models()):
-        return shown_answer(model_not_served(model, known, all_told=router.fleet.all_told(model)))
+    if model not in (known := router.fleet.roster.models()):
+        return shown_answer(
+            model_not_served(model, known, all_told=router.fleet.roster.all_told(model))
+        )
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)
-    fit(info, router.fleet.pool(model).limit, cuts_output=router.settings.cut_output)
-    outcome = shown_answer(router.explain(info, now))
+    fit(info, router.fleet.roster.pool(model).limit, cuts_output=router.settings.cut_output)
+    outcome = shown_answer(router.placer.explain(info, now))
     # These workers get no requests because they do not list their model. They are shown because the
     # fleet file configures them for it.
-    strays = (w for w in router.fleet if w.model == model and w.strays)
+    strays = (w for w in router.fleet.roster if w.model == model and w.strays)
     scores = (*outcome.scores, *(Score(w.name, 0.0, note=w.why or "down") for w in strays))
     return outcome.model_copy(update={"scores": scores})
 

@@ -28,16 +28,16 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     the router refuses the line. `size`, in bytes, only decides if a line needs a prefill worker.
     """
     fleet = router.fleet
-    known = fleet.models()
+    known = fleet.roster.models()
     if not known:
         return False
     if not model and len(known) == 1:
         model = known[0]
-    if not fleet.serves(model):
-        return fleet.all_told(model)
+    if not fleet.roster.serves(model):
+        return fleet.roster.all_told(model)
     if router.queue.has(model):
         return False
-    fair, pool = router.settings.fairness, fleet.pool(model)
+    fair, pool = router.settings.fairness, fleet.roster.pool(model)
     free = [w for w in pool.all if w.takes(now) and leaves_room(w, MINIMAL_REQUEST, now, fair)]
     if not free or not pool.prefills:
         return bool(free)

@@ -3,10 +3,10 @@
     refusal = router.spent(tenant, now)
     ask = router.read(route, body, content_type, request_id)    # was_read, if refused
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
-    router.first_token(lease, now); router.tokens(lease, 1); ...
-    router.prefilled(lease, now, usage)    # of a hand-over, between its legs
-    router.finish(lease, now, outcome, usage)
-    answer = router.retry(lease, now, outcome, tried=tried, after=leg)    # instead of finish
+    router.leases.first_token(lease, now); router.leases.tokens(lease, 1); ...
+    router.leases.prefilled(lease, now, usage)    # of a hand-over, between its legs
+    router.leases.finish(lease, now, outcome, usage)
+    answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
     for ticket, answer in router.due(now): ...
 
 Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
@@ -15,9 +15,10 @@ Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
@@ -32,31 +33,41 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
+from proxy.core.request.sizing import Sizer
 from proxy.core.routing import candidates
 from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
-from proxy.core.routing.placer import NO_WORKERS
-from proxy.core.routing.registry import rule
+from proxy.core.routing.placer import Placer
 from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
 
+ERRED = Outcome.ERRED
 RETRY_AFTER_S = 1.0  # the retry budget refills with time
 
 
-class Router(LeaseBook):
-    """Adds parsing, the queue and retries to `LeaseBook`."""
+class Router:
+    """Reads requests, queues them, and retries them."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
-        super().__init__(settings, fleet)
+        self.fleet = fleet
+        self.sizer = Sizer()
+        self.placer = Placer(settings, fleet)
+        self.leases = LeaseBook(self.placer, self.sizer)
+        self.queue = self.placer.queue
         self.tenants = Tenants()
         self.draining = False
         # Reports stored responses to other processes.
         self.others_remember: Callable[[str, str, str], None] | None = None
+        self._roster = fleet.roster
         self._evicted: dict[Ticket, Refusal] = {}  # not yet reported by `due`
-        self._reader = RequestParser(fleet, self.sizer, settings.short_limit)
+        self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = WorkerFailureEvents()
         self._split(settings)
+
+    @property
+    def settings(self) -> RouterSettings:
+        return self.placer.settings
 
     def read(
         self,
@@ -68,7 +79,7 @@ class Router(LeaseBook):
         *,
         batch: bool = False,
     ) -> RequestInfo | Refusal:
-        hashed = self._rule.affine and self.settings.prefix_affinity
+        hashed = self.placer.rule.affine and self.settings.prefix_affinity
         ask: RequestInfo | Refusal
         try:
             ask = self._reader.read(
@@ -76,12 +87,12 @@ class Router(LeaseBook):
             )
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))
-        return self._refused("", ask) if isinstance(ask, Refusal) else ask
+        return self.placer.count_refusal("", ask) if isinstance(ask, Refusal) else ask
 
     def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""
         refusal = None if tenant is None else billing.exhausted_limit(tenant, now)
-        return refusal and self._refused("", refusal)
+        return refusal and self.placer.count_refusal("", refusal)
 
     def was_read(self, tenant: Tenant | None, now: float) -> None:
         """Charge a tenant for a refused `read`."""
@@ -92,12 +103,12 @@ class Router(LeaseBook):
         """Return the worker to count an ask's tokens, if needed."""
         if not self.settings.tokenize:
             return None
-        return self._reader.counter_for(ask, by_size=self._rule.by_size)
+        return self._reader.counter_for(ask, by_size=self.placer.rule.by_size)
 
     def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
         refusal = billing.enter(ask, now, again=False, uncounted=True)
-        return refusal and self._refused(ask.model, refusal)
+        return refusal and self.placer.count_refusal(ask.model, refusal)
 
     def leave(self, ask: RequestInfo, now: float) -> None:
         """End an admitted request after a disconnect."""
@@ -125,33 +136,34 @@ class Router(LeaseBook):
         self,
         ask: RequestInfo,
         now: float,
+        attempts: Attempts = FIRST_ATTEMPT,
         *,
-        tried: frozenset[Worker] = NO_WORKERS,
         after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Place, queue or refuse a request. `tried` are the workers that failed it.
+        """Place, queue or refuse a request.
 
         `after`: the failed leg; requests that fail with one worker need no retry budget. `free`:
         only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
         healthy, and a dead prefill worker may have had many requests.
         """
+        tried = attempts.tried
         if self.draining and not tried:
             billing.leave(ask, now)
-            return self._refused(ask.model, refusals.draining())
+            return self.placer.count_refusal(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._refuse_retry(ask, now, tried, after, free=free)) is not None:
+            if (refusal := self._refuse_retry(ask, now, attempts, after, free=free)) is not None:
                 return refusal
         else:
             self._retries.earn(now)
-            self._record_traffic(ask, now)
+            self.placer.record_traffic(ask, now)
         if ask.tenant is None:
-            return self._submit(ask, now, tried, explain=explain)
+            return self._submit(ask, now, attempts, explain=explain)
         if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
-            return self._refused(ask.model, refusal)
-        answer = self._submit(ask, now, tried, explain=explain)
+            return self.placer.count_refusal(ask.model, refusal)
+        answer = self._submit(ask, now, attempts, explain=explain)
         if isinstance(answer, Refusal):
             billing.leave(ask, now)
         return answer
@@ -163,7 +175,7 @@ class Router(LeaseBook):
         outcome: Outcome,
         retry_after_s: float | None = None,
         *,
-        tried: frozenset[Worker],
+        avoid: Worker,
         after: Lease,
         free: bool = False,
         dropped: bool = False,
@@ -171,46 +183,56 @@ class Router(LeaseBook):
         why: str = "",
     ) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again, keeping its tenant's place."""
-        ask = lease.ask
-        ask.drops += dropped  # by a worker that may have read it
+        before = lease.attempts
+        ask = before.enlarged or lease.ask
+        attempts = replace(
+            before,
+            tried=before.tried | {avoid},
+            drops=before.drops + dropped,  # by a worker that may have read it
+        )
+        if outcome is ERRED:
+            failed = lease.under_way.worker
+            attempts = replace(attempts, erred_on=(*before.erred_on, failed.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
         try:
-            self.finish(lease, now, outcome, None, retry_after_s, why)
-            return self.submit(ask, now, tried=tried, after=after, free=free, explain=explain)
+            self.leases.finish(lease, now, outcome, None, retry_after_s, why)
+            return self.submit(ask, now, attempts, after=after, free=free, explain=explain)
         finally:
             if ledger is not None:
                 ledger.let_go()
 
     def _submit(
-        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Queued requests go first.
-        queue = self.queue
+        queue, tried = self.queue, attempts.tried
         strict = None if tried else self.settings.admission
         free = not queue.any_ahead_of(ask)
         if free or tried or ask.pinned:
-            answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
+            answer = self.placer.place(
+                ask, now, attempts, explain=explain, free=free, admission=strict
+            )
             if answer is not None:
                 return answer
-        refusal = candidates.why_hopeless(self.fleet, ask, now, tried)
+        refusal = candidates.why_hopeless(self._roster, ask, now, tried)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
             give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
         if refusal is None and strict is not None:
-            likely = next(iter(self.fleet.pool(ask.model).all), None)
+            likely = next(iter(self._roster.pool(ask.model).all), None)
             refusal = queued_too_late(strict, ask, queue, likely, now)
         if refusal is not None:
-            return self._refused(ask.model, refusal)
+            return self.placer.count_refusal(ask.model, refusal)
         self._evict(give_way, now)
-        self._count(ask.model, Reason.FLEET_FULL)
-        return queue.push(ask, now, tried, explain=explain)
+        self.placer.count_decision(ask.model, Reason.FLEET_FULL)
+        return queue.push(ask, now, attempts, explain=explain)
 
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
-        if self.fleet.pool(ask.model).all:
+        if self._roster.pool(ask.model).all:
             return refusals.queue_full(self.queue.retry_after_s(now))
         return refusals.no_worker(ask.model)  # not probed yet
 
@@ -219,7 +241,7 @@ class Router(LeaseBook):
             self.queue.remove(ticket)
             billing.leave(ticket.ask, now)
             full = refusals.queue_full(self.queue.retry_after_s(now))
-            self._evicted[ticket] = self._refused(ticket.ask.model, full)
+            self._evicted[ticket] = self.placer.count_refusal(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         if self.queue.remove(ticket):
@@ -239,17 +261,17 @@ class Router(LeaseBook):
         for ticket in queue.expired(now):
             may_s = ticket.deadline - ticket.since
             refusal = refusals.queue_timeout(may_s, queue.retry_after_s(now))
-            gone.append((ticket, self._refused(ticket.ask.model, refusal)))
+            gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
-            explain, aged = ticket.explain, ticket.aged
+            attempts, explain, aged = ticket.attempts, ticket.explain, ticket.aged
             late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-            answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
+            answer = self.placer.place(ask, now, attempts, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = candidates.why_hopeless(self.fleet, ask, now, ticket.tried)
-            return refusal and self._refused(ask.model, refusal)
+            refusal = candidates.why_hopeless(self._roster, ask, now, attempts.tried)
+            return refusal and self.placer.count_refusal(ask.model, refusal)
 
         gone += queue.leave(end, now)
         for ticket, answer in gone:
@@ -261,31 +283,32 @@ class Router(LeaseBook):
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         after: Lease | None,
         *,
         free: bool,
     ) -> Refusal | None:
-        if ask.drops >= MAX_DROPS:
-            return self._refused(ask.model, refusals.dropped())
+        tried = attempts.tried
+        if attempts.drops >= MAX_DROPS:
+            return self.placer.count_refusal(ask.model, refusals.dropped())
         if free:  # few: the last attempt is whole
             return None
         if len(tried) >= self.settings.max_attempts:
             why = "it has used all its attempts (router.attempts)"
-            return self._refused(ask.model, refusals.no_worker_left(why))
+            return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
         if self._failed_with_worker(ask, now, tried, after) or self._retries.spend(now):
             return None
         why = "too many requests are being retried"
-        return self._refused(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
+        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
 
-    def may_go_over(self, lease: Lease, now: float, tried: frozenset[Worker]) -> bool:
+    def may_go_over(self, lease: Lease, now: float) -> bool:
         """Return whether a request would be retried if the current leg failed."""
         ask, leg = lease.ask, lease.under_way
-        tried |= {leg.worker}
+        tried = lease.attempts.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         if not free and len(tried) >= self.settings.max_attempts:
             return False
-        others = (w for w in self.fleet.pool(ask.model).all if w not in tried)
+        others = (w for w in self._roster.pool(ask.model).all if w not in tried)
         if ask.pinned or not any(
             w.may_hold(ask) and (not w.barred or w.takes(now)) for w in others
         ):
@@ -301,12 +324,12 @@ class Router(LeaseBook):
         """Return whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:
             return False
-        live_workers = len(self.fleet.pool(ask.model).all)
+        live_workers = len(self._roster.pool(ask.model).all)
         spared = self._falls.spare(after.worker, after.charged_at, now, live_workers)
         return spared and len(tried) == 1
 
     def _split(self, settings: RouterSettings) -> None:
-        self.fleet.ejections.set_threshold(settings.panic_threshold)
+        self._roster.ejections.set_threshold(settings.panic_threshold)
         self._reader.splits = settings.transfer
         self._reader.passes_priority = settings.pass_priority
         self._reader.cuts_output = settings.cut_output
@@ -316,14 +339,8 @@ class Router(LeaseBook):
 
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
         """Apply a new fleet file; remaining workers keep what was learned."""
-        self.settings = settings
         self._split(settings)
         self._reader.short_limit = settings.short_limit
-        self._rule = rule(settings.policy)
         self._retries.share = settings.retry_budget
-        queue = self.queue
-        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
-        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
-        queue.fairness = settings.fairness
-        self.fleet.rank_by(self._rule.rank)
-        self.fleet.replace(workers)
+        self.placer.reconfigure(settings)
+        self._roster.replace(workers)

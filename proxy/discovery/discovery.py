@@ -19,7 +19,7 @@ from proxy.discovery.endpoints import EndpointListener, Endpoints
 from proxy.discovery.reconcile import DiscoveredPool
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.charges import Fleet
+    from proxy.core.fleet.roster import Roster
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.specs import WorkerSpec
 
@@ -40,13 +40,13 @@ class Discovery:
 
     def __init__(
         self,
-        fleet: Fleet,
+        roster: Roster,
         config: FleetConfig,
         keys: Mapping[str, str | None],
         spec_of: Callable[[WorkerConfig, FleetConfig], WorkerSpec],
         source_of: Callable[[DiscoveryConfig, PoolConfig], AddressSource] | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._roster = roster
         self._spec_of = spec_of
         self._source_of = source_of or source
         self._config = config
@@ -78,7 +78,7 @@ class Discovery:
         for pool in self.pools:
             pool.known = dict(known.get(pool.config.name, {}))
         for name, (config, useful) in self._wanted().items():
-            worker = self._fleet.get(name)
+            worker = self._roster.get(name)
             if worker is not None and worker.url == config.url:
                 self._mine[name] = worker
                 if worker.draining and not useful:
@@ -106,7 +106,7 @@ class Discovery:
 
     def reloaded(self) -> None:
         """Adopt the fleet after a reload, which has added all discovered workers."""
-        workers = {name: self._fleet.get(name) for name in self._wanted()}
+        workers = {name: self._roster.get(name) for name in self._wanted()}
         self._mine = {name: worker for name, worker in workers.items() if worker is not None}
         self._drained &= set(self._mine.values())
         self._refused.clear()
@@ -122,7 +122,7 @@ class Discovery:
         self._sources = dict(known for _, known in taken)
         self._config = config
         # Requests for a model of an empty pool get 503 instead of 404.
-        self._fleet.expect(pool.model or config.model for pool, _ in taken)
+        self._roster.expect(pool.model or config.model for pool, _ in taken)
 
     def _known(
         self, discovery: DiscoveryConfig, pool: PoolConfig
@@ -170,8 +170,8 @@ class Discovery:
                 continue
             del self._mine[name]
             self._drained.discard(worker)
-            if self._fleet.get(name) is worker:
-                self._fleet.remove(name)
+            if self._roster.get(name) is worker:
+                self._roster.remove(name)
                 logger.info("worker %s at %s is gone", name, worker.url)
         for name, (config, useful) in wanted.items():
             known = self._mine.get(name) or self._add(config)
@@ -179,24 +179,24 @@ class Discovery:
                 self._drain(known, draining=not useful)
 
     def _add(self, config: WorkerConfig) -> Worker | None:
-        for other in self._fleet:
+        for other in self._roster:
             if other.name == config.name or other.url == config.url:
                 why = f"worker {other.name} at {other.url} is already in the fleet"
                 self._refuse(f"{config.name} at {config.url}", why)
                 return None
-        worker = self._mine[config.name] = self._fleet.add(self._spec_of(config, self._config))
+        worker = self._mine[config.name] = self._roster.add(self._spec_of(config, self._config))
         logger.info("worker %s discovered at %s, role %s", worker.name, worker.url, config.role)
         return worker
 
     def _drain(self, worker: Worker, *, draining: bool) -> None:
-        if self._fleet.get(worker.name) is not worker:
+        if self._roster.get(worker.name) is not worker:
             return  # an operator removed it
         if draining and not worker.draining:
-            self._fleet.drain(worker.name, starts=True)
+            self._roster.drain(worker.name, starts=True)
             self._drained.add(worker)
         elif not draining and worker in self._drained:
             self._drained.discard(worker)
-            self._fleet.drain(worker.name, draining=False)
+            self._roster.drain(worker.name, draining=False)
 
     def _wanted(self) -> dict[str, tuple[WorkerConfig, bool]]:
         """Return discovered workers, and whether they take requests; the file's workers win."""

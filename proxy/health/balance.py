@@ -109,7 +109,7 @@ class Balance:
     def _sides(self) -> list[tuple[str, list[Worker], list[Worker]]]:
         """Return the workers that take requests; an empty side only with a connector."""
         sides: dict[str, tuple[list[Worker], list[Worker]]] = {}
-        for worker in self._router.fleet:
+        for worker in self._router.fleet.roster:
             if worker.role in (Role.PREFILL, Role.DECODE):
                 pair = sides.setdefault(worker.model, ([], []))
                 if worker.up and not worker.draining:

@@ -53,7 +53,7 @@ class Prober:
         try:
             while True:
                 watches = {w: task for w, task in watches.items() if not task.done()}
-                for worker in self.fleet:
+                for worker in self.fleet.roster:
                     if worker not in watches:
                         watches[worker] = asyncio.create_task(self._watch(worker))
                 await asyncio.sleep(CHECK_INTERVAL_S)
@@ -92,7 +92,7 @@ class WorkerProbe:
     @property
     def of_interest(self) -> bool:
         """Whether this worker, not another one of the same name, is in the fleet."""
-        return self._fleet.get(self._worker.name) is self._worker
+        return self._fleet.roster.get(self._worker.name) is self._worker
 
     async def once(self) -> None:
         """Probe the worker and report to the fleet."""
@@ -140,7 +140,7 @@ class WorkerProbe:
         if restarted(self._gauges, gauges):
             self._models_known_at = -math.inf
             # A new process has an empty cache.
-            self._fleet.prefixes.forget(self._worker.index)
+            self._fleet.roster.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
         known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
         return (None if known else await questions.served()), gauges
@@ -161,10 +161,10 @@ class WorkerProbe:
             self._compare_contexts()
         if gauges:
             self._gauges = gauges
-            self._fleet.set_gauges(name, gauges)
+            self._fleet.health.set_gauges(name, gauges)
         else:
-            self._fleet.no_gauges(name, self._prober.clock())
-        if self._fleet.probe_ok(name, self._prober.clock()):
+            self._fleet.health.no_gauges(name, self._prober.clock())
+        if self._fleet.health.probe_ok(name, self._prober.clock()):
             logger.info("worker %s is up", name)
             self._been_up = True
             self._said = None
@@ -183,7 +183,7 @@ class WorkerProbe:
         own = models.get(worker.model)
         length = (own.length if own else None) or min(lengths, default=None)
         origins = {name: (card.root, card.parent) for name, card in models.items()}
-        self._fleet.set_served(worker.name, models, length, origins)
+        self._fleet.roster.set_served(worker.name, models, length, origins)
         if worker.model not in models:
             names = a_few(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
@@ -204,7 +204,9 @@ class WorkerProbe:
     def _failed(self, why: str) -> None:
         # It may come back with other models.
         self._models_known_at = -math.inf
-        self._fleet.probe_failed(self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS])
+        self._fleet.health.probe_failed(
+            self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS]
+        )
         if not self._worker.up and why != self._said:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)

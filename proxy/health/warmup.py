@@ -96,7 +96,7 @@ class Warmup:
         self._version = -1  # of the fleet, at the last check
         self._left: dict[str, tuple[object, list[Link]]] = {}  # unconnected, by model
         self._again: dict[Link, LinkRetry] = {}  # failed pairs
-        router.links.are_made = connector.connects
+        router.placer.links.are_made = connector.connects
 
     async def run(self) -> None:
         """Connect new pairs until cancelled."""
@@ -118,14 +118,14 @@ class Warmup:
 
     def _cold(self, now: float) -> Iterator[Link]:
         """Yield the pairs to connect; list all pairs only when the pool changed."""
-        fleet, links = self._router.fleet, self._router.links
-        if fleet.version != self._version:
-            self._version = fleet.version
-            here = {*fleet}
+        fleet, links = self._router.fleet, self._router.placer.links
+        if fleet.roster.version != self._version:
+            self._version = fleet.roster.version
+            here = {*fleet.roster}
             links.keep(here)
             self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
-        for model in fleet.models():
-            pool = fleet.pool(model)
+        for model in fleet.roster.models():
+            pool = fleet.roster.pool(model)
             if not pool.prefills or not pool.decodes:
                 continue
             decodes = [w for w in pool.all if w.role is Role.DECODE]
@@ -165,7 +165,7 @@ class Warmup:
                 break
         if _lives(prefill, decode) != lives:
             return  # a worker restarted during the try
-        links = self._router.links
+        links = self._router.placer.links
         if how in (DONE, NO_KEY):
             self._again.pop((prefill, decode), None)
             links.worked(prefill, decode)

@@ -112,10 +112,10 @@ class FallbackLog:
         """Log new fallbacks since the last log line."""
         if now < self._next:
             return
-        counts = self._router.handovers
+        counts = self._router.placer.handovers
         total = sum(
             counts.get((model, HandoverVerdict.NO_PREFILL), 0)
-            for model in self._router.fleet.models()
+            for model in self._router.fleet.roster.models()
         )
         if total > self._logged:
             logger.warning(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from proxy.core.fleet.leases import Decision
+from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import Reason, RequestInfo
 
 # One minute at 100 requests per second; about 6 MB.
@@ -67,17 +68,7 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(
-        self,
-        ask: RequestInfo,
-        size: str,
-        decision: Decision | None,
-        reason: Reason,
-        status: int,
-        ttft_s: float | None,
-        duration_s: float,
-        queue_s: float,
-    ) -> None:
+    def add(self, ask: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
         worker = predicted_s = whether = None
         legs = NO_HANDOVER
         if decision is not None:
@@ -90,10 +81,10 @@ class RecentRequests:
                 )  # fmt: skip
         self._rows.append(
             (
-                ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
-                status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
-                predicted_s, ttft_s, queue_s, duration_s, *legs, size,
-                None if ask.tenant is None else ask.tenant.name, whether,
+                ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker,
+                done.reason, done.status, ask.body_bytes, ask.prompt_tokens, ask.counted,
+                ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
+                done.size, None if ask.tenant is None else ask.tenant.name, whether,
             )
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ from proxy.metrics.tenant_counts import TenantCounts
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
+    from proxy.core.model.finished_request import FinishedRequest
     from proxy.core.model.types import Reason, RequestInfo
     from proxy.core.router import Router
     from proxy.http.trace import Trace
@@ -127,64 +128,41 @@ class Metrics:
         self.phases: dict[tuple[str, ...], Phases] = {}
         self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
-        self.unseen = NoFirstToken(router.fleet)
+        self.unseen = NoFirstToken(router.fleet.roster)
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
-    def request_done(
-        self,
-        route: str,
-        model: str,
-        worker: str,
-        reason: str,
-        status: int,
-        ttft_s: float | None,
-        duration_s: float,
-        queue_s: float,
-        pool: str = NONE,
-        predicted_ttft_s: float | None = None,
-        size: str = NONE,
-        tpot_s: float | None = None,
-        stream: bool | None = None,
-        leg: tuple[str, str] | None = None,
-        placed_s: float | None = None,
-        leg_s: float | None = None,
-        *,
-        fetched: bool = False,
-    ) -> None:
-        """Count a finished request.
-
-        `worker` and `pool` (the worker's role) are `none` for a refused request; `size` (the class)
-        is `none` for an unparsed request. `ttft_s` and `predicted_ttft_s` count from the arrival.
-        `ttft_s` is None without a first token; then the prediction is not observed. `tpot_s` is the
-        mean time between tokens; None with fewer than two tokens. `stream` is None if the request
-        needed no generation. `leg` names the worker and pool of the current leg if it is not
-        `worker`. The other arguments are for `Phases`.
-        """
-        key = route, model, worker, pool, reason, status, size
+    def request_done(self, done: FinishedRequest) -> None:
+        """Count a finished request."""
+        worker, pool, size, status = done.worker, done.pool, done.size, done.status
+        key = done.route, done.model, worker, pool, done.reason, status, size
+        duration_s, queue_s, ttft_s = done.duration_s, done.queue_s, done.ttft_s
         series = self.requests.get(key) or self._series(key)
         series.count += 1
         series.duration.observe(duration_s)
         series.wait.observe(queue_s)
         if ttft_s is not None:
             series.ttft.observe(ttft_s)
-            if predicted_ttft_s is not None:
-                series.predicted.observe(predicted_ttft_s)
-            if tpot_s is not None:
+            if (predicted := done.predicted_ttft_s) is not None:
+                series.predicted.observe(predicted)
+            if (tpot_s := done.tpot_s) is not None:
                 series.tpot.observe(tpot_s)
-            if placed_s is not None:
-                series.phases.ended(placed_s, queue_s, leg_s, ttft_s, duration_s, fetched=fetched)
-        elif stream is not None:
+            if (placed_s := done.placed_s) is not None:
+                series.phases.ended(
+                    placed_s, queue_s, done.leg_s, ttft_s, duration_s, fetched=done.fetched
+                )
+        elif (stream := done.stream) is not None:
             if status == CLIENT_GONE:
-                worker, pool = leg or (worker, pool)
+                worker, pool = done.leg or (worker, pool)
                 self.unseen.gone(worker, pool, series.model, size, duration_s, stream=stream)
             elif not stream and status < FAULTY:
                 self.unseen.answered(pool, series.model, size, duration_s)
 
-    def traced(self, pool: str, model: str, size: str, ttft_s: float, trace: str) -> None:
+    def traced(self, done: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
-        if (found := self.ttft.get((pool, self.model_label(model), size))) is not None:
-            found.exemplify(ttft_s, trace, round(time.time(), 3))
+        found = self.ttft.get((done.pool, self.model_label(done.model), done.size))
+        if found is not None and done.ttft_s is not None:
+            found.exemplify(done.ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
         return histogram(self.gaps, (pool, size), GAP_BOUNDS)
@@ -214,7 +192,7 @@ class Metrics:
         known = self._models
         if model in known:
             return model
-        serves = self.router.fleet.serves
+        serves = self.router.fleet.roster.serves
         if not serves(model):
             return OTHER
         if len(known) >= MAX_MODELS and self._cleanup_due():
@@ -258,7 +236,7 @@ class Metrics:
         return True
 
     def _drop_removed_workers(self) -> None:
-        stay = {worker.name for worker in self.router.fleet} | {NONE, OTHER}
+        stay = {worker.name for worker in self.router.fleet.roster} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
 
@@ -267,8 +245,12 @@ class Metrics:
         router = self.router
         # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
         # would become `other`.
-        router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
-        router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
+        router.placer.decisions = {
+            key: n for key, n in router.placer.decisions.items() if key[0] not in gone
+        }
+        router.placer.handovers = {
+            key: n for key, n in router.placer.handovers.items() if key[0] not in gone
+        }
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
         self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}

@@ -253,7 +253,7 @@ def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
     _histograms(page, metrics)
     _handovers(page, metrics)
     yield b""
-    _workers(page, list(metrics.router.fleet))
+    _workers(page, list(metrics.router.fleet.roster))
     _panics(page, metrics)
     yield b""
     _router(page, metrics)
@@ -265,7 +265,7 @@ def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
 
 def _name_models(metrics: Metrics) -> None:
     # First of all, because making room for new models may drop the counters of others.
-    for model in {model for model, _ in metrics.router.decisions}:
+    for model in {model for model, _ in metrics.router.placer.decisions}:
         metrics.model_label(model)
 
 
@@ -282,7 +282,7 @@ def _requests(page: MetricsPage, metrics: Metrics) -> Iterator[None]:
 def _counts(page: MetricsPage, metrics: Metrics) -> None:
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
-    for (model, reason), count in metrics.router.decisions.items():
+    for (model, reason), count in metrics.router.placer.decisions.items():
         decisions[metrics.model_label(model), reason.value] += count
     page.values(DECISIONS, decisions.items())
 
@@ -304,19 +304,19 @@ def _histograms(page: MetricsPage, metrics: Metrics) -> None:
 
 
 def _handovers(page: MetricsPage, metrics: Metrics) -> None:
-    found, fleet = metrics.handovers, metrics.router.fleet
+    found, roster = metrics.handovers, metrics.router.fleet.roster
     decisions: Counter[tuple[str, str]] = Counter()
-    for (model, why), count in metrics.router.handovers.items():
+    for (model, why), count in metrics.router.placer.handovers.items():
         decisions[metrics.model_label(model), why] += count
     page.values(HANDOVER_DECISIONS, decisions.items())
     page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
     page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
-    found.forget({worker.name for worker in fleet})
+    found.forget({worker.name for worker in roster})
     page.values(BARS, found.bars.items())
     page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))
     page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
     reported = [
-        (w, w.gauges.extra["kv_bytes"]) for w in fleet if w.gauges and "kv_bytes" in w.gauges.extra
+        (w, w.gauges.extra["kv_bytes"]) for w in roster if w.gauges and "kv_bytes" in w.gauges.extra
     ]
     page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in reported))
     for family, table in (
@@ -348,9 +348,9 @@ def _workers(page: MetricsPage, workers: list[Worker]) -> None:
 
 
 def _panics(page: MetricsPage, metrics: Metrics) -> None:
-    fleet = metrics.router.fleet
-    ejections = fleet.ejections
-    pools = {key: (key[0], "prefill" if key[1] else "serve") for key in map(key_of, fleet)}
+    roster = metrics.router.fleet.roster
+    ejections = roster.ejections
+    pools = {key: (key[0], "prefill" if key[1] else "serve") for key in map(key_of, roster)}
     page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
     started = ejections.started
     page.values(PANICS, ((labels, started.get(key, 0)) for key, labels in pools.items()))

@@ -65,12 +65,14 @@ class FleetReplica:
 
     def changes(self) -> WorkersChanged | None:
         """Return the changes since the last call; None without changes."""
-        gone = [worker for worker in self._places if self._fleet.get(worker.name) is not worker]
+        gone = [
+            worker for worker in self._places if self._fleet.roster.get(worker.name) is not worker
+        ]
         for worker in gone:
             self._rows.leave(worker)
             self._leave(worker)
         known = []
-        for worker in self._fleet:
+        for worker in self._fleet.roster:
             if worker not in self._places:
                 self._give(worker)
             state = (
@@ -95,7 +97,7 @@ class FleetReplica:
         self._found = found
         if not (known or gone or warm or send_all or discovered):
             return None
-        names = tuple(worker.name for worker in gone if worker.name not in self._fleet)
+        names = tuple(worker.name for worker in gone if worker.name not in self._fleet.roster)
         return WorkersChanged(tuple(known), names, send_all, warm, discovered)
 
     def _give(self, worker: Worker) -> None:
@@ -129,15 +131,15 @@ class FleetReplica:
         )
 
     def _warmed(self) -> tuple[tuple[str, str], ...]:
-        links = self._router.links
-        seen = links.version, self._fleet.version
+        links = self._router.placer.links
+        seen = links.version, self._fleet.roster.version
         if not links.are_made or seen == self._seen:
             return ()
         self._seen = seen
-        here = {(worker.name, worker.up_since) for worker in self._fleet}
+        here = {(worker.name, worker.up_since) for worker in self._fleet.roster}
         self._warm = {key for key in self._warm if key[:2] in here and key[2:] in here}
         found = []
-        for pool in {self._fleet.pool(model) for model in self._fleet.models()}:
+        for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
@@ -152,35 +154,35 @@ class FleetReplica:
         """Apply the leader's changes."""
         gone = set(changes.gone)
         if changes.all:
-            gone |= {worker.name for worker in self._fleet}
+            gone |= {worker.name for worker in self._fleet.roster}
             gone -= {known.spec.name for known in changes.known}
         self._swap(gone, changes.known)
         for known in changes.known:
-            if (worker := self._fleet.get(known.spec.name)) is not None:
+            if (worker := self._fleet.roster.get(known.spec.name)) is not None:
                 self._take(worker, known)
         if gone:
-            self._router.links.keep({*self._fleet})
+            self._router.placer.links.keep({*self._fleet.roster})
         if changes.found is not None:
             self._found = changes.found
         for first, second in changes.warm:
-            prefill, decode = self._fleet.get(first), self._fleet.get(second)
+            prefill, decode = self._fleet.roster.get(first), self._fleet.roster.get(second)
             if prefill is not None and decode is not None:
-                self._router.links.warm(prefill, decode)
+                self._router.placer.links.warm(prefill, decode)
 
     def _swap(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
         """Remove and add workers in one operation, because there may be a thousand."""
         fleet = self._fleet
-        gone = [worker for name in names if (worker := fleet.get(name)) is not None]
+        gone = [worker for name in names if (worker := fleet.roster.get(name)) is not None]
         added = []
         for known in known_workers:
-            worker = fleet.get(known.spec.name)
+            worker = fleet.roster.get(known.spec.name)
             if worker is None or self._is_another(worker, known):
                 added.append(known.spec)
                 if worker is not None:
                     gone.append(worker)
         if not (gone or added):
             return
-        fleet.swap(gone, added)
+        fleet.roster.swap(gone, added)
         for worker in gone:
             self._leave(worker)
 
@@ -191,7 +193,7 @@ class FleetReplica:
     def _take(self, worker: Worker, known: KnownWorker) -> None:
         spec, fleet = known.spec, self._fleet
         if worker.spec != spec:
-            fleet.respecify(worker, spec)
+            fleet.roster.respecify(worker, spec)
         if worker not in self._places:
             self._take_place(worker, _place(known))
         if known.pace is not None and not worker.pace.prefills:
@@ -199,12 +201,12 @@ class FleetReplica:
             worker.reprice()
         served = known.models, known.told_max_model_len, known.origins
         if served != (worker.models, worker.told_max_model_len, worker.origins):
-            fleet.set_served(spec.name, *served)
+            fleet.roster.set_served(spec.name, *served)
         if known.gauges is None:
-            fleet.forget_gauges(worker)
+            fleet.health.forget_gauges(worker)
         elif not worker.gauges or known.gauges.at > worker.gauges.at:
-            fleet.set_gauges(spec.name, known.gauges)
-        fleet.follow(
+            fleet.health.set_gauges(spec.name, known.gauges)
+        fleet.health.follow(
             worker,
             up=known.up,
             probed=known.probed,

@@ -84,7 +84,7 @@ class ServerProcess:
             SharedPrefixes(fleet, self._sharing),
         )
         router.others_remember = self._remember
-        fleet.others, router.queue.elsewhere = self._sharing, self._queues
+        fleet.roster.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
         self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
@@ -236,7 +236,7 @@ class ServerProcess:
         """
         give_up = self._clock() + FIRST_PROBES_S
         while self._clock() < give_up:  # there is no event for the end of a probe
-            if all(worker.probed for worker in self.app.fleet):
+            if all(worker.probed for worker in self.app.fleet.roster):
                 break
             await asyncio.sleep(QUEUED_INTERVAL_S)
         await self.app.listen([bound(address) for address in self._addresses])

@@ -91,7 +91,7 @@ class App:
         probe = config.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after, clock=monotonic)
         for spec in specs(config):
-            self.fleet.add(spec)
+            self.fleet.roster.add(spec)
         self.router = Router(router_settings(config), self.fleet)
         keys = self._keys = keys or SecretKeys.read(config, str(source))
         take_tenants(self.router.tenants, config, keys.tenants)
@@ -108,7 +108,7 @@ class App:
             from proxy.health.warmup import Warmup
 
             self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)
-        self.discovery = Discovery(self.fleet, config, keys.pools, _spec)
+        self.discovery = Discovery(self.fleet.roster, config, keys.pools, _spec)
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = LiveView(self.metrics, self._minute, self.wire.clock)
@@ -183,7 +183,7 @@ class App:
 
     def lead(self) -> None:
         self.leads = True
-        self.fleet.witness = BreakerLog()
+        self.fleet.roster.ejections.witness = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),
@@ -244,7 +244,7 @@ class App:
         spec = _spec(worker, self.config)
         to_worker(spec.tls)  # an unusable TLS file is an error of this call
         self.hide_keys([spec])
-        self.fleet.add(spec)
+        self.fleet.roster.add(spec)
 
     def hide_keys(self, workers: Iterable[WorkerSpec]) -> None:
         """Hide workers' keys that are not in the fleet file from the log."""
@@ -252,7 +252,7 @@ class App:
 
     def remove_worker(self, name: str) -> None:
         """Remove a worker until the next reload; its requests in flight finish."""
-        self.fleet.remove(name)
+        self.fleet.roster.remove(name)
 
     async def reload(self) -> list[str]:
         """Read the fleet file again and return the settings that need a restart.
@@ -266,7 +266,7 @@ class App:
             changed = self.take(await asyncio.to_thread(self._read_again, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
-        logger.info("reloaded %s: %d workers", self.source, len(self.fleet))
+        logger.info("reloaded %s: %d workers", self.source, len(self.fleet.roster))
         if changed:
             logger.warning("%s: the change needs a restart", ", ".join(changed))
         return changed
@@ -293,9 +293,9 @@ class App:
         # From here on nothing can fail.
         self.config, self._keys = new_config, keys
         probe = self.prober.settings = config.router.probe
-        self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
+        self.fleet.health.down_after, self.fleet.health.up_after = probe.down_after, probe.up_after
         # Followers get their workers from the leader.
-        workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
+        workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
         self._admin_key.take(keys.admin)

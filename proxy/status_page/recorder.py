@@ -174,7 +174,7 @@ class LiveRecorder:
 
     def _before(self, now: float) -> Iterator[Row]:
         wall = self._wall()
-        roles = {worker.name: worker.role.value for worker in self._metrics.router.fleet}
+        roles = {worker.name: worker.role.value for worker in self._metrics.router.fleet.roster}
         number = 0
         for entry in self._metrics.recent.newest(MAX_ENDED):
             ended = now - (wall - entry.time)

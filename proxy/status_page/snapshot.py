@@ -81,7 +81,8 @@ class LiveState:
         counted = counted or [self.figures(now)]
         covers = [each.covers_s for each in counted if each.covers_s is not None]
         router = self._metrics.router
-        workers = worst_first(router.fleet)
+        roster = router.fleet.roster
+        workers = worst_first(roster)
         tenants = list(islice(router.tenants, MAX_TENANTS))
         rows = list(latencies(counted))
         shown = busiest(rows)
@@ -97,8 +98,8 @@ class LiveState:
                 "bytes": sum(each.queue[1] for each in counted),
             },
             "workers": [_worker(worker, now) for worker in workers],
-            "pools": _pools(router.fleet),
-            "more_workers": max(len(router.fleet) - MAX_WORKERS, 0),
+            "pools": _pools(roster),
+            "more_workers": max(len(roster) - MAX_WORKERS, 0),
             "answered": grown(counted, "answered")[0][1:],
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
@@ -128,7 +129,7 @@ class LiveState:
     def _counts(self) -> Iterator[tuple[Key, int]]:
         metrics = self._metrics
         decisions: Counter[str] = Counter()
-        for (_, reason), count in metrics.router.decisions.items():
+        for (_, reason), count in metrics.router.placer.decisions.items():
             decisions[reason.value] += count
         retries: Counter[str] = Counter()
         for (_, why), count in metrics.retries.items():

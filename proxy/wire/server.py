@@ -21,6 +21,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import NONE, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.routes import find
@@ -247,7 +248,7 @@ class WireServer:
         sent_bytes: int,
     ) -> None:
         metrics, now = self.metrics, self.clock()
-        metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
+        metrics.request_done(FinishedRequest(route, status, reason, now - began))
         for tell in metrics.at_end:
             record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
@@ -332,5 +333,5 @@ class WireServer:
         for each in [each for each in self.releases if each.deadline < now]:
             each.expire(now)
         self.pools.sweep(now)
-        self._failover.retry_overdue(now, self.router.fleet, self.exchanges)
+        self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
         self.router.fleet.settle(now)

@@ -84,7 +84,7 @@ async def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     )
     app = App(load(source), source)
     await app.start()
-    await eventually(lambda: all(worker.up for worker in app.fleet), within=60.0)
+    await eventually(lambda: all(worker.up for worker in app.fleet.roster), within=60.0)
     yield app
     await app.stop()
     await fake.stop()

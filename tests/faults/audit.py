@@ -52,7 +52,7 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "tenants": {t.name: t.ledger.running for t in router.tenants if t.ledger.running},
         "tenants that wait": {t.name: t.waiting for t in router.tenants if t.waiting},
         "busy connections": busy,
-        "charges": {w.name: c for w in {*app.fleet, *ever} if any(c := charges(w))},
+        "charges": {w.name: c for w in {*app.fleet.roster, *ever} if any(c := charges(w))},
     }
     return ", ".join(f"{name}: {value}" for name, value in left.items() if value)
 

@@ -63,16 +63,16 @@ async def test_each_request_has_one_end_and_nothing_is_left(
     source.write_text(troupe.fleet(tenants=guarded, batches=kept))
     app = App(load(source), source)
     await app.start()
-    ever = set(app.fleet)
+    ever = set(app.fleet.roster)
     before = audit.objects()
     night = Night(app.url, seed, tls) if tls else None
     try:
-        await eventually(lambda: sum(w.up for w in app.fleet) == 7, within=CALM_S)
-        ever |= set(app.fleet)
+        await eventually(lambda: sum(w.up for w in app.fleet.roster) == 7, within=CALM_S)
+        ever |= set(app.fleet.roster)
         if night is not None:
             await night.begin()
         crowd = await under_fire(troupe, app, seed, tls)
-        ever |= set(app.fleet)
+        ever |= set(app.fleet.roster)
         if night is not None:
             async with asyncio.timeout(2 * CALM_S):  # lines that came back rest, for up to a minute
                 while not await night.over():  # noqa: ASYNC110  # another asks, of another
@@ -95,8 +95,8 @@ async def test_each_request_has_one_end_and_nothing_is_left(
         assert left == {}
         # All comes back by itself.
         await eventually(
-            lambda: all(w.up for w in app.fleet),
-            lambda: [w.name for w in app.fleet if not w.up],
+            lambda: all(w.up for w in app.fleet.roster),
+            lambda: [w.name for w in app.fleet.roster if not w.up],
             within=CALM_S,
         )
         calm = Crowd(app.wire.port, seed + 100, keys=crowd.keys, tls=tls)

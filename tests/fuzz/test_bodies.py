@@ -37,11 +37,11 @@ def fleet() -> tuple[Fleet, list[Worker]]:
     """Make one worker of each kind."""
     made = Fleet()
     for role in (Role.GENERAL, Role.PREFILL, Role.DECODE):
-        made.add(WorkerSpec(role.value, "http://127.0.0.1:1", role, MODEL))
+        made.roster.add(WorkerSpec(role.value, "http://127.0.0.1:1", role, MODEL))
         for at in (0.0, 1.0):
-            made.probe_ok(role.value, at)
-        made.set_served(role.value, (MODEL,), 16384)
-    return made, list(made)
+            made.health.probe_ok(role.value, at)
+        made.roster.set_served(role.value, (MODEL,), 16384)
+    return made, list(made.roster)
 
 
 def charges(workers: list[Worker]) -> list[tuple[int, ...]]:
@@ -84,11 +84,11 @@ def ends(router: Router, lease: Lease, body: bytes, said: bytes) -> None:
         assert known is not None
         assert first == prefill_body(NIXL, pair, lease.ask, body)
         assert second == decode_body(NIXL, pair, taken, lease.ask, body)
-        router.prefilled(lease, 3.0, usage_of(answer))
+        router.leases.prefilled(lease, 3.0, usage_of(answer))
         orjson.loads(second)
-    router.first_token(lease, 4.0)
-    router.tokens(lease, 1)
-    router.finish(lease, 5.0, Outcome.DONE, usage_in(said))
+    router.leases.first_token(lease, 4.0)
+    router.leases.tokens(lease, 1)
+    router.leases.finish(lease, 5.0, Outcome.DONE, usage_in(said))
     assert 0.0 < router.sizer.learnt(MODEL, lease.ask.route).bytes_per_token < 1e3
 
 

@@ -135,7 +135,7 @@ async def hear(site: Site, number: int) -> str:
 async def keep_closed(site: Site) -> None:
     """Close the worker's breaker in each turn of the event loop."""
     while True:
-        site.fleet.succeeded(site.worker())
+        site.fleet.health.succeeded(site.worker())
         await asyncio.sleep(0)
 
 

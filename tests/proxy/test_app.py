@@ -59,7 +59,7 @@ async def ready(app: App, *names: str) -> None:
     """Wait until the workers of these names are up."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            if {worker.name for worker in app.fleet if worker.up} == set(names):
+            if {worker.name for worker in app.fleet.roster if worker.up} == set(names):
                 return
             await asyncio.sleep(0.01)
 
@@ -109,7 +109,7 @@ async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
     await asyncio.gather(*(each.got() for each in fakes))
     written(tmp_path / "fleet.yaml", fakes[1])
     assert await app.reload() == []
-    assert [worker.name for worker in app.fleet] == ["b"]
+    assert [worker.name for worker in app.fleet.roster] == ["b"]
     opening.set()
     assert await asyncio.gather(*asked) == [200, 200]
     fakes[1].always(scripts.answer())
@@ -125,7 +125,7 @@ async def test_a_reload_before_it_serves_is_as_any_other(
     begun = App(load(source), source)
     written(tmp_path / "fleet.yaml", *fakes)
     await begun.reload()
-    assert [worker.name for worker in begun.fleet] == ["a", "b"]
+    assert [worker.name for worker in begun.fleet.roster] == ["a", "b"]
 
 
 async def test_a_reload_with_a_mistake_changes_nothing(
@@ -134,7 +134,7 @@ async def test_a_reload_with_a_mistake_changes_nothing(
     written(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
     with pytest.raises(ConfigError, match=r"routing\.policy"):
         await app.reload()
-    assert [worker.name for worker in app.fleet] == ["a", "b"]
+    assert [worker.name for worker in app.fleet.roster] == ["a", "b"]
     assert app.config.routing.policy == "adaptive"
 
 
@@ -147,7 +147,7 @@ async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Pat
     another = App(app.config, tmp_path / "fleet.yaml", read=read)
     with pytest.raises(ConfigError, match=r"launch\.policies"):
         await another.reload()
-    assert [worker.name for worker in another.fleet] == ["a", "b"]
+    assert [worker.name for worker in another.fleet.roster] == ["a", "b"]
 
 
 async def test_while_a_file_is_read_again_the_router_serves(
@@ -175,7 +175,7 @@ async def test_while_a_file_is_read_again_the_router_serves(
     assert len(readings) == 1
     going_on.set()
     await asyncio.gather(first, second)
-    assert [worker.name for worker in app.fleet] == ["b"]
+    assert [worker.name for worker in app.fleet.roster] == ["b"]
     await app.stop()
 
 
@@ -214,9 +214,9 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
     now = 100.0
     monkeypatch.setattr(assembly, "monotonic", lambda: now)
     app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
-    assert not app.fleet.all_told()
+    assert not app.fleet.roster.all_told()
     now += MAX_MODEL_LIST_WAIT_S
-    assert app.fleet.all_told()
+    assert app.fleet.roster.all_told()
 
 
 def test_keys_are_not_shown_where_what_was_read_is() -> None:
@@ -265,7 +265,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
         text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
     source.write_text(text)
     app = App(load(source), source)
-    app.router.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
+    app.router.placer.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
     await app.listen()
     try:
         await eventually(lambda: "3 requests were served without a hand-over" in caplog.text)

@@ -98,7 +98,7 @@ async def test_no_key_is_in_anything_that_a_router_says(fake: FakeWorker, tmp_pa
     app.logs.take_over()
     await app.start()
     try:
-        await eventually(lambda: all(worker.up for worker in app.fleet), within=60.0)
+        await eventually(lambda: all(worker.up for worker in app.fleet.roster), within=60.0)
         async with aiohttp.ClientSession() as session:
             ear = Ear(app, session)
             await clients(ear, fake)

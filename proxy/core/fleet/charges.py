@@ -10,9 +10,9 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.monitoring import MonitoredRoster
-from proxy.core.fleet.roster import time_zero
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, HandoverDecision, Lease
+from proxy.core.fleet.monitoring import WorkerHealth
+from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
@@ -23,8 +23,8 @@ SILENT_PREFILL_FACTOR = 1.25
 MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
-class Fleet(MonitoredRoster):
-    """The workers, and the charges on them."""
+class Fleet:
+    """The workers, their health, and the charges on them."""
 
     def __init__(
         self,
@@ -33,23 +33,32 @@ class Fleet(MonitoredRoster):
         up_after: int = 2,
         clock: Callable[[], float] = time_zero,
     ) -> None:
-        super().__init__(down_after=down_after, up_after=up_after, clock=clock)
+        self.roster = Roster(clock)
+        self.health = WorkerHealth(self.roster, down_after, up_after)
         self._silent: list[tuple[float, int, Lease]] = []
 
-    def charge(self, ask: RequestInfo, decision: Decision, now: float) -> Lease:
+    def charge(
+        self,
+        ask: RequestInfo,
+        decision: Decision,
+        now: float,
+        attempts: Attempts = FIRST_ATTEMPT,
+    ) -> Lease:
         if decision.handover is not None:
-            return self._charge_both(ask, decision, decision.handover, now)
+            return self._charge_both(ask, attempts, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
         prefill = (ask.prompt_tokens - cached or 1) if ask.computes else 0
         decode = ask.expected_output * ask.samples
-        lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
+        lease = Lease(
+            ask, attempts, decision, worker, now, prefill, decode, ask.prompt_tokens + decode
+        )
         self._charge_prefill(lease, now)
         pace = worker.pace
         if ask.generates and not ask.stream:
             wait = worker.free_at - now + pace.fixed_s
             heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
-        self.moved(worker)
+        self.roster.moved(worker)
         return lease
 
     def _charge_prefill(self, lease: Lease, now: float) -> None:
@@ -65,7 +74,7 @@ class Fleet(MonitoredRoster):
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
             lease.ahead_tokens = ahead
-        worker.served = next(self._numbers)
+        worker.served = next(self.roster.numbers)
         worker.requests += 1
         worker.sequences += ask.samples
         worker.prefill_tokens += prefill
@@ -81,24 +90,29 @@ class Fleet(MonitoredRoster):
     # Hand-overs
 
     def _charge_both(
-        self, ask: RequestInfo, decision: Decision, handover: HandoverDecision, now: float
+        self,
+        ask: RequestInfo,
+        attempts: Attempts,
+        decision: Decision,
+        handover: HandoverDecision,
+        now: float,
     ) -> Lease:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
-        before = Lease(ask, decision, first, now, prefill, 0, ask.prompt_tokens)
+        before = Lease(ask, attempts, decision, first, now, prefill, 0, ask.prompt_tokens)
         self._charge_prefill(before, now)
-        self.moved(first)
+        self.roster.moved(first)
         worker = decision.worker
         decode = ask.expected_output * ask.samples
-        lease = Lease(ask, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
+        lease = Lease(ask, attempts, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
         lease.prefill, lease.sent = before, False
-        worker.served = next(self._numbers)
+        worker.served = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
         kv_usage.take(lease, now, together=False)
         lease.trial = worker.breaker.sent(now)
-        self.moved(worker)
+        self.roster.moved(worker)
         return lease
 
     def hand_over(self, lease: Lease, now: float) -> None:
@@ -118,19 +132,19 @@ class Fleet(MonitoredRoster):
         lease.sent = True
         lease.charged_at = now
         lease.worker.sequences += lease.ask.samples
-        if self._leaving:
-            self.moved(lease.worker)
+        if self.roster.leaving:
+            self.roster.moved(lease.worker)
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PREFILL_FACTOR * wait
-            heappush(self._silent, (due, next(self._numbers), lease))
+            heappush(self._silent, (due, next(self.roster.numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
-            self.moved(lease.prefill.worker)
+            self.roster.moved(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
         """Move the decode leg to another decode worker."""
@@ -145,13 +159,13 @@ class Fleet(MonitoredRoster):
             each.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         kv_usage.give(lease)
-        worker.served = next(self._numbers)
+        worker.served = next(self.roster.numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
         kv_usage.take(lease, now, together=False)
         lease.trial = worker.breaker.sent(now)
-        self.moved(before)
-        self.moved(worker)
+        self.roster.moved(before)
+        self.roster.moved(worker)
 
     def _learn_prefill(self, first: Lease, handover: HandoverDecision | None, now: float) -> None:
         cached = handover.cached_tokens if handover is not None else 0
@@ -168,7 +182,7 @@ class Fleet(MonitoredRoster):
         worker.decoding += samples
         lease.decoding = samples
         worker.reprice()
-        self.moved(worker)
+        self.roster.moved(worker)
 
     # Progress of requests
 
@@ -177,8 +191,8 @@ class Fleet(MonitoredRoster):
 
         Take in the charges of other processes.
         """
-        if self.others is not None:
-            self.others.look(now)
+        if (others := self.roster.others) is not None:
+            others.look(now)
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]
@@ -199,12 +213,12 @@ class Fleet(MonitoredRoster):
         if lease.ask.computes:
             lease.worker.heard(now)
         if lease.trial:
-            self.succeeded(lease.worker)
+            self.health.succeeded(lease.worker)
         if not lease.prefill_tokens:
             if lease.prefill is not None and not lease.decoding:
                 self._decodes(lease)
-            elif self._leaving:
-                self.moved(lease.worker)
+            elif self.roster.leaving:
+                self.roster.moved(lease.worker)
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
@@ -220,11 +234,11 @@ class Fleet(MonitoredRoster):
         self._prefilled(lease, now)
 
     def _lend(self, worker: Worker) -> None:
-        for other in self.of(worker.model):
+        for other in self.roster.of(worker.model):
             if not other.pace.prefills:
                 other.pace.adopt(worker.pace)
                 other.reprice()
-                self.moved(other)
+                self.roster.moved(other)
 
     def _prefilled(self, lease: Lease, now: float) -> None:
         worker = lease.worker
@@ -236,7 +250,7 @@ class Fleet(MonitoredRoster):
         if lease.ask.generates:
             self._decodes(lease)
         else:
-            self.moved(worker)
+            self.roster.moved(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
         lease.seen_tokens += seen
@@ -248,8 +262,8 @@ class Fleet(MonitoredRoster):
                 left = _more(lease.ask, lease.seen_tokens)
             lease.decode_tokens = left
             lease.worker.decode_tokens += left - before
-        if self._leaving and lease.worker in self._leaving:
-            self._hand_down(lease.worker)
+        if self.roster.leaving and lease.worker in self.roster.leaving:
+            self.roster.hand_down(lease.worker)
 
     def release(self, lease: Lease) -> bool:
         """Release the charge; False if it was released before."""
@@ -275,7 +289,7 @@ class Fleet(MonitoredRoster):
             lease.decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
-        self.moved(worker)
+        self.roster.moved(worker)
         return True
 
 

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
+
+NO_WORKERS: frozenset[Worker] = frozenset()
+
+
+@dataclass(slots=True, frozen=True)
+class Attempts:
+    """What earlier attempts of a request have shown."""
+
+    tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
+    erred_on: tuple[str, ...] = ()  # workers that responded with 500
+    drops: int = 0  # connections closed before any response
+    whole: str = ""  # why it can be split no more
+    enlarged: RequestInfo | None = None  # once a worker was too small
+
+
+FIRST_ATTEMPT: Final = Attempts()
 
 
 @dataclass(slots=True)
@@ -29,6 +46,7 @@ class Decision:
     cached_tokens: int = 0  # expected on the worker
     handover: HandoverDecision | None = None
     whether: str = ""  # why it is handed over or not
+    whole: str = ""  # why this and later attempts do not split it
 
     @property
     def route(self) -> str:
@@ -46,6 +64,7 @@ class Lease:
     """
 
     ask: RequestInfo
+    attempts: Attempts
     decision: Decision
     worker: Worker
     charged_at: float

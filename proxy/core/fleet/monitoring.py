@@ -14,12 +14,17 @@ IDLE_BEFORE_RETRY_S = 10.0  # of a slow worker
 RETRY_LATENCY_SHARE = 0.1
 
 
-class MonitoredRoster(Roster):
-    """The workers by name, and their health."""
+class WorkerHealth:
+    """The health of a roster's workers."""
+
+    def __init__(self, roster: Roster, down_after: int, up_after: int) -> None:
+        self.roster = roster
+        self.down_after = down_after
+        self.up_after = up_after
 
     def probe_ok(self, name: str, now: float) -> bool:
         """Count a good probe; True if the worker comes up."""
-        worker = self._workers.get(name)
+        worker = self.roster.get(name)
         if worker is None:
             return False
         worker.failed_probes = 0
@@ -27,19 +32,19 @@ class MonitoredRoster(Roster):
         if worker.up or (worker.probed and worker.good_probes < self.up_after):
             return False
         if worker.probed:  # its cache may be empty
-            self.prefixes.forget(worker.index)
+            self.roster.prefixes.forget(worker.index)
         worker.up = worker.probed = True
         worker.up_since = now
-        self._lists.came_up(worker)
+        self.roster.model_lists.came_up(worker)
         worker.pace.seen_at = now
         if not worker.pace.prefills:
             self._borrow(worker)
-        self._live_changed()
+        self.roster.live_changed()
         return True
 
     def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
         """Count a failed probe; True if the worker goes down."""
-        worker = self._workers.get(name)
+        worker = self.roster.get(name)
         if worker is None:
             return False
         worker.good_probes = 0
@@ -49,7 +54,7 @@ class MonitoredRoster(Roster):
         if not worker.up or worker.failed_probes < self.down_after:
             return False
         worker.up = False
-        self._live_changed()
+        self.roster.live_changed()
         return True
 
     def follow(
@@ -66,17 +71,17 @@ class MonitoredRoster(Roster):
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
-                self.prefixes.forget(worker.index)  # restarted
+                self.roster.prefixes.forget(worker.index)  # restarted
             worker.up_since = up_since
         if up and not worker.up:
-            self._lists.came_up(worker)
+            self.roster.model_lists.came_up(worker)
             worker.pace.seen_at = up_since
             if not worker.pace.prefills:
                 self._borrow(worker)
         changed = (worker.up, worker.draining) != (up, draining)
         worker.up, worker.probed, worker.draining = up, probed, draining
         if changed:
-            self._live_changed()
+            self.roster.live_changed()
 
     def failed(
         self,
@@ -96,12 +101,12 @@ class MonitoredRoster(Roster):
         self._judged(worker, 0.0)
 
     def _judged(self, worker: Worker, now: float) -> None:
-        self.ejections.judged(worker, now)
-        self.moved(worker)
+        self.roster.ejections.judged(worker, now)
+        self.roster.moved(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
         """Apply a metrics page."""
-        worker = self._workers.get(name)
+        worker = self.roster.get(name)
         if worker is None:
             return
         before, worker.gauges = worker.gauges, gauges
@@ -124,11 +129,11 @@ class MonitoredRoster(Roster):
         if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
             self._forgive(worker)
         worker.reprice()
-        self.moved(worker)
+        self.roster.moved(worker)
 
     def no_gauges(self, name: str, now: float) -> None:
         """Forget old gauges of a worker that reports none."""
-        worker = self._workers.get(name)
+        worker = self.roster.get(name)
         if worker is None or worker.gauges is None:
             return
         if now - worker.gauges.at > slots.MAX_PAGE_AGE_S:
@@ -144,18 +149,18 @@ class MonitoredRoster(Roster):
         worker.kv_spare = 0
         slots.forget(worker)
         worker.reprice()
-        self.moved(worker)
+        self.roster.moved(worker)
 
     def _forgive(self, worker: Worker) -> None:
         """Let a slow worker be tried again."""
-        peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
+        peers = [w.pace for w in self.roster.of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:
             worker.pace.adopt(best, RETRY_LATENCY_SHARE)
 
     def _borrow(self, worker: Worker) -> None:
         """Copy the latency of the best-known worker."""
-        peers = [w for w in self.of(worker.model) if w.pace.prefills]
+        peers = [w for w in self.roster.of(worker.model) if w.pace.prefills]
         if peers:
             worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
             worker.reprice()
@@ -166,12 +171,12 @@ class MonitoredRoster(Roster):
         self, worker: Worker, load: WorkerLoad, due_at: float, now: float
     ) -> None:
         """Apply the remote charges; `due_at`: their next first token."""
-        if self._workers.get(worker.name) is not worker:
+        if self.roster.get(worker.name) is not worker:
             return  # removed: no release would follow
         replace(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
-        self.moved(worker)
+        self.roster.moved(worker)
 
     def judged_elsewhere(self, worker: Worker, told: BreakerSnapshot) -> None:
         worker.breaker.take(told)
-        self._judged(worker, self._clock())
+        self._judged(worker, self.roster.clock())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
 
-from proxy.core.fleet.ejection import BreakerListener, Ejections
+from proxy.core.fleet.ejection import Ejections
 from proxy.core.fleet.model_lists import ModelLists
 from proxy.core.fleet.pool import NO_POOL, Pool
 from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
@@ -25,47 +25,27 @@ def time_zero() -> float:
 
 
 class Roster:
-    """The workers by name. `MonitoredRoster` adds their health, `Fleet` their charges."""
+    """The workers by name."""
 
-    def __init__(
-        self,
-        *,
-        down_after: int = 3,
-        up_after: int = 2,
-        clock: Callable[[], float] = time_zero,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
-        self.down_after = down_after
-        self.up_after = up_after
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
         self.others: RemoteLoad | None = None  # other processes
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
-        self._clock = clock
-        self._lists = ModelLists(clock)
+        self.clock = clock
+        self.model_lists = ModelLists(clock)
         self._expected: tuple[str, ...] = ()  # models from the fleet file
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
-        self._leaving: set[Worker] = set()  # removed, with leases in flight
+        self.leaving: set[Worker] = set()  # removed, with leases in flight
         self._left: dict[str, Worker] = {}  # by URL, without an heir
-        self._numbers = count(1)
+        self.numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
-
-    @property
-    def resting(self) -> set[Worker]:
-        return self.ejections.resting
-
-    @property
-    def witness(self) -> BreakerListener | None:
-        return self.ejections.witness
-
-    @witness.setter
-    def witness(self, witness: BreakerListener | None) -> None:
-        self.ejections.witness = witness
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -103,7 +83,7 @@ class Roster:
 
     def all_told(self, model: str = "") -> bool:
         """Return whether no further worker may list this model."""
-        return self._lists.are_complete(model, self._workers.values())
+        return self.model_lists.are_complete(model, self._workers.values())
 
     def of(self, model: str) -> list[Worker]:
         """Return the workers of a model. Read-only."""
@@ -132,7 +112,7 @@ class Roster:
     def rank_by(self, rank: Callable[[Worker], float]) -> None:
         """Sort large groups by this key."""
         self._rank = rank
-        self._live_changed()
+        self.live_changed()
 
     # Membership
 
@@ -150,20 +130,20 @@ class Roster:
         return worker
 
     def _free(self) -> Iterator[int]:
-        taken = {*self.by_index, *(worker.index for worker in self._leaving)}
+        taken = {*self.by_index, *(worker.index for worker in self.leaving)}
         for index in count():
             if index not in taken:
                 yield index
 
     def _take_in(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)
-        worker.awaited_since = self._clock()
-        worker.served = next(self._numbers)
+        worker.awaited_since = self.clock()
+        worker.served = next(self.numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
             before.heir = worker
             worker.due_at = before.due_at
-            self._hand_down(before)
+            self.hand_down(before)
         return worker
 
     def remove(self, name: str) -> Worker | None:
@@ -182,15 +162,15 @@ class Roster:
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)
         if worker.requests or worker.pinned:
-            self._leaving.add(worker)
+            self.leaving.add(worker)
             self._left[worker.url] = worker
 
-    def _hand_down(self, worker: Worker) -> None:
+    def hand_down(self, worker: Worker) -> None:
         if (heir := worker.heir) is not None:
             inherit_load(heir, worker)
             self.moved(heir)
         if not (worker.requests or worker.pinned):
-            self._leaving.discard(worker)
+            self.leaving.discard(worker)
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]
 
@@ -221,7 +201,7 @@ class Roster:
         """Apply a spec with the same address and model."""
         worker.respecify(spec)
         self.moved(worker)
-        self._live_changed()
+        self.live_changed()
 
     def drain(self, name: str, *, draining: bool = True, starts: bool = False) -> bool:
         """Start or stop draining; False without such a worker.
@@ -232,11 +212,11 @@ class Roster:
         if worker is None:
             return False
         if not draining and worker.awaited_since == -inf:
-            worker.awaited_since = self._clock()
+            worker.awaited_since = self.clock()
         elif draining and not starts:
             worker.awaited_since = -inf
         worker.draining = draining
-        self._live_changed()
+        self.live_changed()
         return True
 
     def set_served(
@@ -251,7 +231,7 @@ class Roster:
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
             worker.origins = dict(origins or {})
-            self._lists.add(worker.models)
+            self.model_lists.add(worker.models)
             worker.told_max_model_len = max_model_len
             worker.respecify(worker.spec)
             self._changed()
@@ -264,10 +244,10 @@ class Roster:
                 if model in worker.models:
                     workers.append(worker)
         self._by_model = by_model
-        self._lists.set_empty_pools([model for model in self._expected if not by_model[model]])
-        self._live_changed()
+        self.model_lists.set_empty_pools([model for model in self._expected if not by_model[model]])
+        self.live_changed()
 
-    def _live_changed(self) -> None:
+    def live_changed(self) -> None:
         self.version += 1
         for pool in self._pools.values():
             if pool.ranked:
@@ -289,5 +269,5 @@ class Roster:
                     group.put(worker)
         if self.others is not None:
             self.others.changed(worker)
-        if self._leaving and worker in self._leaving:
-            self._hand_down(worker)
+        if self.leaving and worker in self.leaving:
+            self.hand_down(worker)

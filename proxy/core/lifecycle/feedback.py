@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.billing import first_token_time
-from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.model.types import Outcome, Usage
 
 MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
@@ -29,26 +31,24 @@ def update_breaker(
     if outcome not in INCONCLUSIVE and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
-        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
+        fleet.health.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
-        if outcome is ERRED:
-            lease.ask.erred_on += (worker.name,)
         if lease.trial:
             worker.breaker.abandoned()
-            fleet.moved(worker)
+            fleet.roster.moved(worker)
     elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
-        fleet.succeeded(worker)
+        fleet.health.succeeded(worker)
 
 
-def count_500(fleet: Fleet, ask: RequestInfo, now: float) -> None:
+def count_500(fleet: Fleet, lease: Lease, now: float) -> None:
     """Count a 500 against a worker once another worker has succeeded.
 
     Until then the request may be at fault, and must not open every breaker.
     """
-    for name in ask.erred_on:
-        if (worker := fleet.get(name)) is not None:
-            fleet.failed(worker, now, why=STATUS_500)
-    ask.erred_on = ()
+    for name in lease.attempts.erred_on:
+        if (worker := fleet.roster.get(name)) is not None:
+            fleet.health.failed(worker, now, why=STATUS_500)
+    lease.attempts = replace(lease.attempts, erred_on=())
 
 
 def tokens_by_events(lease: Lease) -> int:
@@ -115,7 +115,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
             return
         pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
     worker.reprice()
-    fleet.moved(worker)
+    fleet.roster.moved(worker)
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:

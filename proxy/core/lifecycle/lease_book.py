@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from proxy.core.fleet.charges import Fleet
+from dataclasses import replace
+
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing, feedback
-from proxy.core.model.settings import RouterSettings
-from proxy.core.model.types import Outcome, Usage
+from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
-from proxy.core.request.sizing import Sizer
+from proxy.core.request.sizing import Sizer, enlarged
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
 
 DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # faster than enum look-ups
 
 
-class LeaseBook(Placer):
-    """Lease operations, between placement and queue."""
+class LeaseBook:
+    """The legs of placed requests, from the first token to the release."""
 
-    def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
-        super().__init__(settings, fleet)
-        self.sizer = Sizer()
+    def __init__(self, placer: Placer, sizer: Sizer) -> None:
+        self._fleet = placer.fleet
+        self._placer = placer
+        self._roster = placer.fleet.roster
+        self._sizer = sizer
 
     def first_token(self, lease: Lease, now: float) -> None:
         """Note the first token, or the first byte without generation."""
         if lease.prefill is not None and lease.sent and lease.first_token_at is None:
             self._transferred(lease, now)
             self._has_come(lease)
-        self.fleet.first_token(lease, now)
-        if lease.ask.erred_on:
-            feedback.count_500(self.fleet, lease.ask, now)
+        self._fleet.first_token(lease, now)
+        if lease.attempts.erred_on:
+            feedback.count_500(self._fleet, lease, now)
 
     def began(self, lease: Lease, now: float) -> None:
         if lease.begun_at is None:
@@ -44,15 +46,17 @@ class LeaseBook(Placer):
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
             first, second = handover.prefill.name, lease.worker.name
-            self.transfer_times(lease.ask.model).saw(first, second, handover.tokens, seconds)
+            self._placer.transfer_times(lease.ask.model).saw(
+                first, second, handover.tokens, seconds
+            )
 
     def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
         """Note that the prefill leg is done."""
         first, halves = lease.prefill, lease.decision.handover
         if first is None or halves is None or first.released:
             return
-        self.fleet.hand_over(lease, now)
-        feedback.update_breaker(self.fleet, first, now, DONE, None)
+        self._fleet.hand_over(lease, now)
+        feedback.update_breaker(self._fleet, first, now, DONE, None)
         if usage is not None:
             feedback.saw_cached(first.worker, halves.cached_tokens, usage)
 
@@ -61,7 +65,9 @@ class LeaseBook(Placer):
 
         `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
         """
-        goes_on = self._finds_one(lease, now, self.settings.transfer_within_s - spent_s, may_move)
+        goes_on = self._finds_one(
+            lease, now, self._placer.settings.transfer_within_s - spent_s, may_move
+        )
         if goes_on and not lease.ask.stream:  # it shows no first token
             self._has_come(lease)
         return goes_on
@@ -76,14 +82,16 @@ class LeaseBook(Placer):
             return stands or not (
                 within_s <= 0.0 or handover_cost.is_well(lease) or self.has_another(lease)
             )
-        self.fleet.move(lease, other, now)
+        self._fleet.move(lease, other, now)
         return True
 
     def _another(self, lease: Lease, now: float, within_s: float) -> Worker | None:
-        workers, others = self.fleet.pool(lease.ask.model).all, self.fleet.others
-        other = handover_cost.choose_other_decode(workers, lease, now, self.links, within_s)
+        workers, others = self._roster.pool(lease.ask.model).all, self._roster.others
+        other = handover_cost.choose_other_decode(workers, lease, now, self._placer.links, within_s)
         while other is not None and others is not None and others.have_filled(other, now):
-            other = handover_cost.choose_other_decode(workers, lease, now, self.links, within_s)
+            other = handover_cost.choose_other_decode(
+                workers, lease, now, self._placer.links, within_s
+            )
         return other
 
     def _has_come(self, lease: Lease) -> None:
@@ -92,14 +100,14 @@ class LeaseBook(Placer):
         Earlier, other requests would count it as cached.
         """
         if lease.ask.prefix:
-            self.prefixes.record(lease.ask.prefix, lease.worker.index)
+            self._roster.prefixes.record(lease.ask.prefix, lease.worker.index)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        self.fleet.tokens(lease, count)
+        self._fleet.tokens(lease, count)
         ask = lease.ask
         if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
             fairness.charge_output(
-                self.settings.fairness, ask, lease.seen_tokens - ask.bill.prepaid
+                self._placer.settings.fairness, ask, lease.seen_tokens - ask.bill.prepaid
             )
             ask.bill.prepaid = lease.seen_tokens
 
@@ -128,20 +136,20 @@ class LeaseBook(Placer):
         first = lease.prefill
         if first is not None and first.released:
             first = None
-        if not self.fleet.release(lease):
+        if not self._fleet.release(lease):
             return
-        self.queue.freed(now)
+        self._placer.queue.freed(now)
         if lease.ask.tenant is not None:
-            billing.settle(self.settings.fairness, lease, now, outcome, usage)
+            billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # the prefill leg failed
-            feedback.update_breaker(self.fleet, first, now, outcome, retry_after_s, why)
-            feedback.update_breaker(self.fleet, lease, now, Outcome.MOOT, None)
+            feedback.update_breaker(self._fleet, first, now, outcome, retry_after_s, why)
+            feedback.update_breaker(self._fleet, lease, now, Outcome.MOOT, None)
             return
-        feedback.update_breaker(self.fleet, lease, now, outcome, retry_after_s, why)
+        feedback.update_breaker(self._fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
-            feedback.learn_of_leaving(self.fleet, lease, now)
-        if outcome is DONE and lease.ask.erred_on:
-            feedback.count_500(self.fleet, lease.ask, now)
+            feedback.learn_of_leaving(self._fleet, lease, now)
+        if outcome is DONE and lease.attempts.erred_on:
+            feedback.count_500(self._fleet, lease, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
 
@@ -149,35 +157,35 @@ class LeaseBook(Placer):
         may_learn = self.may_learn(lease, now)
         if usage is not None:
             # Tenants must not use up each other's chances.
-            if may_learn or self.sizer.knows_little(lease.ask):
-                self.sizer.learn(lease.ask, usage)
+            if may_learn or self._sizer.knows_little(lease.ask):
+                self._sizer.learn(lease.ask, usage)
             if may_learn:
                 feedback.learn(lease, now, usage, decoding)
         elif may_learn and (written := feedback.tokens_by_events(lease)) > 0:
-            self.sizer.wrote(lease.ask, written)
+            self._sizer.wrote(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
         ask = lease.ask
-        return not ask.pinned and lease.worker.limit < self.fleet.pool(ask.model).most
+        return not ask.pinned and lease.worker.limit < self._roster.pool(ask.model).most
 
-    def outgrew(self, lease: Lease) -> None:
-        """Note that a worker was too small."""
-        ask = lease.ask
-        self.sizer.outgrew(ask, lease.worker.limit)
-        ask.long = ask.budget > self.settings.short_limit
+    def outgrew(self, lease: Lease) -> RequestInfo:
+        """Return the request as the next attempt sees it: larger than this worker."""
+        larger = enlarged(lease.ask, lease.worker.limit, self._placer.settings.short_limit)
+        lease.attempts = replace(lease.attempts, enlarged=larger)
+        return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
         """Return whether another worker could prefill."""
         ask, first = lease.ask, lease.prefill
-        pool = self.fleet.pool(ask.model)
+        pool = self._roster.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker,))
         best = handover_cost.choose_prefill(
-            pool.prefills, ask, now, [], tried, self.links, pool.all
+            pool.prefills, ask, now, [], tried, self._placer.links, pool.all
         )
         return best is not None
 
     def has_another(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""
-        others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
+        others = (w for w in self._roster.pool(lease.ask.model).all if w is not lease.worker)
         return any(not w.barred and w.may_hold(lease.ask) for w in others)

@@ -60,7 +60,7 @@ class Reason(StrEnum):
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What is known before the request runs."""
+    """What is known before the request runs: `parser` and `sizing` fill it, no other step does."""
 
     id: str
     route: str  # as in metrics: `chat/completions`
@@ -87,8 +87,6 @@ class RequestInfo:
     extra_tokens: int = 0  # template, images
     media: RequestMedia | None = None  # if `usage` can teach its sizes
     countable: bool = False  # a worker's /tokenize accepts it
-    erred_on: tuple[str, ...] = ()  # workers that responded with 500
-    drops: int = 0  # connections closed before any response
     pinned: str = ""  # worker that holds its stored response
     whole: str = ""  # why it cannot be split; empty if it can
     least_output: bool = False  # the body has `min_tokens`

@@ -20,6 +20,7 @@ from itertools import count
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts
 from proxy.core.model.types import RequestInfo
 from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
 from proxy.core.queue.dispatch import DispatchRound, End, Overtaking
@@ -30,7 +31,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
+    pass
 
 RATE_SAMPLE_S = 5.0  # per sample of freed slots
 MAX_RETRY_S = 120
@@ -164,12 +165,12 @@ class Queue:
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker] = frozenset(),
+        attempts: Attempts = FIRST_ATTEMPT,
         *,
         explain: bool = False,
     ) -> Ticket:
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
-        ticket = Ticket(ask, now, now + wait_s, tried, explain)
+        ticket = Ticket(ask, attempts, now, now + wait_s, explain)
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
         self._lines.push(ticket)

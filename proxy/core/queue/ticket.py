@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.leases import Attempts
 from proxy.core.model.types import RequestInfo
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
     ask: RequestInfo
+    attempts: Attempts
     since: float
     deadline: float
-    tried: frozenset[Worker] = frozenset()
     explain: bool = False
     left: bool = False
     aged: bool = False  # went ahead of its class by age

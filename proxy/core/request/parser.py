@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.pool import Pool
+from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.route_table import PromptFields, Route
@@ -101,13 +101,13 @@ def _lenient(body: bytes) -> Any:
 
 
 class RequestParser:
-    def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
+    def __init__(self, roster: Roster, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
         self.splits = False  # requests may be handed over
         self.may = ClientFields()
         self.passes_priority = False  # workers get the class
         self.cuts_output = False  # the largest worker may cut output that fits no worker
-        self._fleet = fleet
+        self._roster = roster
         self._sizer = sizer
         self.stored = ResponseOwners()
 
@@ -155,7 +155,7 @@ class RequestParser:
             if named := repeated(fields, body):
                 return refusals.duplicate_field(named)
         model = fields.get("model")
-        if type(model) is not str or not self._fleet.serves(model):
+        if type(model) is not str or not self._roster.serves(model):
             model = self._only_model(model, tenant)
             if isinstance(model, Refusal):
                 return model
@@ -224,7 +224,7 @@ class RequestParser:
         return None
 
     def _known(self, tenant: Tenant | None) -> list[str]:
-        known = self._fleet.models()
+        known = self._roster.models()
         return [name for name in known if tenant is None or tenant.may_use(name)]
 
     def _only_model(self, named: object, tenant: Tenant | None) -> str | Refusal:
@@ -235,7 +235,7 @@ class RequestParser:
                 return known[0]
             return refusals.bad_request("The body must name a `model`.", "model")
         if type(named) is str:
-            return refusals.model_not_served(named, known, all_told=self._fleet.all_told(named))
+            return refusals.model_not_served(named, known, all_told=self._roster.all_told(named))
         return refusals.bad_request("`model` must be a string.", "model")
 
     def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
@@ -246,9 +246,9 @@ class RequestParser:
         holder = self._holder(route.response_id, tenant)
         if tenant is not None and not holder:
             return refusals.no_response(route.response_id)
-        fleet = self._fleet
-        worker, models = fleet.get(holder), fleet.models()
-        live = (each for each in models if fleet.pool(each).all)
+        roster = self._roster
+        worker, models = roster.get(holder), roster.models()
+        live = (each for each in models if roster.pool(each).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
         ask = self._sizer.ask(route, model, {}, 0, request_id, tenant)
         ask.pinned = holder
@@ -260,7 +260,7 @@ class RequestParser:
         if type(response_id) is not str:
             return ""
         holder = self.stored.holder(response_id, tenant)
-        return holder if holder in self._fleet else ""
+        return holder if holder in self._roster else ""
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self.stored.remember(response_id, worker, tenant)
@@ -269,14 +269,14 @@ class RequestParser:
         start = prompt_start(shape, body)
         if start >= 0:
             scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
-            ask.prefix = self._fleet.prefixes.hashes(scope, body, start)
+            ask.prefix = self._roster.prefixes.hashes(scope, body, start)
             ask.prefix_bytes = len(body) - start
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Return the worker to count an ask's tokens; None if the estimate suffices."""
         if not ask.countable or ask.counted:
             return None
-        pool, tenant = self._fleet.pool(ask.model), ask.tenant
+        pool, tenant = self._roster.pool(ask.model), ask.tenant
         near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
@@ -300,8 +300,8 @@ class RequestParser:
         ask.long = ask.budget > self.short_limit
 
     def _fit(self, ask: RequestInfo) -> None:
-        pinned = self._fleet.get(ask.pinned) if ask.pinned else None
-        most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
+        pinned = self._roster.get(ask.pinned) if ask.pinned else None
+        most = self._roster.pool(ask.model).limit if pinned is None else pinned.limit
         if ask.needs > most:
             fit(ask, most, cuts_output=self.cuts_output)
 

@@ -9,6 +9,7 @@ boundary. At first the band is half the estimate, or 128 template tokens for sho
 
 from __future__ import annotations
 
+from dataclasses import replace
 from sys import maxsize
 from typing import Any
 
@@ -128,13 +129,6 @@ class Sizer:
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
 
-    def outgrew(self, ask: RequestInfo, limit: int) -> None:
-        """Raise the size after a worker found the request above its limit."""
-        if (more := limit + 1 - ask.needs) > 0:
-            ask.prompt_tokens += more
-            ask.largest_prompt += more
-        ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
-
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
         own = self._learning_rates(ask)
         if not ask.counted:
@@ -218,6 +212,17 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
         ask.largest_prompt -= over
         ask.prompt_tokens -= over
         ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
+
+
+def enlarged(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
+    """Return a request that a worker found above its limit with a larger size."""
+    ask = replace(ask)
+    if (more := limit + 1 - ask.needs) > 0:
+        ask.prompt_tokens += more
+        ask.largest_prompt += more
+    ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
+    ask.long = ask.budget > short_limit
+    return ask
 
 
 def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:

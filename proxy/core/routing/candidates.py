@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
+from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.learned.prefix_index import COVERED, workers_of_deepest
 from proxy.core.learned.traffic import Traffic
@@ -22,20 +22,20 @@ IN_PANIC = "failed recently; used because too few workers of its pool are health
 
 
 def find_candidates(
-    fleet: Fleet,
+    roster: Roster,
     ask: RequestInfo,
     now: float,
     traffic: Traffic,
-    tried: frozenset[Worker],
+    attempts: Attempts,
     *,
     longs_waiting: bool,
     explain: bool,
 ) -> View:
     """Return the candidates and their cached prefixes."""
-    pool = fleet.pool(ask.model)
+    pool, tried = roster.pool(ask.model), attempts.tried
     held: PrefixHolders = []
     holders: list[Worker] = []
-    if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
+    if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
         per_byte = ask.prompt_tokens / ask.prefix_bytes
         held = [
             (min(int(COVERED[blocks] * per_byte), ask.prompt_tokens), workers)
@@ -43,20 +43,21 @@ def find_candidates(
         ]
         if pool.ranked:
             holders = [
-                fleet.by_index[i]
+                roster.by_index[i]
                 for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
-                if i in fleet.by_index
+                if i in roster.by_index
             ]
     if ask.pinned:
-        worker = fleet.get(ask.pinned)
+        worker = roster.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
     else:
-        found = pool.open_to(ask, now, fleet.ejections.resting, holders)
+        found = pool.open_to(ask, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
         found = _possible_holders(pool, ask, now, tried)
-    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+    whole = attempts.whole or ask.whole
+    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
@@ -70,7 +71,7 @@ def disturbs_handovers(decision: Decision, view: View, settings: FairnessSetting
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
         return not leaves_room(halves.prefill, ask, view.now, settings)
-    if not view.pool.prefills or ask.whole or view.tried:
+    if not view.pool.prefills or view.whole or view.tried:
         return False
     if handing is not None and leaves_room(handing.prefill, ask, view.now, settings):
         return False  # the rule compared both
@@ -119,14 +120,14 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def why_hopeless(
-    fleet: Fleet, ask: RequestInfo, now: float, tried: frozenset[Worker]
+    roster: Roster, ask: RequestInfo, now: float, tried: frozenset[Worker]
 ) -> Refusal | None:
     """Return the refusal if waiting cannot help, else None."""
-    if not ask.pinned and any(_can_serve(w, ask, tried) for w in fleet.pool(ask.model).all):
+    if not ask.pinned and any(_can_serve(w, ask, tried) for w in roster.pool(ask.model).all):
         return None
-    workers = [w for w in fleet.of(ask.model) if w.role.serves_whole]
+    workers = [w for w in roster.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
-        workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
+        workers = [w for w in (roster.get(ask.pinned),) if w is not None]
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))

@@ -144,8 +144,8 @@ def verdict(decision: Decision, view: View) -> str:
     ask, worker = view.ask, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER
-    if ask.whole:
-        return ask.whole
+    if whole := decision.whole or view.whole:
+        return whole
     if not view.pool.prefills:
         return HandoverVerdict.NO_PREFILL
     if view.handing is None:

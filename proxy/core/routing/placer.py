@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, NO_WORKERS, Attempts, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -24,7 +24,6 @@ from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-NO_WORKERS: frozenset[Worker] = frozenset()
 
 
 def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
@@ -36,12 +35,12 @@ def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
 
 
 class Placer:
-    """Places requests: the router's lowest layer."""
+    """Places requests, and counts the decisions."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.prefixes = fleet.prefixes
+        self.roster = fleet.roster
         self.queue = Queue(
             settings.queue_requests,
             settings.queue_bytes,
@@ -54,14 +53,23 @@ class Placer:
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.traffic: dict[str, Traffic] = {}
         self.links = KvLinks()
-        self._rule = rule(settings.policy)
-        fleet.rank_by(self._rule.rank)
+        self.rule = rule(settings.policy)
+        self.roster.rank_by(self.rule.rank)
 
-    def _place(
+    def reconfigure(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.rule = rule(settings.policy)
+        queue = self.queue
+        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
+        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
+        queue.fairness = settings.fairness
+        self.roster.rank_by(self.rule.rank)
+
+    def place(
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         *,
         explain: bool,
         aged: bool = False,
@@ -69,46 +77,47 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
-        others, whole = self.fleet.others, ask.whole
-        view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+        others, tried = self.roster.others, attempts.tried
+        view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         while decision is not None and others is not None and _is_filled(decision, others, now):
-            ask.whole = whole
-            view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+            view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return None
         if admission is not None:
             refusal = placed_too_late(admission, ask, decision, now)
             if refusal is not None:
-                return self._refused(ask.model, refusal)
+                return self.count_refusal(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
             decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
             decision = replace(decision, reason=Reason.RETRY)
+        if decision.whole:
+            attempts = replace(attempts, whole=decision.whole)
         worker = decision.worker
-        lease = self.fleet.charge(ask, decision, now)
+        lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.tenant is not None:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:  # a decode worker has it after the transfer: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
-            self.prefixes.record(ask.prefix, first.index)
-        self._count(ask.model, decision.reason)
+            self.roster.prefixes.record(ask.prefix, first.index)
+        self.count_decision(ask.model, decision.reason)
         return lease
 
-    def _decide(
+    def decide(
         self,
         ask: RequestInfo,
         now: float,
-        tried: frozenset[Worker],
+        attempts: Attempts,
         *,
         explain: bool,
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        view = self._look(ask, now, tried, explain=explain)
+        view = self._look(ask, now, attempts, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
             candidate_rules.leave_batch_reserve(view, fair)
@@ -127,7 +136,7 @@ class Placer:
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
-            decision = self._rule.choose(view)
+            decision = self.rule.choose(view)
             if decision is None or view.handing is None:
                 return decision
             refined = handover_cost.refine(decision, view)
@@ -151,22 +160,21 @@ class Placer:
         view.candidates = [w for w in candidates if handover_cost.may_queue(w, ask)]
         decision = self._choose(view)
         if decision is not None:
-            ask.whole = handover_cost.HandoverVerdict.NO_ROOM
+            decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _look(
-        self, ask: RequestInfo, now: float, tried: frozenset[Worker], *, explain: bool
-    ) -> View:
+    def _look(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
         queue = self.queue
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
         view = candidate_rules.find_candidates(
-            self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
+            self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
         )
         pool = view.pool
-        if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
+        if not (pool.prefills and pool.decodes and self.settings.transfer) or view.whole:
             return view
+        tried = view.tried
         # The last attempt uses one worker: the best chance.
         if not tried or len(tried) < self.settings.max_attempts - 1:
             links, within_s = self.links, self.settings.transfer_within_s
@@ -185,14 +193,14 @@ class Placer:
             found = self.transfers[model] = TransferTimes()
         return found
 
-    def _record_traffic(self, ask: RequestInfo, now: float) -> None:
+    def record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.computes:
             return
         traffic = self.traffic_of(ask.model)
         if not ask.long:
             traffic.saw_short(now)
             return
-        pool = self.fleet.pool(ask.model)
+        pool = self.roster.pool(ask.model)
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
         traffic.saw_long(now, ask.prompt_tokens * token_s)
@@ -206,20 +214,20 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
-        view = self._look(ask, now, NO_WORKERS, explain=True)
+        view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
             candidate_rules.with_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
             )
-            for w in self.fleet.of(ask.model)
+            for w in self.roster.of(ask.model)
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
             whether = handover_cost.verdict(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
-        if (refusal := candidate_rules.why_hopeless(self.fleet, ask, now, NO_WORKERS)) is None:
+        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, NO_WORKERS)) is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "
                 "requests, or not probed yet."
@@ -232,13 +240,13 @@ class Placer:
         return (
             barred
             or candidate_rules.note(worker, view.ask, view.now)
-            or self._rule.note(worker, view)
+            or self.rule.note(worker, view)
         )
 
-    def _refused(self, model: str, refusal: Refusal) -> Refusal:
-        self._count(model, refusal.reason)
+    def count_refusal(self, model: str, refusal: Refusal) -> Refusal:
+        self.count_decision(model, refusal.reason)
         return refusal
 
-    def _count(self, model: str, reason: Reason) -> None:
+    def count_decision(self, model: str, reason: Reason) -> None:
         key = (model, reason)
         self.decisions[key] = self.decisions.get(key, 0) + 1

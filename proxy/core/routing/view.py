@@ -39,6 +39,7 @@ class View:
     held: PrefixHolders  # cached prefix lengths and their workers
     longs_waiting: bool  # queued, of this model
     tried: frozenset[Worker]
+    whole: str  # why it cannot be split; empty if it can
     explain: bool
     handing: HandoverOffer | None = None
 

@@ -220,7 +220,7 @@ class SharedLoad:
                 due_at = other_due_at
         if load != worker.elsewhere:
             self.changes += 1
-            self._fleet.charged_elsewhere(worker, WorkerLoad._make(load), due_at, now)
+            self._fleet.health.charged_elsewhere(worker, WorkerLoad._make(load), due_at, now)
         elif due_at > worker.due_at:
             worker.due_at = due_at
 
@@ -234,7 +234,7 @@ class SharedLoad:
             self._breakers[worker] = at, told
             if told != worker.breaker.told():
                 self.changes += 1
-                self._fleet.judged_elsewhere(worker, told)
+                self._fleet.health.judged_elsewhere(worker, told)
 
 
 class WorkerRows:

@@ -35,12 +35,12 @@ class SharedPrefixes:
         self._peers = [PrefixPeer(peer.sheet) for peer in sharing.peers]
         self._new: list[tuple[int, tuple[int, ...]]] = []
         self._taking = False
-        fleet.prefixes.others_record = self._recorded
+        fleet.roster.prefixes.others_record = self._recorded
 
     def _recorded(self, hashes: tuple[int, ...], index: int) -> None:
         if self._taking:
             return
-        worker = self._fleet.by_index.get(index)
+        worker = self._fleet.roster.by_index.get(index)
         row = None if worker is None else self._sharing.row(worker)
         if row is not None:
             self._new.append((row, hashes))
@@ -58,5 +58,5 @@ class SharedPrefixes:
             for row, hashes in peer.news():
                 worker = self._sharing.worker(row)
                 if worker is not None:
-                    self._fleet.prefixes.record(hashes, worker.index)
+                    self._fleet.roster.prefixes.record(hashes, worker.index)
         self._taking = False

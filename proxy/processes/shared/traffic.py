@@ -55,7 +55,7 @@ class SharedTraffic:
             return
         self._next = now + EXCHANGE_INTERVAL_S
         own: dict[int, TrafficRow] = {}
-        for model, traffic in self._router.traffic.items():
+        for model, traffic in self._router.placer.traffic.items():
             at = crc32(model.encode(errors="replace")) % PLACES
             shorts, longs, long_s = own.get(at, NO_TRAFFIC)
             own[at] = TrafficRow(
@@ -65,9 +65,9 @@ class SharedTraffic:
             )
         for at, traffic_row in own.items():
             self._sheet.write_traffic(at, traffic_row)
-        for model in self._router.fleet.models():
+        for model in self._router.fleet.roster.models():
             at = crc32(model.encode(errors="replace")) % PLACES
             for peer in self._peers:
                 traffic_row = peer.grown(at)
                 if traffic_row != NO_TRAFFIC:
-                    self._router.traffic_of(model).saw_elsewhere(now, *traffic_row)
+                    self._router.placer.traffic_of(model).saw_elsewhere(now, *traffic_row)

@@ -12,7 +12,7 @@ from proxy.core.model.types import Reason, Refusal
 from proxy.http.local_responses import answer, refuse
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.charges import Fleet
+    from proxy.core.fleet.roster import Roster
     from proxy.core.tenants.tenants import Tenant
     from proxy.http.request import Request, RequestHead
     from proxy.wire.context import WireContext
@@ -38,18 +38,18 @@ def local_refusal(head: RequestHead) -> Refusal | None:
 
 def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> bytes:
     """Return the response for a local path; `MetricsRequest` serves /metrics."""
-    fleet, head = wire.router.fleet, request.head
+    roster, head = wire.router.fleet.roster, request.head
     bodiless = head.method == "HEAD"
     body = b""
     if head.path == "/ready":
-        if wire.leaving or not live(fleet):
+        if wire.leaving or not live(roster):
             why = "the router is shutting down" if wire.leaving else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
     elif head.path == MODELS:
-        body = models(fleet, head.tenant)
+        body = models(roster, head.tenant)
     elif head.path.startswith(ONE_MODEL):
-        found = model(fleet, _named(head.path), head.tenant)
+        found = model(roster, _named(head.path), head.tenant)
         if isinstance(found, Refusal):
             return refuse(found, request, keep_alive=keep_alive)
         body = found
@@ -74,34 +74,34 @@ def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -
     )
 
 
-def live(fleet: Fleet) -> bool:
+def live(roster: Roster) -> bool:
     """Return True if a worker is live."""
-    return any(worker.live for worker in fleet)
+    return any(worker.live for worker in roster)
 
 
-def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
+def models(roster: Roster, tenant: Tenant | None = None) -> bytes:
     """Return the tenant's live models, each with its longest context."""
     cards = [
-        _card(fleet, name, limit)
-        for name, limit in fleet.contexts().items()
+        _card(roster, name, limit)
+        for name, limit in roster.contexts().items()
         if tenant is None or tenant.may_use(name)
     ]
     return orjson.dumps({"object": "list", "data": cards})
 
 
-def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
+def model(roster: Roster, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
     """Return one model, or the refusal of requests for that model."""
     known = [
-        model_name for model_name in fleet.models() if tenant is None or tenant.may_use(model_name)
+        model_name for model_name in roster.models() if tenant is None or tenant.may_use(model_name)
     ]
-    if not fleet.serves(name):
-        return refusals.model_not_served(name, known, all_told=fleet.all_told())
+    if not roster.serves(name):
+        return refusals.model_not_served(name, known, all_told=roster.all_told())
     if name not in known:
         return refusals.not_allowed(name, known)
-    served = fleet.contexts()
+    served = roster.contexts()
     if name not in served:
         return refusals.no_worker(name)
-    return orjson.dumps(_card(fleet, name, served[name]))
+    return orjson.dumps(_card(roster, name, served[name]))
 
 
 def _named(path: str) -> str:
@@ -109,8 +109,8 @@ def _named(path: str) -> str:
     return unquote_to_bytes(path.removeprefix(ONE_MODEL).encode("latin-1")).decode(errors="replace")
 
 
-def _card(fleet: Fleet, name: str, limit: int | None) -> dict[str, Any]:
-    root, parent = fleet.origin(name)
+def _card(roster: Roster, name: str, limit: int | None) -> dict[str, Any]:
+    root, parent = roster.origin(name)
     return {
         "id": name,
         "object": "model",

@@ -135,7 +135,11 @@ class Attempt:
             if status >= BAD_REQUEST:  # the connector did not see it
                 handover.give_back(now, well=True)
         lease = self.lease
-        if status == BAD_REQUEST and lease is not None and owner.wire.router.has_larger(lease):
+        if (
+            status == BAD_REQUEST
+            and lease is not None
+            and owner.wire.router.leases.has_larger(lease)
+        ):
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
 
@@ -152,7 +156,7 @@ class Attempt:
             )
         elif handover is not None and handover.prefills:
             # The prefill leg's limits differ from the client's.
-            handover.refused(now, status, again=bool(owner.tried))
+            handover.refused(now, status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
@@ -240,7 +244,7 @@ class Attempt:
         self._error_body, lease, owner = None, self.lease, self._owner
         if lease is None or not TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES):
             return error_body
-        self._wire.router.outgrew(lease)
+        owner.ask = owner.record.ask = self._wire.router.leases.outgrew(lease)
         refused, self.response = self.response, None
         refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
         if refusal is None:
@@ -267,7 +271,7 @@ class Attempt:
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_go_over(lease, now, self._owner.tried):
+        if connection is not None and self._wire.router.may_go_over(lease, now):
             connection.fail(now, WorkerError.TIMEOUT)
 
     def lost(self, now: float, error: WorkerError) -> None:
@@ -296,7 +300,7 @@ class Attempt:
         if self.ends_whole(now):
             return
         if self.lease is not None:
-            wire.router.finish(self.lease, now, Outcome.FAILED, why=error.value)
+            wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
         break_off(owner, now, response, "The worker failed during the response.", f"worker_{error}")
 
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
@@ -345,4 +349,4 @@ class Attempt:
         elif connection is not None:
             connection.drop()
         if self.lease is not None:
-            wire.router.finish(self.lease, now, outcome)
+            wire.router.leases.finish(self.lease, now, outcome)

@@ -121,7 +121,7 @@ class Exchange(AttemptOwner):
 
     def _place(self, now: float, ask: RequestInfo) -> None:
         explain = self.request.head.explain
-        placed = self.wire.router.submit(ask, now, tried=self.tried, explain=explain)
+        placed = self.wire.router.submit(ask, now, explain=explain)
         if isinstance(placed, Ticket):
             self._wait(placed)
         else:
@@ -171,13 +171,12 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        self.tried |= {worker}
         placed = wire.router.retry(
             lease,
             now,
             outcome,
             retry_after_s,
-            tried=self.tried,
+            avoid=worker,
             after=failed,
             free=free,
             dropped=error is WorkerError.RESET,

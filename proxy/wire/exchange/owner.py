@@ -8,7 +8,6 @@ from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.state import READING, ExchangeState, may_follow
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
     from proxy.http.request import Request
@@ -29,7 +28,6 @@ class AttemptOwner:
         self.ask: RequestInfo | None = None
         self.record = RequestRecord()
         self.state = READING
-        self.tried: frozenset[Worker] = frozenset()
         self.last_refusal: Refusal | None = None  # of a failed retry
         # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None

@@ -48,9 +48,9 @@ def first_bytes(
     if owner.suspect is not None:
         owner.suspect.blame(now)
     if not lease.ask.generates:
-        router.first_token(lease, now)
+        router.leases.first_token(lease, now)
     elif lease.ask.tenant is not None:
-        router.began(lease, now)
+        router.leases.began(lease, now)
     if owner.route.stores and (response_id := response_id_in(data)):
         router.remember(response_id, lease.worker.name, lease.ask.tenant)
 
@@ -62,8 +62,8 @@ def saw_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int
         if record.first_token_at is None:
             if lease.prefill is not None:
                 wire.metrics.handovers.transferred(lease, now)
-            wire.router.first_token(lease, now)
-        wire.router.tokens(lease, tokens)
+            wire.router.leases.first_token(lease, now)
+        wire.router.leases.tokens(lease, tokens)
     record.saw_tokens(now, wire.metrics, tokens)
 
 
@@ -107,11 +107,11 @@ def pass_whole(
     )  # fmt: skip
     router = wire.router
     if not lease.ask.generates:
-        router.first_token(lease, now)
+        router.leases.first_token(lease, now)
     owner.record.sent_bytes += len(data)
     client.write(data)
-    usage = usage_of(head, body) if router.wants_usage(lease, now) else None
-    router.finish(lease, now, Outcome.DONE, usage)
+    usage = usage_of(head, body) if router.leases.wants_usage(lease, now) else None
+    router.leases.finish(lease, now, Outcome.DONE, usage)
     owner.close(now, OK)
     client.done(now, keep_alive=True)
     wire.settle(now)
@@ -126,8 +126,8 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
             wire.metrics.handovers.arrived(lease)
         outcome = Outcome.DONE if done else Outcome.REFUSED
         # Reading the usage costs 1-2 us.
-        usage = response.usage() if wire.router.wants_usage(lease, now) else None
-        wire.router.finish(lease, now, outcome, usage)
+        usage = response.usage() if wire.router.leases.wants_usage(lease, now) else None
+        wire.router.leases.finish(lease, now, outcome, usage)
     owner.close(now, status)
     owner.client.done(now, keep_alive=response.keep_alive)
     wire.settle(now)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.core.model.types import NONE, Reason
+from proxy.core.model.finished_request import FinishedRequest
+from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank
 from proxy.http.trace import Trace, id_in
 from proxy.metrics.registry import class_of
@@ -122,44 +123,46 @@ class RequestRecord:
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
     ) -> None:
         """Count the request; `reason` is set if the router refused it."""
-        ask, decision = self.ask, self.decision
-        first, worker, pool, predicted, leg = self.first_token_at, NONE, NONE, None, None
-        placed_s, leg_s, fetched = None, None, False
-        ttft_s = None if first is None else first - self.started
-        tpot_s = (self._last_token_at - first) / self.tokens if first and self.tokens else None
-        duration_s = now - self.started
+        ask, decision, first = self.ask, self.decision, self.first_token_at
+        if reason is None:  # without a decision, the client left before the placement
+            reason = Reason.FLEET_FULL if decision is None else decision.reason
+        done = FinishedRequest(route, status, reason, now - self.started)
+        done.queue_s = self.queue_s
+        done.size = class_of(ask)
+        if ask is not None:
+            done.model = ask.model
+            if ask.computes:
+                done.stream = ask.stream
+        if first is not None:
+            done.ttft_s = first - self.started
+            if first and self.tokens:
+                done.tpot_s = (self._last_token_at - first) / self.tokens
         if decision is not None:
-            worker, pool = decision.worker.name, decision.worker.role
-            predicted = decision.predicted_ttft_s
-            if (placed_at := self.placed_at) is not None:
-                placed_s = placed_at - self.started
-                if predicted is not None:
-                    # The measured TTFT includes the time before the last placement.
-                    predicted += placed_s
-                if self.prefilled_at is not None:
-                    leg_s = self.prefilled_at - placed_at
-            if (handover := decision.handover) is not None:
-                if self.prefilled_at is None:
-                    leg = handover.prefill.name, handover.prefill.role
-                fetched = handover.tokens > 0
-            reason = reason or decision.reason
-        elif reason is None:
-            reason = Reason.FLEET_FULL  # left before placement
-        model, size = ask.model if ask is not None else "", class_of(ask)
-        stream = ask.stream if ask is not None and ask.computes else None
-        metrics.request_done(
-            route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
-            size, tpot_s, stream, leg, placed_s, leg_s, fetched=fetched,
-        )  # fmt: skip
+            self._describe_placement(done, decision)
+        metrics.request_done(done)
         if (tenant := self.tenant) is not None:
-            metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
-        if (trace := self.trace) is not None and trace.sampled and ttft_s is not None:
-            metrics.traced(pool, model, size, ttft_s, trace.id)
+            metrics.tenants.ended(tenant, status, done.ttft_s, self.queue_s)
+        if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:
+            metrics.traced(done, trace.id)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
         for tell in metrics.at_end:
             tell(self, now, route, status, reason)
         if ask is not None:
-            metrics.recent.add(
-                ask, size, decision, reason, status, ttft_s, duration_s, self.queue_s
-            )
+            metrics.recent.add(ask, decision, done)
+
+    def _describe_placement(self, done: FinishedRequest, decision: Decision) -> None:
+        done.worker, done.pool = decision.worker.name, decision.worker.role
+        predicted = decision.predicted_ttft_s
+        if (placed_at := self.placed_at) is not None:
+            done.placed_s = placed_at - self.started
+            if predicted is not None:
+                # The measured TTFT includes the time before the last placement.
+                predicted += done.placed_s
+            if self.prefilled_at is not None:
+                done.leg_s = self.prefilled_at - placed_at
+        done.predicted_ttft_s = predicted
+        if (handover := decision.handover) is not None:
+            if self.prefilled_at is None:
+                done.leg = handover.prefill.name, handover.prefill.role
+            done.fetched = handover.tokens > 0

@@ -78,7 +78,7 @@ class StreamFastPath:
         self._keep(data)
         record = self._record
         if tokens := self._count(data):
-            self._router.tokens(self._lease, tokens)
+            self._router.leases.tokens(self._lease, tokens)
             record.saw_tokens(now, self._metrics, tokens)
         record.sent_bytes += len(data)
         self._write(data)

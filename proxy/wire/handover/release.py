@@ -150,7 +150,7 @@ class AbandonedPrefill:
 def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     return [
         worker
-        for worker in wire.router.fleet.of(decode.model)
+        for worker in wire.router.fleet.roster.of(decode.model)
         if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.barred
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -110,15 +111,15 @@ class TwoLegExchange:
         if bare and halves is not None:
             halves.tokens = 0  # nothing to transfer
         wire.metrics.handovers.prefilled(lease, now, bare=bare)
-        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
+        wire.router.leases.prefilled(lease, now, usage_of(fields) if learns else None)
         if bare:
             self._strike(now, None)
         else:
-            wire.router.links.worked(self._first, None)
+            wire.router.placer.links.worked(self._first, None)
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
-        if not wire.router.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
+        if not wire.router.leases.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
             return False
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
@@ -186,17 +187,20 @@ class TwoLegExchange:
 
     def fetched(self) -> None:
         if self._taken is not None:
-            self._wire.router.links.worked(self._first, self._lease.worker)
+            self._wire.router.placer.links.worked(self._first, self._lease.worker)
             self._taken = None
 
     # Failures
 
-    def refused(self, now: float, status: int, *, again: bool) -> None:
+    def refused(self, now: float, status: int) -> None:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused = status
         router, lease = self._wire.router, self._lease
-        if status not in WORKER_SPECIFIC or again or not router.has_other_prefill(lease, now):
-            lease.ask.whole = REFUSED_PREFILL
+        is_first = not lease.attempts.tried
+        if not (
+            status in WORKER_SPECIFIC and is_first and router.leases.has_other_prefill(lease, now)
+        ):
+            lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
 
     def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
@@ -220,11 +224,12 @@ class TwoLegExchange:
         # Only a late transfer rules out its decode worker.
         self._was_late = late
         late = late or not was_sent
-        lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        lease.attempts = replace(lease.attempts, whole=whole)
         if late and was_sent:
             self._strike(now, lease.worker)
         self.is_suspect = was_sent and not late
-        spared = late and self._wire.router.has_another(lease)
+        spared = late and self._wire.router.leases.has_another(lease)
         return lease.worker if spared else first, Outcome.MOOT
 
     def blame(self, now: float) -> None:
@@ -234,7 +239,7 @@ class TwoLegExchange:
     def _strike(self, now: float, second: Worker | None) -> None:
         """Count a failure of the link; without `second`, of the prefill worker."""
         first, wire = self._first, self._wire
-        if not wire.router.links.failed(first, second, now):
+        if not wire.router.placer.links.failed(first, second, now):
             return
         wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
         if self._refused:

@@ -28,7 +28,7 @@ async def test_the_router_says_where_each_request_went(tmp_path: Path) -> None:
         await router.start()
         try:
             async with asyncio.timeout(15):
-                while not all(worker.up for worker in router.fleet):  # noqa: ASYNC110 - no event
+                while not all(worker.up for worker in router.fleet.roster):  # noqa: ASYNC110 - no event
                     await asyncio.sleep(0.01)
             endpoint = await learn(
                 EndpointOptions(f"http://127.0.0.1:{router.wire.port}", explain=True)

@@ -27,6 +27,7 @@ from proxy.metrics.registry import Metrics
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
+from tests.proxy.metrics.finished import finished
 
 FLEET = """
 model: tiny
@@ -66,11 +67,11 @@ class State:
             worker.max_model_len,
             api_key=worker.api_key,
         )
-        self.router.fleet.add(spec)
+        self.router.fleet.roster.add(spec)
 
     def remove_worker(self, name: str) -> None:
         """Take it out."""
-        self.router.fleet.remove(name)
+        self.router.fleet.roster.remove(name)
 
     async def reload(self) -> list[str]:
         """Pretend to read the file again."""
@@ -81,21 +82,21 @@ class State:
 
     def worker(self, name: str) -> Worker:
         """Find a worker that is there."""
-        worker = self.router.fleet.get(name)
+        worker = self.router.fleet.roster.get(name)
         assert worker is not None
         return worker
 
     def come_up(self) -> None:
         """Have every worker probed, as often as it takes."""
-        for worker in self.router.fleet:
+        for worker in self.router.fleet.roster:
             while not worker.up:
-                self.router.fleet.probe_ok(worker.name, NOW)
+                self.router.fleet.health.probe_ok(worker.name, NOW)
 
     def go_down(self) -> None:
         """Have no worker answer."""
-        for worker in self.router.fleet:
+        for worker in self.router.fleet.roster:
             while worker.up or not worker.probed:
-                self.router.fleet.probe_failed(worker.name, NOW)
+                self.router.fleet.health.probe_failed(worker.name, NOW)
 
 
 @pytest.fixture
@@ -129,9 +130,9 @@ def charge(state: State, name: str, request: str = "r1") -> Any:
 
 
 async def test_workers_are_shown_with_their_charges(state: State, api: httpx.AsyncClient) -> None:
-    state.router.fleet.probe_ok("s0", NOW)
+    state.router.fleet.health.probe_ok("s0", NOW)
     gauges = Gauges(at=NOW - 0.5, running=3, waiting=1, kv_usage=0.5, kv_capacity_tokens=1600)
-    state.router.fleet.set_gauges("s0", gauges)
+    state.router.fleet.health.set_gauges("s0", gauges)
     charge(state, "s0")
     short, long = (await api.get("/admin/workers")).json()
     assert (short["name"], short["role"], short["state"]) == ("s0", "short", "up")
@@ -158,16 +159,16 @@ async def test_states(state: State, api: httpx.AsyncClient) -> None:
         return str({worker["name"]: worker["state"] for worker in workers}[name])
 
     fleet = state.router.fleet
-    fleet.probe_failed("s0", NOW)
+    fleet.health.probe_failed("s0", NOW)
     assert await state_of("s0") == "down"
     state.come_up()
     assert await state_of("s0") == "up"
-    fleet.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
+    fleet.health.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
     assert await state_of("s0") == "resting"
     shown = (await api.get("/admin/workers")).json()[0]
     assert shown["why"] == "it returned 503; no requests for 5 s more"
     for _ in range(3):
-        fleet.probe_failed("s0", NOW)
+        fleet.health.probe_failed("s0", NOW)
     assert await state_of("s0") == "down"
 
 
@@ -215,7 +216,7 @@ async def test_a_worker_that_can_t_be(
     error = error_of(answer, 422)
     assert [problem["path"] for problem in error["problems"]] == [path]
     assert "secret-2" not in answer.text
-    assert len(state.router.fleet) == 2
+    assert len(state.router.fleet.roster) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> N
     for number, name in enumerate(["s0", "l0", "s0"]):
         lease = charge(state, name, request=f"r{number}")
         recent = state.recent
-        recent.add(lease.ask, "short", lease.decision, Reason.SHORT_POOL, 200, 0.1, 1.0, 0.0)
+        recent.add(lease.ask, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]
     assert everything[0]["worker"] == "s0"
@@ -284,7 +285,7 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
     assert "4096" in scores["s0"]["note"]  # why it could not be
     short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert short["worker"] == "s0"
-    assert not any(worker.requests for worker in state.router.fleet)  # nothing was charged
+    assert not any(worker.requests for worker in state.router.fleet.roster)  # nothing was charged
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.Asyn
 
 async def test_the_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
-        state.router.fleet.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
+        state.router.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
     state.come_up()
     state.balance.look(NOW)
     [shown] = (await api.get("/admin/balance")).json()

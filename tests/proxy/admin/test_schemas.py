@@ -31,26 +31,26 @@ def test_a_question_is_sized_as_a_chat_would_be(
 
 def test_a_worker_is_not_up_for_a_model_that_it_does_not_list() -> None:
     fleet = fleet_of(spec("a"))
-    [worker] = fleet
+    [worker] = fleet.roster
     assert (state(worker), worker.why) == ("up", "")
-    fleet.set_served("a", ("m", "adapter"))
+    fleet.roster.set_served("a", ("m", "adapter"))
     assert (state(worker), worker.why) == ("up", "")
-    fleet.set_served("a", ("b", "c", "d"))
+    fleet.roster.set_served("a", ("b", "c", "d"))
     assert (state(worker), worker.why) == ("wrong_model", "serves b, c, d, not m")
-    fleet.set_served("a", ("b", "c", "d", "e", "f"))
+    fleet.roster.set_served("a", ("b", "c", "d", "e", "f"))
     assert shown_worker(worker, 1.0).why == "serves b, c, d and 2 more, not m"
-    fleet.set_served("a", ())  # it lists none to us
+    fleet.roster.set_served("a", ())  # it lists none to us
     assert (state(worker), worker.why) == ("up", "")
 
 
 def test_of_one_that_is_down_the_last_probe_tells_why() -> None:
     fleet = fleet_of(spec("a"))
-    [worker] = fleet
+    [worker] = fleet.roster
     for why in ("refused", "refused", "timed out"):
         assert worker.why == ""  # it is up as yet
-        fleet.probe_failed("a", 1.0, why)
+        fleet.health.probe_failed("a", 1.0, why)
     assert (state(worker), worker.why) == ("down", "timed out")
-    fleet.probe_ok("a", 2.0)
+    fleet.health.probe_ok("a", 2.0)
     assert worker.why == "timed out"  # once is not enough
-    fleet.probe_ok("a", 3.0)
+    fleet.health.probe_ok("a", 3.0)
     assert (state(worker), worker.why) == ("up", "")

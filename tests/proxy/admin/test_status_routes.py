@@ -41,7 +41,7 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
     )
     running = App(load(source), source)
     await running.start()
-    await eventually(lambda: all(w.up for w in running.fleet), within=DEADLINE_S)
+    await eventually(lambda: all(w.up for w in running.fleet.roster), within=DEADLINE_S)
     yield running
     await running.stop()
     await fake.stop()

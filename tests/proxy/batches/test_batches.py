@@ -157,7 +157,7 @@ async def test_lines_for_an_adapter_wait_until_workers_say_that_they_have_it(
     await office.until(batch, "in_progress")
     await office.batches.lane.turn()
     assert office.batches.lane.in_flight == 0
-    site.fleet.set_served("w0", ("tiny", "adapter"), 16384)
+    site.fleet.roster.set_served("w0", ("tiny", "adapter"), 16384)
     site.up("w0")
     done = await office.until(batch)
     assert present(done.request_counts).model_dump() == {"total": 1, "completed": 1, "failed": 0}
@@ -306,9 +306,9 @@ async def test_a_line_that_takes_too_long_is_not_begun_anew(office: Office) -> N
     site.fake.always(scripts.stall)
     batch = await office.begin(lines(1))
     await site.fake.got()
-    site.fleet.set_gauges("w0", Gauges(at=site.clock()))
+    site.fleet.health.set_gauges("w0", Gauges(at=site.clock()))
     office.skip(2 * site.wire.settings.first_byte_s)
-    site.fleet.set_gauges("w0", Gauges(at=site.clock(), generation_tokens_total=1.0))
+    site.fleet.health.set_gauges("w0", Gauges(at=site.clock(), generation_tokens_total=1.0))
     done = await office.until(batch)
     [failed] = await office.lines_of(done.error_file_id)
     assert failed["response"]["body"]["error"]["code"] == "unfinished"

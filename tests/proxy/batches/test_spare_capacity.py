@@ -47,10 +47,10 @@ def test_what_nobody_serves_may_go_and_be_refused() -> None:
 
 def test_not_before_all_have_said_what_they_serve() -> None:
     router = router_of(spec("a"))
-    router.fleet.add(spec("late"))
+    router.fleet.roster.add(spec("late"))
     assert not has_spare_capacity(router, "adapter", 0.0)
-    router.fleet.set_served("late", [MODEL, "adapter"])
-    router.fleet.probe_ok("late", 1.0)
+    router.fleet.roster.set_served("late", [MODEL, "adapter"])
+    router.fleet.health.probe_ok("late", 1.0)
     assert has_spare_capacity(router, "adapter", 1.0)
     assert has_spare_capacity(router, "nothing", 1.0)
 
@@ -60,8 +60,8 @@ def test_nor_for_ever_after_one_that_never_comes_up() -> None:
     fleet = Fleet(clock=lambda: now)
     router = Router(RouterSettings(), fleet)
     for name in ("a", "dead"):
-        fleet.add(spec(name))
-    fleet.probe_ok("a", now)
+        fleet.roster.add(spec(name))
+    fleet.health.probe_ok("a", now)
     now += MAX_MODEL_LIST_WAIT_S - 1
     assert not has_spare_capacity(router, "nothing", now)
     now += 1

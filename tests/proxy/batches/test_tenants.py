@@ -104,7 +104,7 @@ async def test_lines_are_the_tenants_and_of_the_batch_class(office: Office) -> N
 async def test_what_a_tenant_may_not_use_its_lines_may_not(office: Office) -> None:
     other = line("x")
     other["body"]["model"] = "another"
-    office.site.fleet.set_served("w0", ("tiny", "another"), 16384)
+    office.site.fleet.roster.set_served("w0", ("tiny", "another"), 16384)
     done = await office.until(await office.begin([other]))
     [failed] = await office.lines_of(done.error_file_id)
     assert failed["response"]["status_code"] in (403, 404)

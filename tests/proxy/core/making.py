@@ -41,8 +41,8 @@ def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Flee
     """Make a fleet whose workers are all up."""
     fleet = Fleet(clock=clock)
     for one in specs:
-        fleet.add(one)
-        fleet.probe_ok(one.name, 0.0)
+        fleet.roster.add(one)
+        fleet.health.probe_ok(one.name, 0.0)
     return fleet
 
 
@@ -53,12 +53,12 @@ def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
 
 def members(fleet: Fleet) -> list[Worker]:
     """List a fleet's workers in the order they came."""
-    return list(fleet)
+    return list(fleet.roster)
 
 
 def worker_of(router: Router, name: str) -> Worker:
     """Find a worker that is there."""
-    return present(router.fleet.get(name))
+    return present(router.fleet.roster.get(name))
 
 
 def ask(

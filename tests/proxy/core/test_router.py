@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.specs import Gauges, Score
 from proxy.core.model.types import Outcome, Reason, Refusal, Usage
@@ -38,7 +38,7 @@ def prose(router: Router, count: int = 300) -> None:
     for n in range(count):
         asked = sized(router, chat("x" * (2000 + 90 * n), max_tokens=500))
         usage = Usage(int(asked.text_bytes / 4.2) + 7, 200)
-        router.finish(placed(router.submit(asked, n)), n + 0.5, Outcome.DONE, usage)
+        router.leases.finish(placed(router.submit(asked, n)), n + 0.5, Outcome.DONE, usage)
     learnt = router.sizer.learnt(MODEL, "chat/completions")
     assert learnt.error(20_000) < 0.1 * learnt.tokens(20_000)
 
@@ -55,10 +55,10 @@ def test_what_may_fit_is_for_the_largest_worker_to_judge_and_teaches(per_token: 
         lease = placed(router.submit(sized(router, body), now))
         assert lease.worker.name == "l"
         assert lease.prefill_tokens <= 131_072
-        router.finish(lease, now + 0.5, Outcome.DONE, Usage(90_007, 200))
+        router.leases.finish(lease, now + 0.5, Outcome.DONE, Usage(90_007, 200))
         assert known < learnt.bytes_per_token < per_token
     for _ in range(3):
-        router.fleet.probe_failed("l", 421.0)
+        router.fleet.health.probe_failed("l", 421.0)
     assert refused(router.submit(sized(router, body), 422.0)).status == 503  # nobody smaller tries
 
 
@@ -88,7 +88,7 @@ def test_an_output_limit_that_nobody_can_keep_may_be_cut_by_the_largest(
     specs = spec("s", SHORT, 2048), spec("l", LONG, 8192), spec("t", SHORT, 2048)
     router = router_of(*specs, cut_output=True)
     assert placed(router.submit(sized(router, body, path), 0.0)).worker.name == "l"
-    router.fleet.drain("l")
+    router.fleet.roster.drain("l")
     assert refused(router.submit(sized(router, body, path), 0.0)).status == 503
 
 
@@ -98,15 +98,15 @@ def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
     lease = placed(router.submit(one, 0.0))
     assert lease.worker.name == "l"
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # full is worth the wait
-    assert placed(router.submit(one, 0.0, tried=those(router, "l"))).worker.name == "s"
-    router.fleet.failed(lease.worker, 0.0, 60.0)
+    assert placed(router.submit(one, 0.0, Attempts(those(router, "l")))).worker.name == "s"
+    router.fleet.health.failed(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
 
 
 def test_nobody_live_is_503_and_says_when() -> None:
     router = router_of(spec("a"), spec("b"), panic_threshold=0.0)
     for name, rest_s in (("a", 7.0), ("b", 9.0)):
-        router.fleet.failed(worker_of(router, name), 0.0, rest_s)
+        router.fleet.health.failed(worker_of(router, name), 0.0, rest_s)
     refusal = refused(router.submit(ask(), 2.0))
     assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 5.0)
     assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
@@ -114,17 +114,17 @@ def test_nobody_live_is_503_and_says_when() -> None:
 
 def test_a_worker_never_probed_is_given_nothing_and_waited_for() -> None:
     fleet = Fleet()
-    fleet.add(spec("a"))
+    fleet.roster.add(spec("a"))
     router = Router(RouterSettings(), fleet)
     ticket = waits(router.submit(ask(), 0.0))
     assert router.due(0.1) == []
-    fleet.probe_ok("a", 0.2)
+    fleet.health.probe_ok("a", 0.2)
     assert [(t, placed(end).worker.name) for t, end in router.due(0.2)] == [(ticket, "a")]
 
 
 def test_where_nobody_may_wait_a_worker_never_probed_is_503_and_not_busy() -> None:
     fleet = Fleet()
-    fleet.add(spec("a"))
+    fleet.roster.add(spec("a"))
     router = Router(RouterSettings(queue_requests=0), fleet)
     refusal = refused(router.submit(ask(), 0.0))
     assert (refusal.status, refusal.retry_after_s) == (503, 1.0)
@@ -135,8 +135,10 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
-    assert refused(router.submit(ask(), 0.0, tried=those(router, "a"))).status == 502  # an old one
-    router.finish(lease, 1.0, Outcome.DONE)
+    assert (
+        refused(router.submit(ask(), 0.0, Attempts(those(router, "a")))).status == 502
+    )  # an old one
+    router.leases.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
 
 
@@ -145,10 +147,10 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
 
 def test_a_worker_without_a_stated_limit_is_full_at_twice_its_cache() -> None:
     router = router_of(spec("a"))
-    router.fleet.set_gauges("a", Gauges(at=0.0, kv_capacity_tokens=1000))
+    router.fleet.health.set_gauges("a", Gauges(at=0.0, kv_capacity_tokens=1000))
     leases = [placed(router.submit(ask(400, 100), 0.0)) for _ in range(4)]
     ticket = waits(router.submit(ask(400, 100), 0.0))
-    router.finish(leases[0], 1.0, Outcome.DONE)
+    router.leases.finish(leases[0], 1.0, Outcome.DONE)
     assert [found for found, _ in router.due(1.0)] == [ticket]
 
 
@@ -177,7 +179,7 @@ def test_those_who_wait_hear_when_nobody_is_left() -> None:
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
     for _ in range(3):
-        router.fleet.probe_failed("a", 0.0)
+        router.fleet.health.probe_failed("a", 0.0)
     [(_, end)] = router.due(1.0)
     assert refused(end).status == 503
 
@@ -185,7 +187,7 @@ def test_those_who_wait_hear_when_nobody_is_left() -> None:
 def test_a_worker_that_is_busy_is_waited_for() -> None:
     router = router_of(spec("a"))
     lease = placed(router.submit(ask(), 0.0))
-    router.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
+    router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
     ticket = waits(router.submit(ask(), 0.1))
     assert router.due(1.9) == []
     assert [t for t, _ in router.due(2.0)] == [ticket]
@@ -196,13 +198,13 @@ def test_a_worker_that_is_busy_is_waited_for() -> None:
 
 def test_attempts_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit(ask(), 0.0, tried=those(router, "a")))
-    assert refused(router.submit(ask(), 0.0, tried=those(router, "a", "b"))).status == 502
+    placed(router.submit(ask(), 0.0, Attempts(those(router, "a"))))
+    assert refused(router.submit(ask(), 0.0, Attempts(those(router, "a", "b")))).status == 502
 
 
 def test_so_are_all_retries_together() -> None:
     router = router_of(*(spec(name) for name in "abcde"), retry_budget=0.1)
-    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(30)]
+    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(30)]
     assert sum(isinstance(end, Lease) for end in ends) == 10
     assert all(refused(end).status == 502 for end in ends[10:])
 
@@ -210,8 +212,8 @@ def test_so_are_all_retries_together() -> None:
 def test_requests_earn_retries() -> None:
     router = router_of(spec("a"), spec("b"), retry_budget=0.1)
     for _ in range(300):
-        router.finish(placed(router.submit(ask(), 0.0)), 0.0, Outcome.DONE)
-    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(60)]
+        router.leases.finish(placed(router.submit(ask(), 0.0)), 0.0, Outcome.DONE)
+    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(60)]
     assert sum(isinstance(end, Lease) for end in ends) > 10
 
 
@@ -224,16 +226,16 @@ def test_a_namesake_elsewhere_falls_by_itself() -> None:
         there = [lease for lease in leases if lease.worker is at][:times]
         left = []
         for lease in there:
-            router.finish(lease, now + 0.1, Outcome.FAILED)
+            router.leases.finish(lease, now + 0.1, Outcome.FAILED)
             tried = frozenset({at})
-            placed(router.submit(lease.ask, now + 0.1, tried=tried, after=lease))
+            placed(router.submit(lease.ask, now + 0.1, Attempts(tried), after=lease))
             left.append(router._retries._saved)
         return left
 
     fails(worker_of(router, "a"), 0.0, 1)
     moved = replace(spec("a"), url="http://elsewhere")
     router.reconfigure(router.settings, [moved, spec("b")])
-    router.fleet.probe_ok("a", 0.2)
+    router.fleet.health.probe_ok("a", 0.2)
     first, second = fails(worker_of(router, "a"), 0.2, 2)
     assert first == second
 
@@ -245,27 +247,43 @@ def test_a_namesake_elsewhere_falls_by_itself() -> None:
 def test_each_way_out_releases_once(outcome: Outcome) -> None:
     router = router_of(spec("a"))
     lease = placed(router.submit(ask(), 0.0))
-    router.first_token(lease, 0.1)
+    router.leases.first_token(lease, 0.1)
     for _ in range(2):
-        router.finish(lease, 1.0, outcome, Usage(100, 50))
-        assert idle(router.fleet)
+        router.leases.finish(lease, 1.0, outcome, Usage(100, 50))
+        assert idle(router.fleet.roster)
+
+
+def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> None:
+    """It was short there, and is long elsewhere."""
+    router = router_of(spec("a", limit=2000), spec("b", limit=9000), short_limit=1500)
+    lease = placed(router.submit(ask(900, 50, error=700), 0.0))
+    first = lease.worker
+    assert first.name == "a"
+    larger = router.leases.outgrew(lease)
+    answer = router.retry(lease, 0.1, Outcome.REFUSED, avoid=first, after=lease, free=True)
+    again = placed(answer)
+    assert (again.worker.name, again.ask) == ("b", larger)
+    assert (lease.ask.long, larger.long) == (False, True)
+    assert first.long_tokens == 0
+    assert again.worker.long_tokens == larger.prompt_tokens
+    router.leases.finish(again, 0.2, Outcome.DONE)
+    assert idle(router.fleet.roster)
 
 
 @pytest.mark.parametrize("free", [False, True])
 def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> None:
     router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
-    one, tried = ask(), frozenset[Worker]()
-    answer = router.submit(one, 0.0)
+    answer = router.submit(ask(), 0.0)
     for dropped in (False, True, False, True):  # of the others it is known that they did not act
         lease = placed(answer)
-        tried |= {lease.worker}
         answer = router.retry(
-            lease, 0.1, Outcome.FAILED, tried=tried, after=lease, free=free, dropped=dropped
+            lease, 0.1, Outcome.FAILED, avoid=lease.worker, after=lease, free=free, dropped=dropped
         )
     refusal = refused(answer)
-    assert (refusal.status, refusal.code, len(tried)) == (502, "request_dropped", 4)
+    assert (refusal.status, refusal.code) == (502, "request_dropped")
+    assert len({*lease.attempts.tried, lease.worker}) == 4
     assert refusal.retry_after_s is None
-    assert idle(router.fleet)
+    assert idle(router.fleet.roster)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -277,11 +295,11 @@ def test_clients_that_do_not_wait_any_longer_teach_that_a_worker_is_slow(stream:
         bad = lease.worker.name == "a"
         hung += bad
         if bad:
-            router.finish(lease, now + 10.0, Outcome.CLIENT_GONE)
+            router.leases.finish(lease, now + 10.0, Outcome.CLIENT_GONE)
         else:
             if stream:
-                router.first_token(lease, now + 0.1)
-            router.finish(lease, now + 0.2, Outcome.DONE, Usage(100, 10))
+                router.leases.first_token(lease, now + 0.1)
+            router.leases.finish(lease, now + 0.2, Outcome.DONE, Usage(100, 10))
         now += 11.0
     assert 0 < hung < 6
 
@@ -293,11 +311,13 @@ def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
     before = pace.first_token_s(1000)
     for at in (0.0, 1.0):
         lease = placed(router.submit(ask(output=100, stream=stream), at))
-        router.finish(lease, at + before / 20, Outcome.CLIENT_GONE)
+        router.leases.finish(lease, at + before / 20, Outcome.CLIENT_GONE)
     lease = placed(router.submit(ask(stream=True), 2.0))
-    router.first_token(lease, 2.0 + before / 20)
+    router.leases.first_token(lease, 2.0 + before / 20)
     at_first = pace.first_token_s(1000)
-    router.finish(lease, 60.0, Outcome.CLIENT_GONE)  # who reads for long was not kept waiting
+    router.leases.finish(
+        lease, 60.0, Outcome.CLIENT_GONE
+    )  # who reads for long was not kept waiting
     assert pace.first_token_s(1000) == at_first <= before
 
 
@@ -305,13 +325,13 @@ def test_a_cached_prompt_that_a_client_leaves_is_late_by_its_uncached_tokens() -
     router = router_of(spec("a"))
     pace = worker_of(router, "a").pace
     text = chat("x" * 9000, stream=True)
-    router.finish(placed(router.submit(sized(router, text), 0.0)), 0.1, Outcome.DONE)
+    router.leases.finish(placed(router.submit(sized(router, text), 0.0)), 0.1, Outcome.DONE)
     lease = placed(router.submit(sized(router, text), 1.0))
     uncached = lease.ask.prompt_tokens - lease.decision.cached_tokens
     assert uncached < lease.ask.prompt_tokens / 2
     before = pace.first_token_s(uncached)
     late = pace.first_token_s(lease.ask.prompt_tokens)
-    router.finish(lease, 1.0 + late, Outcome.CLIENT_GONE)
+    router.leases.finish(lease, 1.0 + late, Outcome.CLIENT_GONE)
     assert pace.first_token_s(uncached) > before
 
 
@@ -322,11 +342,11 @@ def test_many_that_leave_at_once_say_it_once() -> None:
         pace = worker_of(router, "a").pace
         for i in range(60):
             lease = placed(router.submit(ask(), float(i)))
-            router.first_token(lease, i + 0.1)
-            router.finish(lease, i + 0.2, Outcome.DONE)
+            router.leases.first_token(lease, i + 0.1)
+            router.leases.finish(lease, i + 0.2, Outcome.DONE)
         leases = [placed(router.submit(ask(), 100.0)) for _ in range(leaving)]
         for lease in leases:
-            router.finish(lease, 130.0, Outcome.CLIENT_GONE)
+            router.leases.finish(lease, 130.0, Outcome.CLIENT_GONE)
         paces.append(pace.first_token_s(100))
     assert paces[0] >= paces[1] > 0.1
 
@@ -336,7 +356,7 @@ def test_an_unstreamed_answer_left_too_late_is_blamed_on_its_steps_too() -> None
     pace = worker_of(router, "a").pace
     before = pace.first_token_s(100), pace.step_s(1)
     lease = placed(router.submit(ask(output=1000, stream=False), 0.0))
-    router.finish(lease, 2 * (before[0] + 1000 * before[1]), Outcome.CLIENT_GONE)
+    router.leases.finish(lease, 2 * (before[0] + 1000 * before[1]), Outcome.CLIENT_GONE)
     first, step = pace.first_token_s(100) / before[0], pace.step_s(1) / before[1]
     assert 1.0 < first < 1.1 < step <= 2.0
 
@@ -345,26 +365,26 @@ def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     old = placed(router.submit(ask(), 0.0))
-    router.fleet.failed(worker, 1.0, 60.0)
-    router.finish(old, 2.0, Outcome.DONE)
+    router.fleet.health.failed(worker, 1.0, 60.0)
+    router.leases.finish(old, 2.0, Outcome.DONE)
     assert not worker.breaker.closed
 
 
 def test_a_trial_that_ends_well_does() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
-    router.fleet.failed(worker, 0.0, 1.0)
-    router.finish(placed(router.submit(ask(stream=False), 1.0)), 2.0, Outcome.DONE)
+    router.fleet.health.failed(worker, 0.0, 1.0)
+    router.leases.finish(placed(router.submit(ask(stream=False), 1.0)), 2.0, Outcome.DONE)
     assert worker.breaker.closed
-    assert router.fleet.resting == set()
+    assert router.fleet.roster.ejections.resting == set()
 
 
 def test_a_trial_whose_client_left_lets_another_try() -> None:
     router = router_of(spec("a"), panic_threshold=0.0)
-    router.fleet.failed(worker_of(router, "a"), 0.0, 1.0)
+    router.fleet.health.failed(worker_of(router, "a"), 0.0, 1.0)
     lease = placed(router.submit(ask(), 1.0))
     assert refused(router.submit(ask(), 1.1)).status == 503
-    router.finish(lease, 1.2, Outcome.CLIENT_GONE)
+    router.leases.finish(lease, 1.2, Outcome.CLIENT_GONE)
     placed(router.submit(ask(), 1.2))
 
 
@@ -375,9 +395,9 @@ def test_a_stream_that_tells_no_usage_teaches_by_its_events() -> None:
     def stream(now: float, **fields: object) -> None:
         one = sized(router, chat("x" * 400, stream=True, n=2, **fields))
         lease = placed(router.submit(one, now))
-        router.first_token(lease, now + 0.2)
-        router.tokens(lease, 102)
-        router.finish(lease, now + 4.2, Outcome.DONE)
+        router.leases.first_token(lease, now + 0.2)
+        router.leases.tokens(lease, 102)
+        router.leases.finish(lease, now + 4.2, Outcome.DONE)
 
     for i in range(60):
         stream(10.0 * i)
@@ -395,7 +415,7 @@ def test_a_cache_that_is_smaller_than_believed_is_trusted_less() -> None:
     for i in range(40):
         lease = placed(router.submit(sized(router, chat("x" * 9000, stream=True)), float(i)))
         cached = lease.decision.cached_tokens // 4
-        router.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
+        router.leases.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
     assert worker.pace.missing == pytest.approx(0.75, abs=0.05)
 
 
@@ -409,8 +429,8 @@ def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: f
         tokens = lease.ask.prompt_tokens
         if keeps:
             tokens -= lease.decision.cached_tokens
-        router.first_token(lease, i + 0.02 + 2e-4 * tokens)
-        router.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
+        router.leases.first_token(lease, i + 0.02 + 2e-4 * tokens)
+        router.leases.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
     assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
 
 
@@ -424,7 +444,7 @@ def test_only_what_an_engine_computes_is_of_the_tide(path: str, shorts: int) -> 
     router = router_of(spec("a"))
     one = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
     lease = placed(router.submit(one, 0.0))
-    assert router.traffic_of(MODEL).shorts_ever == shorts
+    assert router.placer.traffic_of(MODEL).shorts_ever == shorts
     assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
@@ -435,37 +455,37 @@ def scores(told: object) -> dict[str, Score]:
 
 def test_explain_says_why_not() -> None:
     router = router_of(spec("a", GENERAL, 1000, most=1), spec("b", GENERAL, 100))
-    assert refused(router.explain(ask(5000), 0.0)).reason is Reason.TOO_LONG
+    assert refused(router.placer.explain(ask(5000), 0.0)).reason is Reason.TOO_LONG
     placed(router.submit(ask(500), 0.0))
-    told = refused(router.explain(ask(500), 0.0))
+    told = refused(router.placer.explain(ask(500), 0.0))
     assert told.reason is Reason.FLEET_FULL
     assert scores(told)["a"].note == "full"
-    router.fleet.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
-    assert scores(router.explain(ask(50), 0.0))["b"].note == "busy"
+    router.fleet.health.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
+    assert scores(router.placer.explain(ask(50), 0.0))["b"].note == "busy"
 
 
 def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
     many = [spec(f"s{at}", SHORT, 8192) for at in range(MAX_UNRANKED + 1)]
     router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
-    left_out = {score.note for score in scores(router.explain(ask(10), 0.0)).values()}
+    left_out = {score.note for score in scores(router.placer.explain(ask(10), 0.0)).values()}
     assert left_out == {"", "higher cost than the chosen worker"}
-    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
-    told = scores(router.explain(ask(10), 1.0))
+    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    told = scores(router.placer.explain(ask(10), 1.0))
     assert told["l"].note == "reserved for long requests"
     assert {score.note for name, score in told.items() if name != "l"} == left_out
-    for worker in router.fleet:
+    for worker in router.fleet.roster:
         if worker.role is SHORT:
-            router.fleet.failed(worker, 1.0, 60.0)
-    assert scores(router.explain(ask(10), 1.0))["l"].note == ""
+            router.fleet.health.failed(worker, 1.0, 60.0)
+    assert scores(router.placer.explain(ask(10), 1.0))["l"].note == ""
     placed(router.submit(ask(20_000, long=True), 1.0))
-    assert scores(router.explain(ask(10), 1.0))["l"].note == "full"
+    assert scores(router.placer.explain(ask(10), 1.0))["l"].note == "full"
 
 
 def test_explain_tells_that_one_would_wait_for_what_is_kept() -> None:
     router = router_of(spec("s", SHORT, 8192, most=1), spec("l", LONG, 65_536, most=1))
-    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
     placed(router.submit(ask(10), 1.0))
-    told = refused(router.explain(ask(10), 1.0))
+    told = refused(router.placer.explain(ask(10), 1.0))
     assert {name: score.note for name, score in scores(told).items()} == {
         "s": "full",
         "l": "reserved for long requests",
@@ -476,7 +496,7 @@ def test_explain_tells_that_one_would_wait_for_what_is_kept() -> None:
 @pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
 def test_every_policy_explains_itself(policy: str) -> None:
     router = router_of(spec("s", SHORT), spec("l", LONG), spec("g"), policy=policy)
-    told = router.explain(ask(), 0.0)
+    told = router.placer.explain(ask(), 0.0)
     assert not isinstance(told, Refusal)
     assert all(score.total > 0 or score.note for score in told.scores)
 
@@ -487,7 +507,7 @@ def test_every_decision_is_counted_by_its_reason() -> None:
     waits(router.submit(ask(), 0.0))
     refused(router.submit(ask(), 0.0))
     refused(router.submit(ask(10_000), 0.0))
-    assert router.decisions == {
+    assert router.placer.decisions == {
         (MODEL, Reason.SHORT_POOL): 1,
         (MODEL, Reason.FLEET_FULL): 1,
         (MODEL, Reason.QUEUE_FULL): 1,
@@ -511,7 +531,7 @@ def test_a_reload_touches_nothing_in_flight() -> None:
     lease = placed(router.submit(ask(), 1.0))
     assert (lease.worker.name, lease.decision.reason) == ("a", Reason.ROUND_ROBIN)
     for one in (*leases, lease):
-        router.finish(one, 2.0, Outcome.DONE, Usage(100, 50))
+        router.leases.finish(one, 2.0, Outcome.DONE, Usage(100, 50))
     assert idle({one.worker for one in leases})
 
 
@@ -522,13 +542,13 @@ def test_a_pinned_request_goes_to_its_worker_even_if_that_drains() -> None:
     router = router_of(spec("a"), spec("b", GENERAL, 1000))
     one = ask(100)
     one.pinned = "b"
-    router.fleet.drain("b")
+    router.fleet.roster.drain("b")
     assert placed(router.submit(one, 0.0)).worker.name == "b"
     large = ask(5000)
     large.pinned = "b"
     assert refused(router.submit(large, 0.0)).reason is Reason.TOO_LONG
     for _ in range(3):
-        router.fleet.probe_failed("b", 0.0)
+        router.fleet.health.probe_failed("b", 0.0)
     assert refused(router.submit(one, 0.0)).status == 503
 
 
@@ -539,7 +559,7 @@ def test_a_pinned_request_waits_for_its_worker_alone() -> None:
     lease = placed(router.submit(first, 0.0))
     ticket = waits(router.submit(second, 0.0))
     placed(router.submit(ask(), 0.1))
-    router.finish(lease, 1.0, Outcome.DONE)
+    router.leases.finish(lease, 1.0, Outcome.DONE)
     [(gone, end)] = router.due(1.0)
     assert gone is ticket
     assert placed(end).worker.name == "b"

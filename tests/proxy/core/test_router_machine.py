@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.ejection import Key, key_of
 from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, Usage
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.ticket import Ticket
@@ -31,11 +31,20 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.proxy.core.making import MODEL, ask, idle
 
+Facts = dict[str, object]
+PLAIN = int | float | str | tuple | frozenset | None
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])
 MOST_WAITING, MOST_BYTES, WAIT_S = 4, 40_000, 5.0
 SIDES = [Role.PREFILL, Role.DECODE]
 OFTEN = st.sampled_from([True, True, True, False])
 ROLES = st.sampled_from([*Role, *SIDES])
+
+
+def facts_of(one: object) -> Facts:
+    """Return the plain fields of an object with slots."""
+    names = {name for name in dir(type(one)) if not name.startswith("_")}
+    facts = {name: getattr(one, name) for name in names - {"bill", "account"}}
+    return {name: fact for name, fact in facts.items() if isinstance(fact, PLAIN)}
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -51,6 +60,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.transfer = False
         self.above: int | None = None
         self.tenants: list[Tenant | None] = [None]
+        self.asked: list[tuple[RequestInfo, Facts]] = []  # with what was known before
 
     @initialize(
         policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
@@ -95,28 +105,28 @@ class RouterMachine(RuleBasedStateMachine):
         self.add(name, role, limit, most)
 
     def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
-        if name not in self.fleet:
+        if name not in self.fleet.roster:
             self.workers.append(
-                self.fleet.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
+                self.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
             )
-            self.fleet.probe_ok(name, self.now)
+            self.fleet.health.probe_ok(name, self.now)
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
-        self.fleet.remove(name)
+        self.fleet.roster.remove(name)
 
     @rule(name=NAMES, draining=st.booleans())
     def drain(self, name: str, draining: bool) -> None:
-        self.fleet.drain(name, draining=draining)
+        self.fleet.roster.drain(name, draining=draining)
 
     @rule(name=NAMES, times=st.integers(1, 3), good=st.booleans())
     def probe(self, name: str, times: int, good: bool) -> None:
         for _ in range(times):
-            (self.fleet.probe_ok if good else self.fleet.probe_failed)(name, self.now)
+            (self.fleet.health.probe_ok if good else self.fleet.health.probe_failed)(name, self.now)
 
     @rule(name=NAMES, limit=st.sampled_from([None, 500, 8000]))
     def served(self, name: str, limit: int | None) -> None:
-        self.fleet.set_served(name, [MODEL], limit)
+        self.fleet.roster.set_served(name, [MODEL], limit)
 
     @rule(
         name=NAMES,
@@ -127,11 +137,11 @@ class RouterMachine(RuleBasedStateMachine):
     def gauges(self, name: str, running: int, waiting: int, usage: float) -> None:
         capacity = 5000 if running % 2 else None
         told = Gauges(self.now, running, waiting, usage, kv_capacity_tokens=capacity)
-        self.fleet.set_gauges(name, told)
+        self.fleet.health.set_gauges(name, told)
 
     @rule(policy=st.sampled_from(["adaptive", "length", "round_robin"]))
     def reload(self, policy: str) -> None:
-        specs = [worker.spec for worker in self.fleet]
+        specs = [worker.spec for worker in self.fleet.roster]
         self.router.reconfigure(self.settings(policy), specs)
 
     # Requests
@@ -184,8 +194,9 @@ class RouterMachine(RuleBasedStateMachine):
             for t in self.waiting
             if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
         ]
-        tried = frozenset(w for w in self.fleet if w.name in failed)
-        placed = self.router.submit(one, self.now, tried=tried)
+        self.asked.append((one, facts_of(one)))
+        tried = frozenset(w for w in self.fleet.roster if w.name in failed)
+        placed = self.router.submit(one, self.now, Attempts(tried))
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
             assert not waiting_before or tried or pinned
@@ -196,7 +207,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def check_placed(self, lease: Lease, tried: frozenset[Worker]) -> None:
         worker, one = lease.worker, lease.ask
-        assert self.fleet.get(worker.name) is worker
+        assert self.fleet.roster.get(worker.name) is worker
         assert worker.up
         assert worker.role.serves_whole or one.pinned
         assert not worker.draining or one.pinned
@@ -208,7 +219,7 @@ class RouterMachine(RuleBasedStateMachine):
         if limit is not None and one.needs + one.prompt_error > limit and not one.pinned:
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
-                for w in self.fleet
+                for w in self.fleet.roster
                 if w.live and w not in tried and not w.barred
             )
         assert not worker.barred or (lease.trial and self.now >= worker.breaker.until)
@@ -221,7 +232,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.transfer
         assert not one.whole
         assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
-        assert self.fleet.get(prefill.name) is prefill
+        assert self.fleet.roster.get(prefill.name) is prefill
         assert prefill.up
         assert not prefill.draining
         assert prefill not in tried
@@ -253,7 +264,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.tickets.remove(ticket)
             if isinstance(end, Lease):
                 assert self.now < ticket.deadline
-                self.check_placed(end, ticket.tried)
+                self.check_placed(end, ticket.attempts.tried)
             else:
                 assert isinstance(end, Refusal)
         assert all(self.now < ticket.deadline for ticket in self.tickets)
@@ -261,20 +272,20 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        self.router.first_token(data.draw(st.sampled_from(self.leases)), self.now)
+        self.router.leases.first_token(data.draw(st.sampled_from(self.leases)), self.now)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), cached=st.sampled_from([None, 0, 100]))
     def prefilled(self, data: st.DataObject, cached: int | None) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
-        self.router.prefilled(lease, self.now, usage)
+        self.router.leases.prefilled(lease, self.now, usage)
         assert lease.under_way is lease
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), count=st.integers(0, 80))
     def tokens(self, data: st.DataObject, count: int) -> None:
-        self.router.tokens(data.draw(st.sampled_from(self.leases)), count)
+        self.router.leases.tokens(data.draw(st.sampled_from(self.leases)), count)
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -291,7 +302,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.leases.remove(lease)
         for _ in range(1 + twice):
             usage = Usage(lease.ask.prompt_tokens, written, written // 2)
-            self.router.finish(lease, self.now, outcome, usage, rest)
+            self.router.leases.finish(lease, self.now, outcome, usage, rest)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -302,12 +313,35 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.sampled_from([10, 5000]))
     def explain(self, prompt: int) -> None:
-        before = [(w.requests, w.prefill_tokens) for w in self.fleet]
-        told = self.router.explain(ask(prompt), self.now)
-        assert len(told.scores) == len(self.fleet)
-        assert [w.requests for w in self.fleet] == [requests for requests, _ in before]
+        before = [(w.requests, w.prefill_tokens) for w in self.fleet.roster]
+        told = self.router.placer.explain(ask(prompt), self.now)
+        assert len(told.scores) == len(self.fleet.roster)
+        assert [w.requests for w in self.fleet.roster] == [requests for requests, _ in before]
+
+    @precondition(lambda self: self.asked)
+    @rule(
+        data=st.data(),
+        failed=st.frozensets(NAMES, max_size=2),
+        aged=st.booleans(),
+        late=st.booleans(),
+    )
+    def decide(self, data: st.DataObject, failed: frozenset[str], aged: bool, late: bool) -> None:
+        one, _ = data.draw(st.sampled_from(self.asked))
+        attempts = Attempts(frozenset(w for w in self.fleet.roster if w.name in failed))
+        self.fleet.roster.pool(one.model)  # made on first use
+
+        def inputs() -> list[Facts]:
+            return [facts_of(each) for each in (one, attempts, *self.fleet.roster)]
+
+        before = inputs()
+        self.router.placer.decide(one, self.now, attempts, explain=False, aged=aged, late=late)
+        assert inputs() == before, "a decision changes nothing"
 
     # What must hold
+
+    @invariant()
+    def what_was_known_of_requests_stays(self) -> None:
+        assert all(facts_of(one) == facts for one, facts in self.asked)
 
     @invariant()
     def the_queue_keeps_its_bounds(self) -> None:
@@ -353,24 +387,26 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def those_at_rest_are_known(self) -> None:
-        assert self.fleet.resting == {w for w in self.fleet if not w.breaker.closed}
+        assert self.fleet.roster.ejections.resting == {
+            w for w in self.fleet.roster if not w.breaker.closed
+        }
 
     @invariant()
     def a_pool_panics_where_fewer_than_half_are_well(self) -> None:
         live, out = Counter[Key](), Counter[Key]()
-        for worker in self.fleet:
+        for worker in self.fleet.roster:
             if worker.up and not worker.draining:
                 live[key_of(worker)] += 1
                 out[key_of(worker)] += not (worker.breaker.closed or worker.breaker.busy)
         panics = {key for key, number in live.items() if 2 * (number - out[key]) < number}
-        assert self.fleet.ejections.panics == panics
-        for worker in self.fleet:
+        assert self.fleet.roster.ejections.panics == panics
+        for worker in self.fleet.roster:
             ignored = key_of(worker) in panics and not worker.breaker.closed
             assert worker.in_panic == ignored
 
     def teardown(self) -> None:
         for lease in self.leases:
-            self.router.finish(lease, self.now, Outcome.DONE)
+            self.router.leases.finish(lease, self.now, Outcome.DONE)
         assert idle(self.workers)
         for tenant in self.tenants:
             if tenant is not None:
@@ -379,7 +415,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 def plain(ticket: Ticket) -> bool:
     """Whether it waits in the line of its size, not apart."""
-    return not ticket.tried and not ticket.ask.pinned
+    return not ticket.attempts.tried and not ticket.ask.pinned
 
 
 class HandoverMachine(RouterMachine):

@@ -87,7 +87,7 @@ class World:
                     self.ask(tenant, size)
             self.now, _, lease, size = heapq.heappop(self.running)
             usage = Usage(size.prompt, size.output)
-            self.router.finish(lease, self.now, Outcome.DONE, usage)
+            self.router.leases.finish(lease, self.now, Outcome.DONE, usage)
             for ticket, answer in self.router.due(self.now):
                 assert isinstance(answer, Lease), answer
                 self.begin(answer, *self.tickets.pop(ticket))

@@ -105,8 +105,8 @@ class Toy:
         self.fleet = Fleet()
         self.engines: dict[str, Engine] = {}
         for spec in specs:
-            self.fleet.add(spec)
-            self.fleet.probe_ok(spec.name, 0.0)
+            self.fleet.roster.add(spec)
+            self.fleet.health.probe_ok(spec.name, 0.0)
             own = speed if isinstance(speed, Speed) else speed[spec.name]
             self.engines[spec.name] = Engine(own)
         self.router = Router(RouterSettings(**settings), self.fleet)
@@ -174,14 +174,14 @@ class Toy:
         if first:
             job.first_at = self.now
             if job.ask.stream:
-                self.router.first_token(job.lease, self.now)
+                self.router.leases.first_token(job.lease, self.now)
         if job.ask.stream:
-            self.router.tokens(job.lease, 1)
+            self.router.leases.tokens(job.lease, 1)
         if job.written >= job.output:
             engine.jobs.remove(job)
             job.done_at = self.now
             usage = Usage(job.ask.prompt_tokens, job.written)
-            self.router.finish(job.lease, self.now, Outcome.DONE, usage)
+            self.router.leases.finish(job.lease, self.now, Outcome.DONE, usage)
             self.finished(job)
 
     def _due(self) -> None:

@@ -62,8 +62,8 @@ class Site:
 
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
-            self.fleet.add(spec)
-        self.discovery = Discovery(self.fleet, config, keys_of(config), _spec, self._source)
+            self.fleet.roster.add(spec)
+        self.discovery = Discovery(self.fleet.roster, config, keys_of(config), _spec, self._source)
 
     def _source(self, _: DiscoveryConfig, pool: PoolConfig) -> FakeSource:
         self.sources.append(FakeSource(pool.name))
@@ -79,15 +79,15 @@ class Site:
 
         config = parse(text, "fleet.yaml")
         found = self.discovery.reconfigure(config, keys_of(config))
-        self.fleet.replace([*found, *specs(config)])
+        self.fleet.roster.replace([*found, *specs(config)])
         self.discovery.reloaded()
 
     @property
     def names(self) -> list[str]:
-        return [worker.name for worker in self.fleet]
+        return [worker.name for worker in self.fleet.roster]
 
     def draining(self, name: str) -> bool:
-        worker = self.fleet.get(name)
+        worker = self.fleet.roster.get(name)
         assert worker is not None
         return worker.draining
 
@@ -121,7 +121,7 @@ async def until(true: Callable[[], bool]) -> None:
 def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
     site.update("s-1")
     site.update("l-2", pool=1)
-    short, long = site.fleet
+    short, long = site.fleet.roster
     assert (short.name, short.url, short.role) == ("s-1", "http://10.0.0.1:8000", "short")
     assert (short.model, short.max_model_len, short.spec.max_requests) == ("tiny", 20000, 7)
     assert short.spec.api_key == "hush"
@@ -139,9 +139,9 @@ def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None
     site.update("s-1", leaving=True)
     site.update()
     assert site.names == []
-    assert site.fleet.serves("tiny")
+    assert site.fleet.roster.serves("tiny")
     site.reload(POOLS.replace("model: other", "model: third"))
-    assert site.fleet.models() == ("tiny", "third")
+    assert site.fleet.roster.models() == ("tiny", "third")
 
 
 def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
@@ -153,11 +153,11 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     other.sources, config = [], parse(POOLS, "fleet.yaml")
     from proxy.setup.app import _spec
 
-    other.discovery = Discovery(other.fleet, config, keys_of(config), _spec, other._source)
+    other.discovery = Discovery(other.fleet.roster, config, keys_of(config), _spec, other._source)
     other.discovery.adopt(site.discovery.known())
-    workers = list(other.fleet)
+    workers = list(other.fleet.roster)
     other.update("s-1", "s-2")  # the other pool has yet to be heard of
-    assert list(other.fleet) == workers
+    assert list(other.fleet.roster) == workers
     assert not other.draining("s-2")
     other.update("s-2")
     assert other.names == ["s-2", "l-1"]
@@ -165,10 +165,10 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
 
 def test_one_that_moved_is_another(site: Site) -> None:
     site.update("s-1", "s-2")
-    before = site.fleet.get("s-1")
+    before = site.fleet.roster.get("s-1")
     moved = {**endpoints("s-2"), "s-1": endpoints("s-9")["s-9"].__class__("s-1", "10.0.0.9", 8000)}
     site.discovery.pools[0].update(moved)
-    after = site.fleet.get("s-1")
+    after = site.fleet.roster.get("s-1")
     assert after is not None
     assert after.url == "http://10.0.0.9:8000"
     assert after is not before
@@ -186,18 +186,18 @@ def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
     site = Site()
     site.start(POOLS.replace("model: other", "model: tiny"))
     site.update("s-1")
-    site.fleet.probe_ok("s-1", 1.0)
-    assert site.fleet.all_told()
+    site.fleet.health.probe_ok("s-1", 1.0)
+    assert site.fleet.roster.all_told()
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert site.draining("s-2")
-    assert not site.fleet.all_told()
-    site.fleet.drain("s-2")  # an operator
-    assert site.fleet.all_told()
+    assert not site.fleet.roster.all_told()
+    site.fleet.roster.drain("s-2")  # an operator
+    assert site.fleet.roster.all_told()
 
 
 def test_what_an_operator_drained_stays_so(site: Site) -> None:
     site.update("s-1", "s-2")
-    site.fleet.drain("s-2")
+    site.fleet.roster.drain("s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     site.update("s-1", "s-2")
     assert site.draining("s-2")
@@ -205,7 +205,7 @@ def test_what_an_operator_drained_stays_so(site: Site) -> None:
 
 def test_what_an_operator_took_out_stays_out_until_a_reload(site: Site) -> None:
     site.update("s-1", "s-2")
-    site.fleet.remove("s-2")
+    site.fleet.roster.remove("s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     site.update("s-1", "s-2")
     assert site.names == ["s-1"]
@@ -235,19 +235,19 @@ def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFix
     from proxy.core.model.role import Role
     from proxy.core.model.specs import WorkerSpec
 
-    theirs = site.fleet.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
+    theirs = site.fleet.roster.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
     site.update("s-1", "s-2")
     site.update("s-1", "s-2", ready=False)
-    assert site.fleet.get("s-1") is theirs
+    assert site.fleet.roster.get("s-1") is theirs
     assert len([r for r in caplog.records if "is already in the fleet" in r.message]) == 1
     site.update("s-2")
-    assert site.fleet.get("s-1") is theirs
+    assert site.fleet.roster.get("s-1") is theirs
 
 
 def test_a_pod_of_two_pools_is_the_firsts(site: Site) -> None:
     site.update("s-1")
     site.update("s-1", pool=1)
-    assert [worker.role for worker in site.fleet] == ["short"]
+    assert [worker.role for worker in site.fleet.roster] == ["short"]
 
 
 def test_an_unusable_address_disturbs_nobody(site: Site) -> None:
@@ -259,9 +259,9 @@ def test_an_unusable_address_disturbs_nobody(site: Site) -> None:
 def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None:
     site.update("s-1", "s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
-    worker = site.fleet.get("s-1")
+    worker = site.fleet.roster.get("s-1")
     site.reload(POOLS.replace("max_requests: 7", "max_requests: 9"))
-    assert site.fleet.get("s-1") is worker
+    assert site.fleet.roster.get("s-1") is worker
     assert worker is not None
     assert worker.spec.max_requests == 9
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
@@ -273,7 +273,7 @@ def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None
 def test_a_reload_of_another_model_makes_another_worker_that_drains_as_before(site: Site) -> None:
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     site.reload(POOLS.replace("model: tiny", "model: big"))
-    assert {worker.model for worker in site.fleet} == {"big"}
+    assert {worker.model for worker in site.fleet.roster} == {"big"}
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
 
 
@@ -292,7 +292,7 @@ def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Pa
     with pytest.raises(ProxyError, match="pool short: api_key_file"):
         site.reload(text.replace("max_requests: 7", "max_requests: 9"))
     site.update("s-1", "s-2")
-    worker = site.fleet.get("s-2")
+    worker = site.fleet.roster.get("s-2")
     assert worker is not None
     assert worker.spec.max_requests == 7
 
@@ -301,14 +301,14 @@ async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     site.update("s-1", "s-2")
     for name in site.names:
-        site.fleet.probe_ok(name, 0.0)
+        site.fleet.health.probe_ok(name, 0.0)
     async with site.running():
         site.update()
         assert site.names == ["s-1", "s-2"]
         assert not site.draining("s-1")
-        site.fleet.probe_failed("s-1", 1.0)
+        site.fleet.health.probe_failed("s-1", 1.0)
         await until(lambda: site.names == ["s-2"])
-        site.fleet.probe_failed("s-2", 1.0)
+        site.fleet.health.probe_failed("s-2", 1.0)
         await until(lambda: site.names == [])
 
 

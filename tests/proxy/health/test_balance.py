@@ -64,7 +64,7 @@ def test_a_prefill_worker_is_busy_while_a_prompt_is_charged_to_it() -> None:
 def test_short_steps_have_room_for_more(role: Role, prompts: int, busy: float) -> None:
     """A worker that is never without a short prompt is busy once they fill its steps."""
     here = sides()
-    for worker in here.fleet:
+    for worker in here.fleet.roster:
         worker.pace.fixed_s, worker.pace.token_s = 0.02, 2.5e-5
     for _ in range(prompts):
         short = ask(100)
@@ -78,7 +78,7 @@ def test_short_steps_have_room_for_more(role: Role, prompts: int, busy: float) -
 
 def test_a_decode_worker_is_as_busy_as_its_cache_is_full() -> None:
     here = sides()
-    here.fleet.set_gauges("d0", Gauges(0.0, kv_usage=0.9))
+    here.fleet.health.set_gauges("d0", Gauges(0.0, kv_usage=0.9))
     assert watched(here, 200).shown()[0].decode.busy == pytest.approx(0.9, abs=0.01)
 
 
@@ -87,7 +87,7 @@ def test_work_that_waits_is_work_for_more_workers() -> None:
     wanted = {}
     for token_s in (1e-4, 1e-2):
         here = sides()
-        for worker in here.fleet:
+        for worker in here.fleet.roster:
             worker.pace.token_s = token_s
         for _ in range(3):
             placed(here.submit(ask(1000), 0.0))
@@ -121,11 +121,11 @@ def test_long_decode_steps_are_busy(
 ) -> None:
     """Though its cache is all but empty."""
     here = sides()
-    worker = here.fleet.get("d0")
+    worker = here.fleet.roster.get("d0")
     assert worker is not None
     pace = worker.pace
     pace.steps, pace.base_s, pace.each_s, worker.decoding = 1.0, base_s, each_s, decoding
-    here.fleet.set_gauges("d0", Gauges(0.0, kv_usage=0.01))
+    here.fleet.health.set_gauges("d0", Gauges(0.0, kv_usage=0.01))
     [shown] = watched(here, 200).shown()
     assert shown.decode.busy == pytest.approx(max(busy, 0.01), abs=0.01)
     assert shown.decode.step_s == pytest.approx(base_s + each_s * decoding, rel=0.01)
@@ -145,7 +145,7 @@ def test_a_decode_worker_with_a_queue_is_busy(waiting: int, short: str, wanted: 
     here = sides()
     found = Balance(here)
     for at in range(300):
-        here.fleet.set_gauges("d0", Gauges(float(at), running=16, waiting=waiting))
+        here.fleet.health.set_gauges("d0", Gauges(float(at), running=16, waiting=waiting))
         found.look(float(at))
     [shown] = found.shown()
     assert shown.short == short
@@ -162,11 +162,11 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
     )
     leases = [here.submit(ask(1000), 0.0) for _ in range(8)]
     for lease in leases[:4]:
-        here.prefilled(placed(lease), 0.0, None)
-        here.first_token(placed(lease), 0.0)
+        here.leases.prefilled(placed(lease), 0.0, None)
+        here.leases.first_token(placed(lease), 0.0)
     if seats == 4:
         waits(leases[4])
-    for worker in here.fleet:
+    for worker in here.fleet.roster:
         worker.pace = LatencyModel()  # what took no time here taught that it takes none
     [shown] = watched(here, 200).shown()
     busy = {4: 1.0, 16: 0.25, None: 0.0}[seats]
@@ -178,7 +178,7 @@ def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then
     """Prefill alone is short, however many of them the prefill worker has."""
     decode = replace(spec("d0", Role.DECODE), seats=4, max_requests=8)
     here = router_of(spec("p0", Role.PREFILL), decode, transfer=True, disaggregate_above=1)
-    here.fleet.set_gauges("d0", Gauges(0.0, 0, kv_capacity_tokens=5000))
+    here.fleet.health.set_gauges("d0", Gauges(0.0, 0, kv_capacity_tokens=5000))
     for _ in range(4):
         placed(here.submit(ask(1000), 0.0))
     [shown] = watched(here, 200).shown()
@@ -189,7 +189,7 @@ def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then
 def test_a_queue_of_long_ago_is_none() -> None:
     here = sides()
     for at in (1.0, 2.0):
-        here.fleet.set_gauges("d0", Gauges(at, running=16, waiting=8))
+        here.fleet.health.set_gauges("d0", Gauges(at, running=16, waiting=8))
     assert watched(here, 200).shown()[0].decode.busy < 0.1
 
 
@@ -213,10 +213,10 @@ def test_a_side_that_is_down_is_shown(down: str, short: str, words: str) -> None
     found = watched(here, 10)
     before = found.shown()[0]
     assert (before.prefill.workers, before.decode.workers) == (2, 1)
-    for worker in [*here.fleet]:
+    for worker in [*here.fleet.roster]:
         if worker.name[0] in down:
             for _ in range(3):
-                here.fleet.probe_failed(worker.name, 40.0)
+                here.fleet.health.probe_failed(worker.name, 40.0)
     found.look(41.0)
     [shown] = found.shown()
     assert (shown.short, shown.advice) == (short, words)
@@ -233,7 +233,7 @@ def test_who_drains_has_no_part_in_it() -> None:
         transfer=True,
         disaggregate_above=1,
     )
-    here.fleet.drain("p1")
+    here.fleet.roster.drain("p1")
     placed(here.submit(ask(1000), 0.0))
     [shown] = watched(here, 200).shown()
     assert (shown.prefill.workers, shown.short) == (1, "prefill")
@@ -253,7 +253,7 @@ def test_a_side_that_has_left_is_shown_where_a_connector_is_named() -> None:
     """Workers that are discovered are gone when they are down."""
     for transfer in (True, False):
         here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=transfer)
-        here.fleet.remove("p0")
+        here.fleet.roster.remove("p0")
         told = [each.short for each in watched(here, 1).shown()]
         assert told == (["prefill"] if transfer else [])
 

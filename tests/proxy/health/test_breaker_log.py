@@ -23,16 +23,16 @@ def test_every_trouble_has_its_words() -> None:
 
 def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"))
-    [worker] = fleet
-    fleet.witness = BreakerLog()
+    [worker] = fleet.roster
+    fleet.roster.ejections.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         now = 0.0
         for _ in range(30):
-            fleet.failed(worker, now, why="502")
+            fleet.health.failed(worker, now, why="502")
             now = max(worker.breaker.until, now)
             worker.breaker.sent(now)
-        fleet.succeeded(worker)
-        fleet.failed(worker, now, 20.0, busy=True, why="503")
+        fleet.health.succeeded(worker)
+        fleet.health.failed(worker, now, 20.0, busy=True, why="503")
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == [
         ("WARNING", f"worker a gets no requests for {MIN_OPEN_S:g} s: it returned 502"),
@@ -43,14 +43,16 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
 
 def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
-    one, other = fleet
-    fleet.witness = BreakerLog()
+    one, other = fleet.roster
+    fleet.roster.ejections.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
-            fleet.failed(one, second, 0.5, busy=True, why="429")
-            fleet.succeeded(one)
-            fleet.failed(other, second, 0.0, busy=True, why="429")  # may be asked again at once
-            fleet.succeeded(other)
+            fleet.health.failed(one, second, 0.5, busy=True, why="429")
+            fleet.health.succeeded(one)
+            fleet.health.failed(
+                other, second, 0.0, busy=True, why="429"
+            )  # may be asked again at once
+            fleet.health.succeeded(other)
     said = [record.getMessage() for record in caplog.records]
     rests = "worker a gets no requests for 0.5 s: it returned 429"
     assert said == [rests, "worker a responds, and gets requests again"] * 2
@@ -59,16 +61,16 @@ def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureF
 def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
-    fleet.ejections.set_threshold(0.5)
-    fleet.witness = BreakerLog()
+    fleet.roster.ejections.set_threshold(0.5)
+    fleet.roster.ejections.witness = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
             now = float(second)
-            for worker in fleet:
+            for worker in fleet.roster:
                 for _ in range(FAILURES_TO_OPEN):
-                    fleet.failed(worker, now, why="502")
-            for worker in fleet:
-                fleet.succeeded(worker)
+                    fleet.health.failed(worker, now, why="502")
+            for worker in fleet.roster:
+                fleet.health.succeeded(worker)
     said = [(each.levelname, each.getMessage()) for each in caplog.records]
     panic = (
         "model m: requests fail on 2 of 3 workers; breakers are ignored until more workers "
@@ -81,31 +83,31 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
 
 def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     fleet = fleet_of(spec("a"))
-    [worker] = fleet
-    fleet.witness = witness = BreakerLog()
-    fleet.failed(worker, 0.0, 20.0)
+    [worker] = fleet.roster
+    fleet.roster.ejections.witness = witness = BreakerLog()
+    fleet.health.failed(worker, 0.0, 20.0)
     assert worker in witness._open
-    fleet.remove("a")
+    fleet.roster.remove("a")
     assert not witness._open
     assert not witness._logged_at
 
 
 def test_operators_are_told_when_it_is_asked_again() -> None:
     fleet = fleet_of(spec("a"))
-    [worker] = fleet
+    [worker] = fleet.roster
     for _ in range(FAILURES_TO_OPEN):
-        fleet.failed(worker, 10.0, why="timeout")
+        fleet.health.failed(worker, 10.0, why="timeout")
     late = "it did not respond in time"
     assert why_it_rests(worker, 10.0) == f"{late}; no requests for 0.5 s more"
     assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
     worker.breaker.sent(11.0)
     assert why_it_rests(worker, 11.5) == f"{late}; a request is trying it"
     assert why_it_rests(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
-    fleet.failed(worker, 14.0, MAX_OPEN_S)
+    fleet.health.failed(worker, 14.0, MAX_OPEN_S)
     assert why_it_rests(worker, 14.0) == "requests failed; no requests for 30 s more"
-    fleet.succeeded(worker)
-    fleet.failed(worker, 14.0, 250.0)
+    fleet.health.succeeded(worker)
+    fleet.health.failed(worker, 14.0, 250.0)
     assert why_it_rests(worker, 14.0).endswith("no requests for 250 s more")
-    fleet.succeeded(worker)
-    fleet.failed(worker, 15.0, busy=True)
+    fleet.health.succeeded(worker)
+    fleet.health.failed(worker, 15.0, busy=True)
     assert why_it_rests(worker, 15.0).startswith("it is busy; ")

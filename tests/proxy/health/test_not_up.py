@@ -43,7 +43,9 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
         running = App(load(source), source)
         await running.start()
         stack.push_async_callback(running.stop)
-        await eventually(lambda: all(worker.why for worker in running.fleet), within=DEADLINE_S)
+        await eventually(
+            lambda: all(worker.why for worker in running.fleet.roster), within=DEADLINE_S
+        )
         yield running
 
 
@@ -80,7 +82,7 @@ async def test_operators_are_told_why_each_is_not_up(app: App, web: aiohttp.Clie
     assert notes["refused"].startswith("down: GET /health")
     assert notes["hung"] == f"down: {SILENT}"
     assert notes["other"] == STRAYS
-    assert len(notes) == len(app.fleet)
+    assert len(notes) == len(app.fleet.roster)
     async with web.get("/admin/live") as events:
         async for line in events.content:
             if not line.startswith(b"data: "):

@@ -74,7 +74,7 @@ async def bench() -> AsyncIterator[Bench]:
     """Stand one up."""
     fleet = Fleet(down_after=3, up_after=2)
     async with worker_double() as double:
-        worker = fleet.add(spec(double.url))
+        worker = fleet.roster.add(spec(double.url))
         prober = prober_of(fleet)
         with closing(WorkerProbe(prober, worker)) as watch:
             yield Bench(double, watch, prober, worker)
@@ -112,20 +112,20 @@ async def test_an_adapter_loaded_while_it_runs_is_found(bench: Bench) -> None:
     await bench.ups(1)
     bench.double.models = models(("tiny", 4096), ("adapter", None))
     await bench.ups(1)
-    assert bench.fleet.of("adapter") == []
+    assert bench.fleet.roster.of("adapter") == []
     bench.prober.clock = lambda: time.monotonic() + MODELS_EVERY_S
     await bench.ups(1)
-    assert bench.fleet.of("adapter") == [bench.worker]
+    assert bench.fleet.roster.of("adapter") == [bench.worker]
 
 
 async def test_a_restart_between_two_probes_is_noticed(bench: Bench) -> None:
-    bench.fleet.prefixes.record((1, 2), bench.worker.index)
+    bench.fleet.roster.prefixes.record((1, 2), bench.worker.index)
     await bench.ups(1)
-    assert bench.fleet.prefixes.matches((1, 2))
+    assert bench.fleet.roster.prefixes.matches((1, 2))
     bench.double.restart(("tiny", 512))
     assert await bench.ups(1) == [True]
     assert bench.worker.max_model_len == 512
-    assert not bench.fleet.prefixes.matches((1, 2))
+    assert not bench.fleet.roster.prefixes.matches((1, 2))
 
 
 async def test_a_restart_that_only_the_counts_betray(bench: Bench) -> None:
@@ -151,17 +151,17 @@ async def test_another_model_after_a_restart(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.ups(1)
-    assert bench.fleet.of("tiny") == [bench.worker]
+    assert bench.fleet.roster.of("tiny") == [bench.worker]
     bench.double.restart(("other", 512))
     await bench.ups(1)
-    assert bench.fleet.of("tiny") == []
+    assert bench.fleet.roster.of("tiny") == []
     assert "worker s0 serves other, not tiny" in caplog.text
 
 
 async def test_a_length_that_was_stated_stands() -> None:
     fleet = Fleet()
     async with worker_double() as double:
-        worker = fleet.add(spec(double.url, max_model_len=1000))
+        worker = fleet.roster.add(spec(double.url, max_model_len=1000))
         await once(fleet, worker)
     assert worker.max_model_len == 1000
 
@@ -169,12 +169,12 @@ async def test_a_length_that_was_stated_stands() -> None:
 async def test_a_shorter_length_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     async with worker_double() as double:
-        worker = fleet.add(spec(double.url, max_model_len=8000))
+        worker = fleet.roster.add(spec(double.url, max_model_len=8000))
         with closing(WorkerProbe(prober_of(fleet), worker)) as watch:
             for _ in range(3):
                 watch._models_known_at = -inf
                 await watch.once()
-            fleet.respecify(worker, spec(double.url, max_model_len=16000))  # after a reload
+            fleet.roster.respecify(worker, spec(double.url, max_model_len=16000))  # after a reload
             for _ in range(3):
                 watch._models_known_at = -inf
                 await watch.once()
@@ -202,17 +202,17 @@ async def test_what_is_loaded_for_a_model_is_as_the_worker_says(bench: Bench) ->
     ]
     bench.double.models = {"object": "list", "data": said}
     await bench.ups(1)
-    assert bench.fleet.origin("tiny") == ("/models/tiny", None)
-    assert bench.fleet.origin("adapter") == ("/adapters/a", "tiny")
+    assert bench.fleet.roster.origin("tiny") == ("/models/tiny", None)
+    assert bench.fleet.roster.origin("adapter") == ("/adapters/a", "tiny")
     for unsaid in ("odd", "odder", "nobody's"):
-        assert bench.fleet.origin(unsaid) == (None, None)
-    bench.fleet.drain("s0")
-    assert bench.fleet.origin("tiny") == (None, None)
+        assert bench.fleet.roster.origin(unsaid) == (None, None)
+    bench.fleet.roster.drain("s0")
+    assert bench.fleet.roster.origin("tiny") == (None, None)
 
 
 async def test_another_key_is_used_from_the_next_probe_on(bench: Bench) -> None:
     await bench.ups(1)
-    bench.fleet.respecify(bench.worker, spec(bench.double.url, api_key="k2"))
+    bench.fleet.roster.respecify(bench.worker, spec(bench.double.url, api_key="k2"))
     bench.double.seen.clear()
     assert await bench.ups(1) == [True]
     assert set(bench.double.seen) == {("/health", "Bearer k2"), ("/metrics", "Bearer k2")}
@@ -280,7 +280,7 @@ async def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     async with worker_double() as double:
         gone = double.url
     caplog.set_level(logging.INFO)
-    worker = fleet.add(spec(gone))
+    worker = fleet.roster.add(spec(gone))
     with closing(WorkerProbe(prober_of(fleet), worker)) as watch:
         for _ in range(3):
             await watch.once()
@@ -332,8 +332,8 @@ async def test_a_fault_of_the_probe_itself_is_a_failed_probe(
 
 
 async def test_a_namesake_is_not_told_of_the_one_before(bench: Bench) -> None:
-    bench.fleet.remove("s0")
-    namesake = bench.fleet.add(spec("http://127.0.0.1:9"))
+    bench.fleet.roster.remove("s0")
+    namesake = bench.fleet.roster.add(spec("http://127.0.0.1:9"))
     await bench.watch.once()
     assert not namesake.probed
     assert namesake.max_model_len is None
@@ -355,8 +355,8 @@ async def test_a_hung_worker_does_not_delay_the_others() -> None:
     fleet = Fleet()
     async with worker_double() as hung, worker_double() as well:
         hung.hangs = True
-        fleet.add(spec(hung.url, "hung"))
-        fleet.add(spec(well.url, "well"))
+        fleet.roster.add(spec(hung.url, "hung"))
+        fleet.roster.add(spec(well.url, "well"))
         task = await running(prober_of(fleet))
         async with asyncio.timeout(DEADLINE_S / 2):  # less than the hung probe's time-out
             await hung.probed(1)
@@ -368,12 +368,12 @@ async def test_a_hung_worker_does_not_delay_the_others() -> None:
 async def test_workers_come_and_go_while_it_runs() -> None:
     fleet = Fleet()
     async with worker_double() as first, worker_double() as second:
-        fleet.add(spec(first.url))
+        fleet.roster.add(spec(first.url))
         task = await running(prober_of(fleet))
         async with asyncio.timeout(DEADLINE_S):
             await first.probed(2)
-            fleet.remove("s0")
-            fleet.add(spec(second.url, "s1"))
+            fleet.roster.remove("s0")
+            fleet.roster.add(spec(second.url, "s1"))
             await second.probed(2)
             seen = first.count("/health")
             await second.probed(10)
@@ -386,7 +386,7 @@ async def test_ending_it_leaves_nothing_behind() -> None:
     before = asyncio.all_tasks()
     async with worker_double() as hung:
         hung.hangs = True
-        fleet.add(spec(hung.url))
+        fleet.roster.add(spec(hung.url))
         task = await running(prober_of(fleet))
         await hung.probed(1)
         await stop(task)

@@ -40,12 +40,12 @@ class Stage:
         self.warmup = Warmup(router, connector(config), self.counts)
 
     def worker(self, name: str) -> Worker:
-        found = self.router.fleet.get(name)
+        found = self.router.fleet.roster.get(name)
         assert found is not None
         return found
 
     def are_warm(self, *pairs: tuple[str, str]) -> bool:
-        links = self.router.links
+        links = self.router.placer.links
         return all(links.knows(self.worker(p), self.worker(d)) for p, d in pairs)
 
     def is_cold(self, prefill: str, decode: str) -> bool:
@@ -53,8 +53,8 @@ class Stage:
         first, second = self.worker(prefill), self.worker(decode)
         one = replace(ask(5000), model=first.model)
         lease = placed(self.router.submit(one, 0.0))
-        self.router.finish(lease, 0.0, Outcome.MOOT)
-        assert (lease.prefill is None) == self.router.links.are_cold(first, second)
+        self.router.leases.finish(lease, 0.0, Outcome.MOOT)
+        assert (lease.prefill is None) == self.router.placer.links.are_cold(first, second)
         return lease.prefill is None
 
     def later(self, seconds: float) -> None:
@@ -100,7 +100,7 @@ async def stage(
 async def test_each_pair_is_connected_once() -> None:
     async with stage(2, 2) as here:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
-        assert here.router.links.are_cold(here.worker("p0"), here.worker("d0"))
+        assert here.router.placer.links.are_cold(here.worker("p0"), here.worker("d0"))
         async with here.running():
             await eventually(lambda: here.are_warm(*pairs))
             await asyncio.sleep(0.3)
@@ -150,14 +150,14 @@ async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
                 # Three tries at first, then one at a time.
                 assert here.counts.warmups == {"failed": 2 + number}
                 assert here.is_cold("p0", "d0")
-                assert here.router.links.note(prefill, 0.0) == note
+                assert here.router.placer.links.note(prefill, 0.0) == note
                 assert "the first transfer failed: d0: status 500" in caplog.text
                 assert f"the next try is in {pause_s:g} s" in caplog.text
                 here.later(pause_s)
             await eventually(lambda: here.are_warm(("p0", "d0")))
         assert here.counts.warmups == {"failed": 5, "done": 1}
         assert not here.is_cold("p0", "d0")
-        assert here.router.links.note(prefill, 0.0) == ""
+        assert here.router.placer.links.note(prefill, 0.0) == ""
         assert here.kv.ends() == ["released"] * 5 + ["read"]
 
 
@@ -223,7 +223,7 @@ async def test_nobody_is_followed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     async with stage(2, api_key="hush") as here:
         there = f"{here.fakes['p1'].url}/v1/completions".encode()
-        here.router.fleet.remove("p1")
+        here.router.fleet.roster.remove("p1")
         here.fakes["p0"].always(scripts.answer(307, b"", (b"location", there)))
         async with here.running():
             await eventually(lambda: here.counts.bars)
@@ -292,7 +292,7 @@ async def test_one_that_fetches_nothing_is_no_link(
     async with stage(decodes=2) as here:
         counting(here.fakes["d0"], fetches=False)
         counting(here.fakes["d1"], fetches=True)
-        links, now = here.router.links, here.warmup.clock
+        links, now = here.router.placer.links, here.warmup.clock
         first, dead, well = (here.worker(name) for name in ("p0", "d0", "d1"))
         async with here.running():
             await eventually(lambda: here.counts.bars == {("p0", "d0"): 1}, within=30.0)
@@ -357,12 +357,12 @@ async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> N
     nixl = connector(TransferConfig(connector="nixl"))
     warmup = Warmup(router, nixl, HandoverCounters(str))
     asked: list[object] = []
-    knows = router.links.knows
-    router.links.knows = lambda *pair: asked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
+    knows = router.placer.links.knows
+    router.placer.links.knows = lambda *pair: asked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
     pairs = [*warmup._cold(0.0)]
     assert len(pairs) == 400
     for pair in pairs:
-        router.links.warm(*pair)
+        router.placer.links.warm(*pair)
     assert [*warmup._cold(0.0)] == []
     asked.clear()
     assert [*warmup._cold(0.0)] == []
@@ -370,7 +370,7 @@ async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> N
     decode = pairs[0][1]
     decode.up_since = 99.0
     assert [*warmup._cold(0.0)] == [(p, d) for p, d in pairs if d is decode]
-    router.fleet.remove("p0")
+    router.fleet.roster.remove("p0")
     assert all(p.name != "p0" for p, _ in warmup._cold(0.0))
     assert not knows(*pairs[1])  # p0's are forgotten
 
@@ -384,7 +384,7 @@ async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
 
 async def test_fleets_without_both_sides_are_left_alone() -> None:
     fleet = fleet_of(WorkerSpec("p0", "http://127.0.0.1:9", Role.PREFILL, "tiny"))
-    router = router_of(*[worker.spec for worker in fleet])
+    router = router_of(*[worker.spec for worker in fleet.roster])
     counts = HandoverCounters(str)
     task = asyncio.create_task(
         Warmup(router, connector(TransferConfig(connector="nixl")), counts).run()

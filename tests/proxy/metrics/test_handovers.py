@@ -19,9 +19,9 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         said.look(0.0)
         assert not caplog.messages
-        here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
+        here.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
         said.look(1.0)
-        here.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
+        here.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
         said.look(2.0)
         assert caplog.messages == [
             "no prefill worker is up: 3 requests were served without a hand-over"

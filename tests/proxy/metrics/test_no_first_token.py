@@ -16,6 +16,7 @@ from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.registry import SHORT, Metrics
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask, router_of, spec
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, shown
 
 CHAT = "chat/completions"
@@ -45,7 +46,7 @@ def close(
     **of_ask: Any,
 ) -> None:
     """Have a request of worker `a`'s end."""
-    worker = metrics.router.fleet.get("a")
+    worker = metrics.router.fleet.roster.get("a")
     assert worker is not None
     record = RequestRecord()
     record.ask = ask(stream=stream, **of_ask)
@@ -95,7 +96,7 @@ def test_clients_that_leave_before_a_whole_answer_are_told_apart(metrics: Metric
 def test_of_a_hand_over_it_is_the_worker_whose_leg_it_was(
     metrics: Metrics, prefilled_at: float | None, waited_for: str
 ) -> None:
-    prefill, decode = (metrics.router.fleet.get(name) for name in "pd")
+    prefill, decode = (metrics.router.fleet.roster.get(name) for name in "pd")
     assert prefill is not None
     assert decode is not None
     handover = HandoverDecision(prefill, 0, 100, 0.1, 0.1)
@@ -107,7 +108,7 @@ def test_of_a_hand_over_it_is_the_worker_whose_leg_it_was(
 
 def test_who_waits_in_the_router_waits_for_nobody(metrics: Metrics) -> None:
     metrics.request_done(
-        CHAT, "m", NONE, Reason.FLEET_FULL, 499, None, 5.0, 5.0, size=SHORT, stream=True
+        finished(CHAT, 499, Reason.FLEET_FULL, 5.0, model="m", size=SHORT, stream=True)
     )
     assert [key[0] for key in metrics.unseen.left] == [NONE]
 

@@ -10,6 +10,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.metrics.recent import MAX_TEXT, RecentRequests
+from tests.proxy.metrics.finished import finished
 
 WORKERS = {
     name: Worker(WorkerSpec(name, "http://127.0.0.1:1", Role.SHORT, "tiny"), index)
@@ -28,7 +29,9 @@ def add(recent: RecentRequests, name: str, worker: str | None = "s0", **more: ob
     ask = RequestInfo(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
-    recent.add(ask, "short", decision, reason, 200 if decision else 429, 0.3, 1.5, 0.1)
+    status = 200 if decision else 429
+    done = finished("completions", status, reason, 1.5, size="short", ttft_s=0.3, queue_s=0.1)
+    recent.add(ask, decision, done)
 
 
 def test_an_entry_tells_the_whole_story() -> None:
@@ -87,7 +90,7 @@ def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> No
     ask = RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for transferred_s in (None, 0.25):
         handover.transferred_s = transferred_s
-        recent.add(ask, "long", decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
+        recent.add(ask, decision, finished(reason=Reason.HANDOVER, size="long"))
         (entry,) = recent.newest(1)
         assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
         told = entry.prefill_s, entry.transfer_s, entry.transferred_s
@@ -98,5 +101,5 @@ def test_whether_it_was_handed_over_is_kept_where_it_could_have_been() -> None:
     recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
         decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)
-        recent.add(ask, "long", decision, Reason.DECODE_POOL, 200, 0.8, 1.5, 0.1)
+        recent.add(ask, decision, finished(reason=Reason.DECODE_POOL, size="long"))
         assert [entry.handover for entry in recent.newest(1)] == [kept]

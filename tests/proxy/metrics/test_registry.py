@@ -16,7 +16,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import NONE, Reason, RequestInfo
+from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
@@ -26,6 +26,7 @@ from proxy.metrics.exposition import SLICE_LINES
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped
 
 CHAT = "chat/completions"
@@ -35,8 +36,8 @@ CHAT = "chat/completions"
 def router() -> Router:
     """Make a router over one short and one long worker."""
     fleet = Fleet()
-    fleet.add(WorkerSpec("s0", "http://127.0.0.1:1", Role.SHORT, "tiny"))
-    fleet.add(WorkerSpec("l0", "http://127.0.0.1:2", Role.LONG, "tiny"))
+    fleet.roster.add(WorkerSpec("s0", "http://127.0.0.1:1", Role.SHORT, "tiny"))
+    fleet.roster.add(WorkerSpec("l0", "http://127.0.0.1:2", Role.LONG, "tiny"))
     return Router(RouterSettings(), fleet)
 
 
@@ -58,11 +59,10 @@ def ask(**more: object) -> RequestInfo:
 def done(metrics: Metrics, **more: object) -> None:
     """Count a request that went well, but for what is said."""
     facts = {
-        "route": CHAT, "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "status": 200,
-        "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
-        "predicted_ttft_s": 0.02, "size": SHORT,
+        "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "ttft_s": 0.03,
+        "duration_s": 1.5, "pool": Role.SHORT, "predicted_ttft_s": 0.02, "size": SHORT,
     }  # fmt: skip
-    metrics.request_done(**(facts | more))  # type: ignore[arg-type]
+    metrics.request_done(finished(**(facts | more)))  # type: ignore[arg-type]
 
 
 def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
@@ -123,7 +123,7 @@ def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metric
 
 
 def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
@@ -158,7 +158,7 @@ def test_the_mean_time_between_tokens_of_those_that_had_two(metrics: Metrics) ->
 
 def of_worker(router: Router, name: str) -> dict[str, str]:
     """Return the labels that all of a worker's gauges have."""
-    worker = router.fleet.get(name)
+    worker = router.fleet.roster.get(name)
     assert worker is not None
     return {"worker": name, "role": worker.role.value, "model": worker.model}
 
@@ -167,7 +167,7 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
     s0 = of_worker(router, "s0")
     assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) is None
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) is None
-    router.fleet.set_gauges("s0", Gauges(1.0, kv_usage=0.75, kv_capacity_tokens=16000))
+    router.fleet.health.set_gauges("s0", Gauges(1.0, kv_usage=0.75, kv_capacity_tokens=16000))
     assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) == 0.75
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
@@ -175,10 +175,10 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
 def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router) -> None:
     for name, seats in (("d0", 4), ("d1", None)):
         spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", seats=seats)
-        worker = router.fleet.add(spec)
+        worker = router.fleet.roster.add(spec)
         labels = of_worker(router, name)
         assert value(metrics, "proxy_worker_seats_taken_ratio", **labels) is None
-        router.fleet.set_gauges(name, Gauges(1.0))
+        router.fleet.health.set_gauges(name, Gauges(1.0))
         for _ in range(3):
             router.fleet.charge(ask(), Decision(worker, Reason.ONLY_CHOICE), 1.0)
         taken = value(metrics, "proxy_worker_seats_taken_ratio", **labels)
@@ -196,11 +196,11 @@ def test_gaps_and_retries(metrics: Metrics) -> None:
 
 
 def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router) -> None:
-    worker, other = router.fleet
+    worker, other = router.fleet.roster
     router.fleet.charge(ask(expected_output=20), Decision(worker, Reason.SHORT_POOL), now=0.0)
-    router.fleet.probe_ok("s0", now=0.0)
-    router.fleet.drain("l0")
-    router.fleet.failed(other, 0.0, busy=True)
+    router.fleet.health.probe_ok("s0", now=0.0)
+    router.fleet.roster.drain("l0")
+    router.fleet.health.failed(other, 0.0, busy=True)
     s0, l0 = of_worker(router, "s0"), of_worker(router, "l0")
     assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
     assert value(metrics, "proxy_worker_prefill_tokens", **s0) == 100
@@ -209,7 +209,7 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
     assert value(metrics, "proxy_worker_inflight_requests", **l0) == 0
     assert value(metrics, "proxy_worker_up", **s0) == 1
     assert value(metrics, "proxy_worker_up", **l0) == 0
-    router.fleet.set_served("s0", ("another",))
+    router.fleet.roster.set_served("s0", ("another",))
     assert value(metrics, "proxy_worker_up", **s0) == 0
     for name, here, there in (("breaker_open", 0, 1), ("draining", 0, 1)):
         assert value(metrics, f"proxy_worker_{name}", **s0) == here
@@ -221,7 +221,7 @@ def test_how_breakers_are_and_how_often_they_opened(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(scrape.time, "monotonic", lambda: now)
-    s0, l0 = router.fleet
+    s0, l0 = router.fleet.roster
 
     def states() -> dict[str, str]:
         found = families(metrics)["proxy_worker_breaker_state"].samples
@@ -234,8 +234,8 @@ def test_how_breakers_are_and_how_often_they_opened(
     assert states() == {}
     assert openings("s0", "failed") == openings("s0", "busy") == 0
     for _ in range(FAILURES_TO_OPEN):
-        router.fleet.failed(s0, 0.0)
-    router.fleet.failed(l0, 0.0, busy=True)
+        router.fleet.health.failed(s0, 0.0)
+    router.fleet.health.failed(l0, 0.0, busy=True)
     assert states() == {"s0": "open", "l0": "busy"}
     assert (openings("s0", "failed"), openings("s0", "busy")) == (1, 0)
     assert (openings("l0", "failed"), openings("l0", "busy")) == (0, 1)
@@ -244,7 +244,7 @@ def test_how_breakers_are_and_how_often_they_opened(
 
 
 def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: Router) -> None:
-    router.fleet.probe_ok("s0", now=0.0)
+    router.fleet.health.probe_ok("s0", now=0.0)
     router.submit(ask(), 0.0)
     router.queue.push(ask(body_bytes=500), 0.0)
     reasons = {
@@ -288,8 +288,8 @@ def test_values_of_other_parts(metrics: Metrics) -> None:
 def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router) -> None:
     for number in range(500):
         made_up = f"no-such-{number}"
-        metrics.request_done(CHAT, made_up, NONE, Reason.UNKNOWN_MODEL, 404, None, 0.001, 0.0)
-        router.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
+        metrics.request_done(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=made_up))
+        router.placer.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
     assert len(metrics.requests) == 1
     unknown = {"worker": "none", "reason": "unknown_model", "status": "404", "class": "none"}
     assert requests_total(metrics, model="other", **unknown) == 500
@@ -301,7 +301,7 @@ def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router)
 
 def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Router) -> None:
     names = [f"adapter-{number}" for number in range(MAX_MODELS + 5)]
-    router.fleet.set_served("s0", ["tiny", *names])
+    router.fleet.roster.set_served("s0", ["tiny", *names])
     for name in names:
         done(metrics, model=name)
     assert requests_total(metrics, model=names[0]) == 1
@@ -312,10 +312,10 @@ def full_of_old(metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatc
     """Count as many models as there is room for; all but `tiny` are then served no more."""
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
-    router.fleet.set_served("s0", ["tiny", *old])
+    router.fleet.roster.set_served("s0", ["tiny", *old])
     for name in ("tiny", *old):
         done(metrics, model=name)
-    router.fleet.set_served("s0", ["tiny", "new"])
+    router.fleet.roster.set_served("s0", ["tiny", "new"])
     return old[0]
 
 
@@ -335,7 +335,7 @@ def test_the_page_for_which_models_are_dropped_tells_nothing_of_them(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = full_of_old(metrics, router, monkeypatch)
-    router.decisions["new", Reason.SHORT_POOL] = 1
+    router.placer.decisions["new", Reason.SHORT_POOL] = 1
     assert requests_total(metrics, model=old) is None
     assert requests_total(metrics) == 1
 
@@ -346,8 +346,8 @@ def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
 
     def decided(model: str) -> None:
-        router.decisions[model, Reason.SHORT_POOL] = 1
-        router.handovers[model, HandoverVerdict.CACHED] = 1
+        router.placer.decisions[model, Reason.SHORT_POOL] = 1
+        router.placer.handovers[model, HandoverVerdict.CACHED] = 1
 
     def seen(model: str) -> tuple[float | None, ...]:
         return (
@@ -358,13 +358,13 @@ def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others
         )
 
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
-    router.fleet.set_served("s0", ["tiny", *old])
+    router.fleet.roster.set_served("s0", ["tiny", *old])
     for name in ("tiny", *old):
         decided(name)
     assert seen(old[0]) == (1, 1)
-    router.fleet.set_served("s0", ["tiny", "new"])
+    router.fleet.roster.set_served("s0", ["tiny", "new"])
     decided("new")
-    router.decisions[old[0], Reason.RETRY] = 1
+    router.placer.decisions[old[0], Reason.RETRY] = 1
     assert value(metrics, "proxy_decisions_total", model="other", reason="retry") is None
     assert [seen(model) for model in ("other", "new", "tiny", old[0])] == [
         (None, None),
@@ -386,7 +386,7 @@ def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.Monke
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     done(metrics)
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     metrics.retried("gone-0", "connect")
     for number in range(100):
         done(metrics, worker=f"gone-{number}")
@@ -404,12 +404,12 @@ def test_where_nobody_left_workers_that_are_new_have_one_name(
     for number in range(200):
         name = f"w{number}"
         url = f"http://127.0.0.1:{1000 + number}"
-        router.fleet.add(WorkerSpec(name, url, Role.SHORT, "tiny"))
+        router.fleet.roster.add(WorkerSpec(name, url, Role.SHORT, "tiny"))
         done(metrics, worker=name)
     assert len(metrics.requests) == 11
     assert requests_total(metrics, worker="w0") == 1
     assert requests_total(metrics, worker="other") == 190
-    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
@@ -424,24 +424,24 @@ def full(metrics: Metrics, router: Router) -> None:
     metrics.retried("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
-    router.decisions["tiny", Reason.PREFIX] = 3
-    router.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
+    router.placer.decisions["tiny", Reason.PREFIX] = 3
+    router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = handed_over(router)
     metrics.handovers.prefilled(lease, 1.5, bare=False)
-    router.prefilled(lease, 1.5, None)
+    router.leases.prefilled(lease, 1.5, None)
     metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
     metrics.handovers.barred("s0", "l0")
     told = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
-    router.fleet.set_gauges("s0", told)
+    router.fleet.health.set_gauges("s0", told)
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
-    router.fleet.failed(lease.worker, 2.0, busy=True)
+    router.fleet.health.failed(lease.worker, 2.0, busy=True)
 
 
 def handed_over(router: Router) -> Lease:
     """Charge a hand-over between two workers of the fleet, whatever their roles."""
-    prefill, decode = list(router.fleet)[:2]
+    prefill, decode = list(router.fleet.roster)[:2]
     handover = HandoverDecision(prefill, 0, 700, 0.4, 0.2)
     one = ask(prompt_tokens=700, stream=True)
     return router.fleet.charge(one, Decision(decode, Reason.HANDOVER, handover=handover), 1.0)
@@ -457,7 +457,7 @@ def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> 
     assert value(metrics, "proxy_transfer_bytes_total", worker="s0", role="short") == 4096
     assert value(metrics, "proxy_prefill_legs_total", worker="s0") == 1
     assert value(metrics, "proxy_prefill_leg_seconds_sum", model="tiny") == pytest.approx(0.5)
-    step_s = next(iter(router.fleet)).pace.step_s(0)
+    step_s = next(iter(router.fleet.roster)).pace.step_s(0)
     seen = value(metrics, "proxy_transfer_seconds_sum", model="tiny")
     assert seen == pytest.approx(0.25 - step_s)
     predicted = value(metrics, "proxy_predicted_transfer_seconds_sum", model="tiny")
@@ -508,7 +508,7 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
 
 
 async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) -> None:
-    router.fleet.set_served("s0", ["tiny", "late"])
+    router.fleet.roster.set_served("s0", ["tiny", "late"])
     for number in range(4 * SLICE_LINES):
         done(metrics, worker=f"w{number}")
     full(metrics, router)
@@ -523,7 +523,7 @@ async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) 
             metrics.gaps_of(f"pool-{turns}", SHORT).observe(0.01)
             metrics.retried("s0", str(turns))
             metrics.handover_ended(str(turns))
-            router.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
+            router.placer.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
             await asyncio.sleep(0)
 
     living = asyncio.create_task(live())

@@ -349,7 +349,7 @@ async def test_tls_goes_only_with_a_restart(
     moving.forget("first")
     assert await moving.app.reload() == ["router.tls", "router.admin"]
     assert "the previous certificate stays" in caplog.text
-    assert [worker.name for worker in moving.app.fleet] == ["b"]
+    assert [worker.name for worker in moving.app.fleet.roster] == ["b"]
     assert await moving.shows(moving.app.url) == before
     assert await moving.asked("second") == 200
 
@@ -361,6 +361,6 @@ async def test_another_process_begins_as_the_others_are(moving: Moving) -> None:
     moving.forget("first")
     await moving.app.reload()
     another = App(moving.app.config, moving.source, started_with=first)
-    assert [worker.name for worker in another.fleet] == ["b"]
+    assert [worker.name for worker in another.fleet.roster] == ["b"]
     assert another.wire.tls is not None
     assert await another.reload() == []

@@ -58,7 +58,7 @@ class Crowds:
                     self.comes(index, name)
             for each in [each for each in self.running if each[0] <= crew.now]:
                 self.running.remove(each)
-                crew.routers[each[1]].finish(each[2], crew.now, Outcome.DONE)
+                crew.routers[each[1]].leases.finish(each[2], crew.now, Outcome.DONE)
                 self._turn()
                 self._settle(each[1])
             if step % 5 < len(crew.routers):

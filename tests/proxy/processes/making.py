@@ -47,9 +47,9 @@ class Crew:
             SharedTraffic(router, sharing),
             SharedPrefixes(fleet, sharing),
         )
-        for row, worker in enumerate(fleet):
+        for row, worker in enumerate(fleet.roster):
             sharing.place(worker, row, 0.0)
-        fleet.others, router.queue.elsewhere = sharing, queues
+        fleet.roster.others, router.queue.elsewhere = sharing, queues
         return sharing
 
     def restart(self, index: int) -> None:
@@ -78,7 +78,7 @@ class Crew:
 
     def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
         """End a request."""
-        self.routers[index].finish(lease, self.now, outcome)
+        self.routers[index].leases.finish(lease, self.now, outcome)
         self.tell()
 
     def worker(self, index: int, name: str) -> Worker:

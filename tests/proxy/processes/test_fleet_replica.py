@@ -36,24 +36,24 @@ class Process:
         self.router = Router(RouterSettings(), self.fleet)
         self.later: list[Callable[[], None]] = []
         self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.later.append)
-        self.fleet.others = self.sharing
-        discovery = Discovery(self.fleet, CONFIG, {}, _spec)
+        self.fleet.roster.others = self.sharing
+        discovery = Discovery(self.fleet.roster, CONFIG, {}, _spec)
         self.mirror = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
 
     def up(self, name: str) -> Worker:
         """Add a worker and find it well."""
-        worker = self.fleet.add(spec(name))
-        self.fleet.probe_ok(name, self.now)
+        worker = self.fleet.roster.add(spec(name))
+        self.fleet.health.probe_ok(name, self.now)
         return worker
 
     def worker(self, name: str) -> Worker:
-        found = self.fleet.get(name)
+        found = self.fleet.roster.get(name)
         assert found is not None
         return found
 
     @property
     def names(self) -> set[str]:
-        return {worker.name for worker in self.fleet}
+        return {worker.name for worker in self.fleet.roster}
 
 
 @pytest.fixture
@@ -78,32 +78,32 @@ def pass_on(leader: Process, *others: Process) -> bool:
 def test_workers_come_change_and_go(pair: tuple[Process, Process]) -> None:
     leader, other = pair
     leader.up("a")
-    leader.fleet.add(spec("b"))
+    leader.fleet.roster.add(spec("b"))
     assert pass_on(leader, other)
     assert not pass_on(leader, other)
     assert other.names == {"a", "b"}
     assert (other.worker("a").up, other.worker("b").up) == (True, False)
     assert other.sharing.row(other.worker("b")) == leader.sharing.row(leader.worker("b"))
-    leader.fleet.probe_ok("b", 2.0)
-    leader.fleet.drain("a")
-    leader.fleet.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/a", "m")})
-    leader.fleet.set_gauges("b", Gauges(at=2.0, kv_usage=0.5, kv_capacity_tokens=1000))
+    leader.fleet.health.probe_ok("b", 2.0)
+    leader.fleet.roster.drain("a")
+    leader.fleet.roster.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/a", "m")})
+    leader.fleet.health.set_gauges("b", Gauges(at=2.0, kv_usage=0.5, kv_capacity_tokens=1000))
     assert pass_on(leader, other)
     b = other.worker("b")
     assert (b.up, b.models, b.max_model_len, b.kv_capacity) == (True, ("m", "adapter"), 4096, 1000)
-    assert other.fleet.origin("adapter") == ("/a", "m")
-    leader.fleet.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/b", "m")})
+    assert other.fleet.roster.origin("adapter") == ("/a", "m")
+    leader.fleet.roster.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/b", "m")})
     assert pass_on(leader, other)
-    assert other.fleet.origin("adapter") == ("/b", "m")
-    leader.fleet.no_gauges("b", 100.0)
+    assert other.fleet.roster.origin("adapter") == ("/b", "m")
+    leader.fleet.health.no_gauges("b", 100.0)
     assert pass_on(leader, other)
     assert b.gauges is None
     assert other.worker("a").draining
-    assert [worker.name for worker in other.fleet.pool("adapter").all] == ["b"]
-    leader.fleet.drain("a", draining=False)
-    leader.fleet.remove("b")
+    assert [worker.name for worker in other.fleet.roster.pool("adapter").all] == ["b"]
+    leader.fleet.roster.drain("a", draining=False)
+    leader.fleet.roster.remove("b")
     for _ in range(3):
-        leader.fleet.probe_failed("a", 3.0)
+        leader.fleet.health.probe_failed("a", 3.0)
     pass_on(leader, other)
     assert other.names == {"a"}
     assert (other.worker("a").up, other.worker("a").draining) == (False, False)
@@ -111,19 +111,19 @@ def test_workers_come_change_and_go(pair: tuple[Process, Process]) -> None:
 
 def test_all_wait_for_who_never_comes_up_for_as_long(pair: tuple[Process, Process]) -> None:
     leader, other = pair
-    leader.fleet.add(spec("dead"))
+    leader.fleet.roster.add(spec("dead"))
     leader.now += MAX_MODEL_LIST_WAIT_S - 1
     other.now = leader.now  # a process that was started anew
     pass_on(leader, other)
-    assert (leader.fleet.all_told(), other.fleet.all_told()) == (False, False)
+    assert (leader.fleet.roster.all_told(), other.fleet.roster.all_told()) == (False, False)
     other.now = leader.now = leader.now + 1
-    assert (leader.fleet.all_told(), other.fleet.all_told()) == (True, True)
-    leader.fleet.add(spec("late"))
+    assert (leader.fleet.roster.all_told(), other.fleet.roster.all_told()) == (True, True)
+    leader.fleet.roster.add(spec("late"))
     pass_on(leader, other)
-    assert not other.fleet.all_told()
-    leader.fleet.drain("late")
+    assert not other.fleet.roster.all_told()
+    leader.fleet.roster.drain("late")
     pass_on(leader, other)
-    assert other.fleet.all_told()
+    assert other.fleet.roster.all_told()
 
 
 def test_what_is_stated_of_one_may_change(pair: tuple[Process, Process]) -> None:
@@ -131,7 +131,7 @@ def test_what_is_stated_of_one_may_change(pair: tuple[Process, Process]) -> None
     leader.up("a")
     pass_on(leader, other)
     before = other.worker("a")
-    leader.fleet.replace([spec("a", Role.LONG, 9000, 5)])
+    leader.fleet.roster.replace([spec("a", Role.LONG, 9000, 5)])
     pass_on(leader, other)
     assert other.worker("a") is before
     assert (before.role, before.max_model_len, before.max_requests) == (Role.LONG, 9000, 5)
@@ -143,7 +143,7 @@ def test_a_namesake_is_another(pair: tuple[Process, Process]) -> None:
     pass_on(leader, other)
     before = other.worker("a")
     before.requests = 3
-    leader.fleet.remove("a")
+    leader.fleet.roster.remove("a")
     leader.up("a")
     pass_on(leader, other)
     after = other.worker("a")
@@ -159,15 +159,17 @@ def test_a_namesake_is_another(pair: tuple[Process, Process]) -> None:
 
 def test_many_that_change_at_once_are_one_change(pair: tuple[Process, Process]) -> None:
     leader, other = pair
-    leader.fleet.replace(spec(f"w{number}") for number in range(20))
+    leader.fleet.roster.replace(spec(f"w{number}") for number in range(20))
     assert pass_on(leader, other)
-    before = other.fleet.version
+    before = other.fleet.roster.version
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
-    leader.fleet.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
+    leader.fleet.roster.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
     assert pass_on(leader, other)
-    assert other.fleet.version == before + 1
-    assert [worker.spec for worker in other.fleet] == [worker.spec for worker in leader.fleet]
-    for worker in leader.fleet:
+    assert other.fleet.roster.version == before + 1
+    assert [worker.spec for worker in other.fleet.roster] == [
+        worker.spec for worker in leader.fleet.roster
+    ]
+    for worker in leader.fleet.roster:
         assert other.sharing.row(other.worker(worker.name)) == leader.sharing.row(worker)
 
 
@@ -177,8 +179,8 @@ def test_who_comes_late_is_told_everything(pair: tuple[Process, Process]) -> Non
     gone = leader.up("b")
     leader.worker("a").pace.saw_first_token(1000, 0, 0, 0.5, 1.0)
     leader.mirror.changes()
-    leader.fleet.remove(gone.name)
-    other.fleet.add(spec("c"))  # as its fleet file says, which is out of date
+    leader.fleet.roster.remove(gone.name)
+    other.fleet.roster.add(spec("c"))  # as its fleet file says, which is out of date
     leader.mirror.forget()
     pass_on(leader, other)
     assert other.names == {"a"}
@@ -189,13 +191,13 @@ def test_a_worker_that_was_started_anew_has_nothing_cached(pair: tuple[Process, 
     leader, other = pair
     leader.up("a")
     pass_on(leader, other)
-    other.fleet.prefixes.record((1, 2, 3), other.worker("a").index)
-    leader.fleet.set_gauges("a", Gauges(at=5.0))
+    other.fleet.roster.prefixes.record((1, 2, 3), other.worker("a").index)
+    leader.fleet.health.set_gauges("a", Gauges(at=5.0))
     pass_on(leader, other)
-    assert other.fleet.prefixes.matches((1, 2, 3))
+    assert other.fleet.roster.prefixes.matches((1, 2, 3))
     leader.worker("a").up_since = 6.0
     pass_on(leader, other)
-    assert not other.fleet.prefixes.matches((1, 2, 3))
+    assert not other.fleet.roster.prefixes.matches((1, 2, 3))
 
 
 def test_another_goes_on_leading(pair: tuple[Process, Process]) -> None:
@@ -217,22 +219,22 @@ def test_another_goes_on_leading(pair: tuple[Process, Process]) -> None:
 def test_what_is_connected_is_known_to_all(pair: tuple[Process, Process]) -> None:
     leader, other = pair
     for process in pair:
-        process.router.links.are_made = True
+        process.router.placer.links.are_made = True
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        leader.fleet.add(spec(name, role))
-        leader.fleet.probe_ok(name, 1.0)
+        leader.fleet.roster.add(spec(name, role))
+        leader.fleet.health.probe_ok(name, 1.0)
     pass_on(leader, other)
     p, d = other.worker("p"), other.worker("d")
-    assert other.router.links.are_cold(p, d)
-    leader.router.links.warm(leader.worker("p"), leader.worker("d"))
+    assert other.router.placer.links.are_cold(p, d)
+    leader.router.placer.links.warm(leader.worker("p"), leader.worker("d"))
     pass_on(leader, other)
-    assert not other.router.links.are_cold(p, d)
+    assert not other.router.placer.links.are_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # nothing has changed: no pair is looked at
         patch.setattr(KvLinks, "knows", lambda *_: pytest.fail("looked"))
         assert not pass_on(leader, other)
-    leader.fleet.remove("d")
+    leader.fleet.roster.remove("d")
     pass_on(leader, other)
-    assert not other.router.links.knows(p, d)
+    assert not other.router.placer.links.knows(p, d)
     assert not leader.mirror._warm
 
 

@@ -12,12 +12,12 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 import proxy.metrics
-from proxy.core.model.types import Reason
 from proxy.metrics.exposition import OPENMETRICS, TEXT, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 from proxy.metrics.registry import Metrics
 from proxy.processes import metrics_merge
 from tests.proxy.core.making import router_of, spec
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 
 # What every process says alike; the leader's word is shown. A new gauge belongs here, or among
@@ -106,9 +106,7 @@ def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
 def test_one_page_alone_is_as_it_was() -> None:
     router = router_of(spec("a"), spec('b"\\\n'))
     metrics = Metrics(router)
-    metrics.request_done(
-        "chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0, placed_s=0.0
-    )
+    metrics.request_done(finished(model="m", worker="a", ttft_s=0.1, placed_s=0.0))
     for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
         text = scraped(metrics, openmetrics=openmetrics)
         again, kind = metrics_merge.write(

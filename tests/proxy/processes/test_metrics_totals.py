@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 
-from proxy.core.model.types import Reason
 from proxy.metrics.exposition import Family, MetricsPage
 from proxy.metrics.registry import Metrics
 from proxy.processes.metrics_totals import MetricsTotals
 from tests.proxy.core.making import router_of, spec
+from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 from tests.proxy.processes.test_metrics_merge import page
 
@@ -56,7 +56,7 @@ def process(*workers: str) -> Metrics:
 def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     """Count requests, a retry, a client that left and a bar of that worker's."""
     for _ in range(times):
-        counts.request_done("chat/completions", "m", worker, Reason.GENERAL_POOL, 200, 0.1, 1, 0)
+        counts.request_done(finished(model="m", worker=worker, ttft_s=0.1))
     counts.retried(worker, "reset")
     counts.unseen.gone(worker, "general", "m", "short", 1.0, stream=True)
     counts.handovers.barred(worker, "any")
@@ -91,8 +91,8 @@ def test_a_worker_that_left_keeps_what_the_dead_counted_while_another_process_sh
     serve(alive, "pod-1", 50)
     summed(totals, {0: told(dead), 1: told(alive)})
     totals.gone(0)
-    alive.router.fleet.remove("pod-1")
-    alive.router.fleet.add(spec("pod-2"))
+    alive.router.fleet.roster.remove("pod-1")
+    alive.router.fleet.roster.add(spec("pod-2"))
     found = summed(totals, {1: told(alive)})
     counted = [float(n) for s, n in found.items() if "requests_total" in s and "pod-1" in s]
     assert counted == [150]

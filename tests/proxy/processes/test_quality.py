@@ -47,16 +47,16 @@ class Together:
         for index in range(count):
             fleet = Fleet()
             for each in specs:
-                fleet.add(each)
-                fleet.probe_ok(each.name, 0.0)
+                fleet.roster.add(each)
+                fleet.health.probe_ok(each.name, 0.0)
             router = Router(self.settings, fleet)
             sharing = SharedLoad(self.table, index, fleet, lambda: toy.now, self._later)
             sharing.sheet.write_count(LIFE, index + 1)
             queues = SharedQueues(router.queue, sharing)
             sharing.parts += (queues, SharedTraffic(router, sharing))
-            for row, worker in enumerate(fleet):
+            for row, worker in enumerate(fleet.roster):
                 sharing.place(worker, row, 0.0)
-            fleet.others, router.queue.elsewhere = sharing, queues
+            fleet.roster.others, router.queue.elsewhere = sharing, queues
             self._routers.append(router)
         self._whose: dict[Lease, Router] = {}
 
@@ -81,13 +81,13 @@ class Together:
                 yield ticket, placed
 
     def first_token(self, lease: Lease, now: float) -> None:
-        self._whose[lease].first_token(lease, now)
+        self._whose[lease].leases.first_token(lease, now)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        self._whose[lease].tokens(lease, count)
+        self._whose[lease].leases.tokens(lease, count)
 
     def finish(self, lease: Lease, now: float, outcome: Outcome, usage: Usage) -> None:
-        self._whose.pop(lease).finish(lease, now, outcome, usage)
+        self._whose.pop(lease).leases.finish(lease, now, outcome, usage)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from operator import attrgetter
 from typing import cast
 
 import pytest
 
 from proxy.config import load, parse
-from proxy.core.model.types import Reason
 from proxy.processes.channel import Channel
 from proxy.processes.ipc_messages import (
     Begin,
@@ -28,6 +27,7 @@ from proxy.processes.server_process import ServerProcess
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.secrets import SecretKeys
 from tests.proxy.core.making import ask
+from tests.proxy.metrics.finished import finished
 from tests.proxy.wire.site import eventually
 
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
@@ -105,7 +105,9 @@ async def test_nor_does_what_can_t_be_told_on() -> None:
     there = await Channel.open(ours, heard.put_nowait, lost)
     here = await Channel.open(theirs, deaf, lost)
     member = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
-    member.app.recent.add(ask(), "short", None, cast("Reason", lambda: None), 200, None, 0.1, 0.0)
+    recent = member.app.recent
+    recent._clock = cast("Callable[[], float]", lambda: lambda: None)
+    recent.add(ask(), None, finished())
     member.heard(IpcQuestion(1, "decisions", (1, {})))
     assert await asyncio.wait_for(heard.get(), 5.0) == IpcNoAnswer(1)
     assert not member.ended.is_set()

@@ -103,7 +103,7 @@ class Place:
         )
         self.app = App(load(self._source), self._source)
         await self.app.start()
-        await eventually(lambda: all(w.up for w in self.app.fleet), within=DEADLINE_S)
+        await eventually(lambda: all(w.up for w in self.app.fleet.roster), within=DEADLINE_S)
 
     @property
     def admin(self) -> int:
@@ -155,7 +155,7 @@ async def test_it_shows_what_happened(place: Place, page: Page) -> None:
     assert await page.run("document.querySelectorAll('img').length") == 0
     workers = await page.until("document.querySelector('#workers').innerText")
     assert {"s0", "l0", "short", "long", "closed"} <= set(workers.split())
-    place.app.fleet.set_served("s0", ["llama"])
+    place.app.fleet.roster.set_served("s0", ["llama"])
     bad = "document.querySelector('#workers .bad')?.innerText"
     await page.until(f"{bad} === 'wrong_model: serves llama, not tiny'")
     await page.until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
@@ -181,7 +181,9 @@ async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
     monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 2)
     for number in range(3):
         nowhere = f"http://127.0.0.1:{free_port()}"
-        place.app.fleet.add(replace(place.app.fleet.get("l0").spec, name=f"z{number}", url=nowhere))
+        place.app.fleet.roster.add(
+            replace(place.app.fleet.roster.get("l0").spec, name=f"z{number}", url=nowhere)
+        )
     await page.goto(place.app.admin_url)
     await page.until("/^long\\s+z.\\s+down/.test($('workers').tBodies[0]?.rows[1]?.innerText)")
     names = "[...$('workers').tBodies[0].rows].map((row) => row.cells[1].innerText)"
@@ -261,7 +263,7 @@ async def test_what_is_paused_stays(place: Place, page: Page) -> None:
 async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
     await page.goto(place.app.admin_url)
     await page.until("statusPage.state === 'up'")
-    worker, began = next(iter(place.app.fleet)), place.app.wire.clock() - 10.0
+    worker, began = next(iter(place.app.fleet.roster)), place.app.wire.clock() - 10.0
     for at in range(1250):  # all at once, so each has a lane of its own
         record, now = RequestRecord(), began + at / 1000
         record.started, record.ask = now, ask(prompt=200)
@@ -331,7 +333,7 @@ async def test_five_thousand_requests_a_minute(
     await page.goto(place.app.admin_url)
     await page.until("statusPage.state === 'up'")
     app, dice = place.app, random.Random(1)
-    workers = list(app.fleet)
+    workers = list(app.fleet.roster)
     for count in range(MINUTE):
         now = app.wire.clock() - dice.uniform(2.0, 30.0)  # none grows too old before all are there
         record = RequestRecord()

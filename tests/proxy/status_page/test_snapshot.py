@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN
+from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason
 from proxy.core.tenants.tenants import Rank, TenantSpec
@@ -16,6 +17,7 @@ from proxy.metrics.registry import Metrics
 from proxy.status_page.snapshot import MAX_LATENCY_ROWS, LiveState
 from proxy.status_page.window import WINDOW_S, Window, quantile
 from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
+from tests.proxy.metrics.finished import finished
 
 BOUNDS = (1.0, 2.0, 4.0)
 
@@ -55,23 +57,27 @@ def test_what_was_not_there_a_minute_ago_counts_whole() -> None:
     assert window.count("c", 3) == 3
 
 
+def served(model: str, worker: str, reason: Reason, pool: str) -> FinishedRequest:
+    """Make the record of a served stream."""
+    return finished(
+        "completions", 200, reason, 2.0, model=model, worker=worker, ttft_s=0.2, pool=pool,
+        predicted_ttft_s=0.1, size="short", tpot_s=0.02,
+    )  # fmt: skip
+
+
 def test_everything_is_told() -> None:
     router = router_of(spec("s0", SHORT, most=8), spec("l0", LONG))
     metrics = Metrics(router)
     state = LiveState(metrics)
-    metrics.request_done(
-        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
-    )
-    router.decisions["m", Reason.SHORT_POOL] = 4
+    metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
+    router.placer.decisions["m", Reason.SHORT_POOL] = 4
     state.copy(100.0)
-    metrics.request_done(
-        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
-    )
+    metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
     metrics.gaps_of("short", "long").observe(0.02)
     metrics.handover_ended("prefilled")
     metrics.retried("s0", "status")
-    router.decisions["m", Reason.SHORT_POOL] = 5
-    router.decisions["m", Reason.LONG_POOL] = 1
+    router.placer.decisions["m", Reason.SHORT_POOL] = 5
+    router.placer.decisions["m", Reason.LONG_POOL] = 1
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
     told = orjson.loads(orjson.dumps(state(130.0)))
     assert told["covers_s"] == 30.0
@@ -109,10 +115,10 @@ def test_tenants_are_told_of_all_processes_together() -> None:
 def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
-    w0, _, _, _, w4, w5 = router.fleet
+    w0, _, _, _, w4, w5 = router.fleet.roster
     for _ in range(FAILURES_TO_OPEN):
-        router.fleet.failed(w4, 1.0, why="reset")
-        router.fleet.probe_failed("w5", 1.0)
+        router.fleet.health.failed(w4, 1.0, why="reset")
+        router.fleet.health.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
     told = LiveState(Metrics(router))(2.0)
     shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]
@@ -131,10 +137,7 @@ def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_request
     state.copy(100.0)
     for number in range(70):
         for _ in range(2 if number == 69 else 1):
-            metrics.request_done(
-                "completions", f"m{number}", f"w{number}", Reason.GENERAL_POOL, 200, 0.2, 2.0, 0.0,
-                "general", 0.1, "short", 0.02,
-            )  # fmt: skip
+            metrics.request_done(served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general"))
     metrics.gaps_of("general", "short").observe(0.02)
     told = state(130.0)
     assert Counter(each["what"] for each in told["latencies"]) == {

@@ -34,7 +34,7 @@ class Pairs:
         route = routes.find("POST", path)
         assert isinstance(route, Route)
         ask = self.site.router.read(route, body, b"application/json", "id")
-        decision = self.site.router.explain(ask, self.site.clock())  # type: ignore[arg-type]
+        decision = self.site.router.placer.explain(ask, self.site.clock())  # type: ignore[arg-type]
         assert isinstance(decision, Decision)
         return decision
 

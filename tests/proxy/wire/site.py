@@ -96,21 +96,21 @@ class Site:
         fake.tls = each.tls
         await fake.listen()
         self.fakes[each.name] = fake
-        self.charged.append(self.fleet.add(spec_of(each, fake.url)))
+        self.charged.append(self.fleet.roster.add(spec_of(each, fake.url)))
         if each.up:
             self.up(each.name)
-            self.fleet.set_served(each.name, (each.model,), each.max_model_len)
+            self.fleet.roster.set_served(each.name, (each.model,), each.max_model_len)
         return fake
 
     def up(self, name: str) -> None:
         """Tell the fleet what good probes would."""
         for _ in range(2):
-            self.fleet.probe_ok(name, self.clock())
+            self.fleet.health.probe_ok(name, self.clock())
 
     def down(self, name: str) -> None:
         """Tell the fleet what bad probes would."""
         for _ in range(3):
-            self.fleet.probe_failed(name, self.clock())
+            self.fleet.health.probe_failed(name, self.clock())
 
     def served(self) -> list[Call]:
         """Return the calls to all workers but probes and counts, in the order they came."""
@@ -134,7 +134,7 @@ class Site:
 
     def worker(self, name: str = "w0") -> Worker:
         """Look at the router's view of a worker."""
-        worker = self.fleet.get(name)
+        worker = self.fleet.roster.get(name)
         assert worker is not None
         return worker
 

@@ -81,7 +81,7 @@ MANY = tuple(f"{n:04}-" + "\u00e9" * 195 for n in range(1000))
 async def test_an_error_names_a_few_of_many_models(start: Start, told: bool) -> None:
     """The length of the answer does not grow with the fleet."""
     site = await start(Fake("w0"), *([] if told else [Fake("w1", up=False)]))
-    site.fleet.set_served("w0", MANY, 65_536)
+    site.fleet.roster.set_served("w0", MANY, 65_536)
     for data in (get("/v1/models/x"), chat(model="x")):
         answer = await site.ask(data)
         assert answer.status == (404 if told else 503)
@@ -195,7 +195,7 @@ async def test_models_are_those_of_live_workers(start: Start) -> None:
 
 async def test_one_model_is_shown_by_its_name(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", model="llama/8b", max_model_len=4096))
-    site.fleet.set_served(
+    site.fleet.roster.set_served(
         "w0", ("tiny", "adapter"), 16384, {"tiny": ("/t", None), "adapter": ("/a", "tiny")}
     )
     client = await site.client()

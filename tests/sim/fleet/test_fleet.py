@@ -50,7 +50,7 @@ def assert_whole(outcomes: tuple[Outcome, ...], count: int) -> None:
 
 def at_rest(fleet: SimulatedFleet) -> None:
     """Nothing is charged to anybody, and nobody holds anything."""
-    for worker in fleet.router.fleet:
+    for worker in fleet.router.fleet.roster:
         left = (worker.requests, worker.sequences, worker.prefill_tokens, worker.kv_tokens)
         assert (*left, worker.decoding) == (0, 0, 0, 0, 0)
     for engine in fleet.engines.values():
@@ -145,7 +145,7 @@ def test_clients_that_wait_too_long_leave_nothing_behind(workers: Any) -> None:
         while (at := engine.next_at()) < float("inf"):
             engine.advance(at)
         assert engine.gauges(9.0).kv_usage == 0, name
-    assert all(not worker.requests for worker in fleet.router.fleet)
+    assert all(not worker.requests for worker in fleet.router.fleet.roster)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.3])

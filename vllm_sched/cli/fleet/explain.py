@@ -181,8 +181,8 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 
     fleet = Fleet()
     for spec in specs(config):
-        fleet.add(spec)
-        fleet.probe_ok(spec.name, now=0.0)
+        fleet.roster.add(spec)
+        fleet.health.probe_ok(spec.name, now=0.0)
     router = Router(router_settings(config), fleet)
     return explanation(router, question, config.model, now=0.0)
 

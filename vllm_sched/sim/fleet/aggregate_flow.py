@@ -167,13 +167,13 @@ class AggregateFlow:
         for placed in workers:
             model = placed.model
             name = model.name
-            fleet.add(
+            fleet.roster.add(
                 WorkerSpec(
                     name, f"http://{name}", placed.role, MODEL, model.max_model_len,
                     placed.max_requests,
                 )
             )  # fmt: skip
-            fleet.probe_ok(name, 0.0)
+            fleet.health.probe_ok(name, 0.0)
         self.router = Router(settings, fleet)
         self.router.tenants.replace(list(tenants), {})
         self._prefixes = settings.prefix_affinity
@@ -271,7 +271,7 @@ class AggregateFlow:
             told = engine.gauges(now)
             gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
             gauges.extra[QUEUED_GAUGE] = told.waiting - told.fetching
-            fleet.set_gauges(self._names[index], gauges)
+            fleet.health.set_gauges(self._names[index], gauges)
         self._place_waiting(now)
 
     # Requests
@@ -345,20 +345,20 @@ class AggregateFlow:
                 self._touch(before)
             return False
         if lease.prefill is not None and not lease.sent:
-            router.prefilled(lease, at, Usage(prompt, 1, event.cached_tokens))
+            router.leases.prefilled(lease, at, Usage(prompt, 1, event.cached_tokens))
             self._submit(flight, self._index[lease.worker.name], DECODE, at)
             return True
         if flight.first < 0:
             flight.first = at
             flight.cached = event.cached_tokens
             self._lateness.first(flight)
-            router.first_token(lease, at)
+            router.leases.first_token(lease, at)
         if not event.finished:
             return False
         del self._flights[event.job_id]
         usage = Usage(prompt, request.output_tokens, flight.cached)
-        router.tokens(lease, request.output_tokens)
-        router.finish(lease, at, Outcome.DONE, usage)
+        router.leases.tokens(lease, request.output_tokens)
+        router.leases.finish(lease, at, Outcome.DONE, usage)
         self._last = max(self._last, at)
         if flight.counts:
             self._count(flight, at, handed=lease.prefill is not None)

@@ -97,13 +97,15 @@ class SimulatedFleet:
                 raise UsageError(f"worker {name}: {error}") from None
         self.router = Router(router_settings(config), Fleet())
         for spec in specs(config):
-            self.router.fleet.add(spec)
-            self.router.fleet.probe_ok(spec.name, now=0.0)
-            self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
+            self.router.fleet.roster.add(spec)
+            self.router.fleet.health.probe_ok(spec.name, now=0.0)
+            self.router.fleet.roster.set_served(
+                spec.name, (spec.model,), models[spec.name].max_model_len
+            )
         take_tenants(self.router.tenants, config, {})
         self._model = config.model
         # Looked up once: slow with many workers.
-        self.longest = self.router.fleet.contexts().get(config.model) or 0
+        self.longest = self.router.fleet.roster.contexts().get(config.model) or 0
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
         self._outcome = CoarseStream if coarse else Outcome
@@ -246,17 +248,17 @@ class SimulatedFleet:
         outcome, router = flight.outcome, self.router
         if event.tokens:
             if not outcome.ticks:
-                router.first_token(lease, event.at)
+                router.leases.first_token(lease, event.at)
                 flight.cached_tokens = event.cached_tokens
             outcome.ticks.append(event.at)
             outcome.completed += event.tokens
-            router.tokens(lease, event.tokens)
+            router.leases.tokens(lease, event.tokens)
         if event.finished:
             self._let_go(flight, now)
             usage = core.Usage(
                 flight.request.prompt_tokens, outcome.completed, flight.cached_tokens
             )
-            router.finish(lease, now, core.Outcome.DONE, usage)
+            router.leases.finish(lease, now, core.Outcome.DONE, usage)
             self._over(flight, now)
 
     def _handed_over(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
@@ -265,16 +267,16 @@ class SimulatedFleet:
             return
         router, flight.held_by = self.router, first.worker.name
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
-        router.prefilled(lease, now, usage)
-        if router.reconsider(lease, now, may_move=True):
+        router.leases.prefilled(lease, now, usage)
+        if router.leases.reconsider(lease, now, may_move=True):
             flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
             self._transfers[pair] += 1
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # no decode worker is available: restart the request
             self._let_go(flight, now)
-            tried = frozenset({lease.worker if router.has_another(lease) else first.worker})
+            avoid = lease.worker if router.leases.has_another(lease) else first.worker
             outcome = core.Outcome.MOOT
-            anew = router.retry(lease, now, outcome, tried=tried, after=lease, free=True)
+            anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
             self._placed(flight, anew, now)
         self._settle(now)
 
@@ -309,7 +311,7 @@ class SimulatedFleet:
                 self.engines[name].abort(flight.id, now)
                 self._plan(name)
                 self._let_go(flight, now)
-                self.router.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
+                self.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
             self._over(flight, now)
 
     # Probes
@@ -321,7 +323,7 @@ class SimulatedFleet:
             if model.policies:  # only our schedulers report a backlog
                 extra["backlog"] = seen.backlog_tokens
                 extra["backlog_long"] = seen.backlog_long_tokens
-            self.router.fleet.set_gauges(
+            self.router.fleet.health.set_gauges(
                 name,
                 Gauges(
                     now,
@@ -339,10 +341,10 @@ class SimulatedFleet:
 
     def _facts(self) -> dict[str, Any]:
         reasons: Counter[str] = Counter()
-        for (_, reason), count in self.router.decisions.items():
+        for (_, reason), count in self.router.placer.decisions.items():
             reasons[str(reason)] += count
         handovers: Counter[str] = Counter()
-        for (_, why), count in self.router.handovers.items():
+        for (_, why), count in self.router.placer.handovers.items():
             handovers[why] += count
         return {
             "workers": {name: dict(engine.facts()) for name, engine in self.engines.items()},

@@ -99,7 +99,7 @@ def test_an_answer_longer_than_foreseen_has_as_much_to_go_again(
         fleet.tokens(lease, step)
     assert members(fleet)[0].decode_tokens == lease.decode_tokens == left
     fleet.release(lease)
-    assert idle(fleet)
+    assert idle(fleet.roster)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -121,7 +121,7 @@ def test_everything_is_given_back_once(
     assert members(fleet)[0].requests == 1
     assert members(fleet)[0].prefill_tokens == 7
     fleet.release(other)
-    assert idle(fleet)
+    assert idle(fleet.roster)
 
 
 def test_one_without_a_stream_is_taken_to_decode_when_it_should(fleet: Fleet) -> None:
@@ -133,14 +133,14 @@ def test_one_without_a_stream_is_taken_to_decode_when_it_should(fleet: Fleet) ->
     assert (worker.decoding, worker.prefill_tokens) == (1, 0)
     assert worker.pace.prefills == 0  # nothing was seen
     fleet.release(lease)
-    assert idle(fleet)
+    assert idle(fleet.roster)
 
 
 def test_what_was_released_before_is_not_settled(fleet: Fleet) -> None:
     lease = charge(fleet, ask(1000, 50, stream=False))
     fleet.release(lease)
     fleet.settle(10.0)
-    assert idle(fleet)
+    assert idle(fleet.roster)
 
 
 def test_the_wait_shrinks_as_time_goes_and_what_is_overdue_will_take_as_long_again(
@@ -177,13 +177,13 @@ def test_behind_longs_a_short_waits_as_far_as_it_is_not_let_past(fleet: Fleet) -
 
 def test_a_trial_that_begins_to_answer_closes_the_breaker(fleet: Fleet) -> None:
     worker = members(fleet)[0]
-    fleet.failed(worker, 0.0, 1.0)
-    assert fleet.resting == {worker}
+    fleet.health.failed(worker, 0.0, 1.0)
+    assert fleet.roster.ejections.resting == {worker}
     lease = charge(fleet, ask(), 1.0)
     assert lease.trial
     fleet.first_token(lease, 1.5)
     assert worker.breaker.closed
-    assert fleet.resting == set()
+    assert fleet.roster.ejections.resting == set()
 
 
 def test_prices_follow_those_who_decode(fleet: Fleet) -> None:

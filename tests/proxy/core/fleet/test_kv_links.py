@@ -91,9 +91,9 @@ def test_a_prefill_worker_may_be_barred_by_itself() -> None:
     assert links.is_barred(prefill, None, 1.0)
     assert "name no KV blocks to fetch" in links.note(prefill, 1.0)
     for _ in range(3):
-        fleet.probe_failed("p0", 2.0)
+        fleet.health.probe_failed("p0", 2.0)
     for _ in range(2):
-        fleet.probe_ok("p0", 3.0)
+        fleet.health.probe_ok("p0", 3.0)
     assert not links.is_barred(prefill, None, 4.0)  # it may have been started anew, and right
 
 

@@ -41,7 +41,7 @@ SHARED = tuple(range(1, BLOCKS + 1))
 def page(here: Router, at: float, usage: float = 0.0, running: int = 1, waiting: int = 0) -> Worker:
     """Let the worker say how full it is."""
     told = Gauges(at, running, waiting, kv_usage=usage, kv_capacity_tokens=CACHE)
-    here.fleet.set_gauges("a", told)
+    here.fleet.health.set_gauges("a", told)
     return worker_of(here, "a")
 
 
@@ -69,11 +69,11 @@ def test_those_who_begin_alike_are_charged_for_that_once() -> None:
     assert worker.stems.saved == 119 * (COVERED[BLOCKS] // 4)
     assert not worker.full
     assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
-    here.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
+    here.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
     for lease in leases:
-        here.finish(lease, 2.0, Outcome.CLIENT_GONE)
-    assert idle(here.fleet)
+        here.leases.finish(lease, 2.0, Outcome.CLIENT_GONE)
+    assert idle(here.fleet.roster)
 
 
 def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
@@ -81,16 +81,16 @@ def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
     here = router_of(spec("a"), spec("b"))
     begins = {"a": tuple(range(100, 134)), "b": tuple(range(200, 234))}  # 5,120 tokens
     for name, number in (("a", 40), ("b", 38)):
-        here.fleet.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
+        here.fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
         worker = worker_of(here, name)
         for _ in range(number):
             agents = ask(5500, 1500, prefix=begins[name])
             lease = here.fleet.charge(agents, Decision(worker, Reason.ONLY_CHOICE), 0.0)
             here.fleet.first_token(lease, 0.1)
         assert worker.kv_held > 0.9 * worker.kv_capacity
-    here.prefixes.record(begins["a"], worker_of(here, "a").index)
+    here.fleet.roster.prefixes.record(begins["a"], worker_of(here, "a").index)
     one_more = ask(5500, 1500, prefix=begins["a"])
-    told = {score.worker: score.wait_s for score in here.explain(one_more, 1.0).scores}
+    told = {score.worker: score.wait_s for score in here.placer.explain(one_more, 1.0).scores}
     assert 0.0 < told["a"] < told["b"]
     assert placed(here.submit(one_more, 1.0)).worker.name == "a"
     worker_of(here, "a").kv_apart = 1.0  # what was thought to be shared is not
@@ -109,9 +109,9 @@ def test_in_whatever_order_they_go_nothing_stays(order: tuple[int, ...]) -> None
     worker = worker_of(here, "a")
     assert worker.kv_tokens < sum(sizes) + 150
     for at in order:
-        here.finish(leases[at], 1.0, Outcome.FAILED)
+        here.leases.finish(leases[at], 1.0, Outcome.FAILED)
         assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
-    assert idle(here.fleet)
+    assert idle(here.fleet.roster)
 
 
 def test_a_worker_that_keeps_no_cache_is_charged_for_all() -> None:
@@ -129,7 +129,7 @@ def test_a_page_that_says_there_is_room_is_believed_for_a_while() -> None:
     sent = 0
     while isinstance(answer := agent(here, 0.0), Lease):
         sent += 1
-        here.first_token(answer, 0.5)
+        here.leases.first_token(answer, 0.5)
     worker = worker_of(here, "a")
     assert worker.full
     assert 20 < sent < 30
@@ -154,12 +154,12 @@ def test_what_has_not_shown_a_token_may_be_missing_on_a_page() -> None:
     worker = page(here, 1.0, 0.05)
     assert worker.full
     charged = worker.kv_tokens
-    here.fleet.charged_elsewhere(
+    here.fleet.health.charged_elsewhere(
         worker, WorkerLoad(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0
     )
     page(here, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
-    here.fleet.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
+    here.fleet.health.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
 
 
 @pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
@@ -168,14 +168,14 @@ def test_a_page_on_which_some_wait_or_that_tells_nothing_makes_no_room(
 ) -> None:
     here = one(policy="least_loaded")
     while isinstance(answer := agent(here, 0.0), Lease):
-        here.first_token(answer, 0.5)
+        here.leases.first_token(answer, 0.5)
     assert page(here, 1.0, usage, 20, waiting).full
 
 
 def test_what_was_thought_to_be_shared_is_not_where_the_page_says_so() -> None:
     here = one()
     for _ in range(40):
-        here.first_token(placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5)
+        here.leases.first_token(placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5)
     worker = page(here, 1.0, 1.0, running=13, waiting=27)
     assert worker.full
     assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
@@ -188,11 +188,11 @@ def test_one_whose_pages_stop_has_room_again_once_it_has_less_to_do() -> None:
     here = one()
     leases = [placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
     for lease in leases:
-        here.first_token(lease, 0.5)
+        here.leases.first_token(lease, 0.5)
     worker = page(here, 1.0, 1.0, running=13, waiting=27)
     assert worker.full
     for lease in leases[1:]:
-        here.finish(lease, 2.0, Outcome.DONE)
+        here.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker.kv_held == worker.kv_tokens
     assert not worker.full
     placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
@@ -212,9 +212,9 @@ def handed(fleet: Fleet, now: float) -> Lease:
 def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> None:
     fleet = Fleet()
     for name, role in (("p", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)):
-        fleet.add(spec(name, role))
-        fleet.probe_ok(name, 0.0)
-        fleet.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
+        fleet.roster.add(spec(name, role))
+        fleet.health.probe_ok(name, 0.0)
+        fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
     first, second, third = members(fleet)
     first.pace.missing = second.pace.missing = 0.0
     leases = [handed(fleet, 0.0) for _ in range(3)]
@@ -230,7 +230,7 @@ def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> 
     assert (second.kv_coming, third.kv_coming) == (0, 0)
     for lease in leases:
         fleet.release(lease)
-    assert idle(fleet)
+    assert idle(fleet.roster)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ RUNS_S, BREAKS_AFTER_S = 0.1, 0.05
 def fails(router: Router, name: str, now: float = 0.0, times: int = FAILURES_TO_OPEN) -> None:
     """Have requests fail on a worker until its breaker opens."""
     for _ in range(times):
-        router.fleet.failed(worker_of(router, name), now, why="reset")
+        router.fleet.health.failed(worker_of(router, name), now, why="reset")
 
 
 def served_by(router: Router, now: float = 0.0, requests: int = 24) -> set[str]:
@@ -30,7 +30,7 @@ def served_by(router: Router, now: float = 0.0, requests: int = 24) -> set[str]:
     leases = [placed(router.submit(ask(), now)) for _ in range(requests)]
     found = {lease.worker.name for lease in leases}
     for lease in leases:
-        router.finish(lease, now, Outcome.CLIENT_GONE)
+        router.leases.finish(lease, now, Outcome.CLIENT_GONE)
     return found
 
 
@@ -47,15 +47,15 @@ def test_breakers_keep_out_no_more_than_the_rest_of_the_share(policy: str, worke
             continue
         if 2 * number <= workers:
             assert served_by(router, requests=requests) == left
-            assert not router.fleet.ejections.panics
+            assert not router.fleet.roster.ejections.panics
         else:
             assert served_by(router, requests=requests) == set(names)
-            assert router.fleet.ejections.panics == {("m", False)}
+            assert router.fleet.roster.ejections.panics == {("m", False)}
 
 
 def test_another_share_holds_from_a_reload_on() -> None:
     router = router_of(spec("a"), spec("b"))
-    specs = [worker.spec for worker in router.fleet]
+    specs = [worker.spec for worker in router.fleet.roster]
     for name in "ab":
         fails(router, name)
     assert served_by(router) == {"a", "b"}
@@ -69,20 +69,20 @@ def test_workers_that_are_down_or_drain_stay_out_and_do_not_count() -> None:
     router = router_of(*(spec(name) for name in "abcdef"))
     fleet = router.fleet
     fails(router, "a")
-    for _ in range(fleet.down_after):
+    for _ in range(fleet.health.down_after):
         for name in "bcd":
-            fleet.probe_failed(name, 0.0)
+            fleet.health.probe_failed(name, 0.0)
     assert served_by(router) == {"e", "f"}, "one of three that are up"
-    fleet.drain("e")
+    fleet.roster.drain("e")
     assert served_by(router) == {"f"}, "one of two"
     fails(router, "f")
     assert served_by(router) == {"a", "f"}
-    fleet.drain("e", draining=False)
+    fleet.roster.drain("e", draining=False)
     assert served_by(router) == {"a", "e", "f"}, "one of three is well"
-    for _ in range(fleet.up_after):
-        fleet.probe_ok("b", 0.0)
+    for _ in range(fleet.health.up_after):
+        fleet.health.probe_ok("b", 0.0)
     assert served_by(router) == {"b", "e"}, "two of four"
-    fleet.remove("e")
+    fleet.roster.remove("e")
     assert served_by(router) == {"a", "b", "f"}
 
 
@@ -91,7 +91,7 @@ def test_a_pool_is_a_models_workers_of_all_sizes() -> None:
     router = router_of(spec("s", Role.SHORT), spec("l", Role.LONG), spec("o", model="other"))
     fails(router, "s")
     fails(router, "o")
-    assert router.fleet.ejections.panics == {("other", False)}
+    assert router.fleet.roster.ejections.panics == {("other", False)}
     assert served_by(router) == {"l"}
 
 
@@ -99,16 +99,16 @@ def test_a_success_in_panic_closes_a_breaker_and_enough_of_them_end_it() -> None
     router = router_of(*(spec(f"w{i}") for i in range(4)))
     for number in range(3):
         fails(router, f"w{number}")
-    assert router.fleet.ejections.panics
+    assert router.fleet.roster.ejections.panics
     now = 0.1  # before any trial would be due
     leases = [placed(router.submit(ask(), now)) for _ in range(8)]
     well = next(lease for lease in leases if lease.worker.name == "w0")
     assert well.trial
-    router.first_token(well, now)
+    router.leases.first_token(well, now)
     assert worker_of(router, "w0").breaker.closed
-    assert not router.fleet.ejections.panics
+    assert not router.fleet.roster.ejections.panics
     assert served_by(router, now) == {"w0", "w3"}
-    assert not any(worker.in_panic for worker in router.fleet)
+    assert not any(worker.in_panic for worker in router.fleet.roster)
 
 
 def test_failures_in_panic_make_no_rest_longer_until_it_is_over() -> None:
@@ -118,12 +118,12 @@ def test_failures_in_panic_make_no_rest_longer_until_it_is_over() -> None:
     fails(router, "a")
     for _ in range(100):
         lease = placed(router.submit(ask(), 0.1))
-        router.finish(lease, 0.1, Outcome.FAILED)
+        router.leases.finish(lease, 0.1, Outcome.FAILED)
     assert breaker.until == MIN_OPEN_S
     now = 0.1
     for _ in range(5000):
         now += 0.05
-        router.finish(placed(router.submit(ask(), now)), now, Outcome.FAILED)
+        router.leases.finish(placed(router.submit(ask(), now)), now, Outcome.FAILED)
     assert breaker.until <= now + MAX_OPEN_S
     assert breaker.opened["failed"] == 1
 
@@ -154,29 +154,29 @@ class Heard:
 
 def test_a_panic_is_told_once_and_so_is_its_end() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
-    router.fleet.witness = heard = Heard()
+    router.fleet.roster.ejections.witness = heard = Heard()
     for name in "abc":
         fails(router, name)
     assert heard.said == [("panics", ("m", False), 3, 2)]
-    router.fleet.succeeded(worker_of(router, "a"))
+    router.fleet.health.succeeded(worker_of(router, "a"))
     assert len(heard.said) == 1
-    router.fleet.succeeded(worker_of(router, "b"))
+    router.fleet.health.succeeded(worker_of(router, "b"))
     assert heard.said[1:] == [("heeds", ("m", False), 3, 1)]
-    assert router.fleet.ejections.started == {("m", False): 1}
+    assert router.fleet.roster.ejections.started == {("m", False): 1}
 
 
 def test_explain_says_that_a_breaker_is_ignored() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
     for name in "ab":
         fails(router, name)
-    found = router.explain(ask(), 0.0)
+    found = router.placer.explain(ask(), 0.0)
     assert isinstance(found, Decision)
     notes = {score.worker: score.note for score in found.scores}
     assert "panic_threshold" in notes["a"]
     assert "panic_threshold" in notes["b"]
     assert "panic_threshold" not in notes["c"]
-    router.fleet.succeeded(worker_of(router, "a"))
-    found = router.explain(ask(), 0.0)
+    router.fleet.health.succeeded(worker_of(router, "a"))
+    found = router.placer.explain(ask(), 0.0)
     assert isinstance(found, Decision)
     assert {score.worker: score.note for score in found.scores}["b"] == "failed recently"
 
@@ -184,8 +184,8 @@ def test_explain_says_that_a_breaker_is_ignored() -> None:
 def test_a_worker_that_becomes_anothers_pool_counts_there() -> None:
     router = router_of(spec("a", Role.PREFILL), spec("b"), spec("c"))
     fails(router, "a")
-    assert router.fleet.ejections.panics == {("m", True)}
-    specs = [worker.spec for worker in router.fleet]
-    router.fleet.replace([replace(specs[0], role=Role.GENERAL), *specs[1:]])
-    assert not router.fleet.ejections.panics
+    assert router.fleet.roster.ejections.panics == {("m", True)}
+    specs = [worker.spec for worker in router.fleet.roster]
+    router.fleet.roster.replace([replace(specs[0], role=Role.GENERAL), *specs[1:]])
+    assert not router.fleet.roster.ejections.panics
     assert served_by(router) == {"b", "c"}

@@ -12,7 +12,7 @@ from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, 
 
 def names(pool: Pool, one: RequestInfo, fleet: Fleet | None = None, now: float = 0.0) -> list[str]:
     """Name those that are looked at."""
-    resting = fleet.resting if fleet else ()
+    resting = fleet.roster.ejections.resting if fleet else ()
     return sorted(worker.name for worker in pool.open_to(one, now, resting, ()))
 
 
@@ -22,53 +22,53 @@ def charge(fleet: Fleet, worker: Worker, one: RequestInfo | None = None) -> Leas
 
 
 def test_where_nobody_is_sure_the_longest_tries() -> None:
-    pool = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c", LONG, 4000)).pool(
-        MODEL
-    )
+    fleet = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c", LONG, 4000))
+    pool = fleet.roster.pool(MODEL)
     assert names(pool, ask(4100, 50, error=500)) == ["b", "c"]
     assert names(pool, ask(4100, 50, error=100)) == []
 
 
 def test_the_down_the_draining_the_full_and_the_resting_are_not() -> None:
     fleet = fleet_of(*(spec(name, most=1) for name in "abcde"))
-    by_name = {worker.name: worker for worker in fleet}
+    by_name = {worker.name: worker for worker in fleet.roster}
     for _ in range(3):
-        fleet.probe_failed("a", 0.0)
-    fleet.drain("b")
+        fleet.health.probe_failed("a", 0.0)
+    fleet.roster.drain("b")
     charge(fleet, by_name["c"])
-    fleet.failed(by_name["d"], 0.0, 5.0)
-    assert names(fleet.pool(MODEL), ask(), fleet) == ["e"]
-    assert names(fleet.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
+    fleet.health.failed(by_name["d"], 0.0, 5.0)
+    assert names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
+    assert names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
 
 
 def test_models_that_the_same_workers_serve_share_a_pool() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     for name in "ab":
-        fleet.set_served(name, [MODEL, "adapter"])
-    assert fleet.pool("adapter") is fleet.pool(MODEL)
-    assert names(fleet.pool("nothing"), ask()) == []
+        fleet.roster.set_served(name, [MODEL, "adapter"])
+    assert fleet.roster.pool("adapter") is fleet.roster.pool(MODEL)
+    assert names(fleet.roster.pool("nothing"), ask()) == []
 
 
 def test_another_models_pool_leaves_each_where_it_is_found() -> None:
     fleet = fleet_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
     for i in range(8):
-        fleet.set_served(f"w{i}", [MODEL, "adapter"])
-    fleet.rank_by(lambda worker: worker.pace.token_s)
-    ranked = fleet.pool(MODEL).groups[0].ranked
+        fleet.roster.set_served(f"w{i}", [MODEL, "adapter"])
+    fleet.roster.rank_by(lambda worker: worker.pace.token_s)
+    ranked = fleet.roster.pool(MODEL).groups[0].ranked
     for number, worker in enumerate(members(fleet)):
         worker.pace.token_s = 9.0 + number  # learnt at the end of a request, which moves nobody
-    fleet.pool("adapter")
+    fleet.roster.pool("adapter")
     for worker in members(fleet):
         worker.pace.token_s /= 100.0
         charge(fleet, worker)
-    assert {worker for _, _, worker in ranked} == set(fleet)
+    assert {worker for _, _, worker in ranked} == set(fleet.roster)
     assert [worker for _, _, worker in ranked] == members(fleet)
 
 
 def test_where_size_decides() -> None:
-    assert fleet_of(spec("a", SHORT), spec("b", LONG)).pool(MODEL).mixed
-    assert fleet_of(spec("a", SHORT), spec("b")).pool(MODEL).mixed
-    assert not fleet_of(spec("a"), spec("b")).pool(MODEL).mixed
-    assert not fleet_of(spec("a", SHORT), spec("b", SHORT)).pool(MODEL).mixed
-    limits = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("c", LONG, 20)).pool(MODEL)
+    assert fleet_of(spec("a", SHORT), spec("b", LONG)).roster.pool(MODEL).mixed
+    assert fleet_of(spec("a", SHORT), spec("b")).roster.pool(MODEL).mixed
+    assert not fleet_of(spec("a"), spec("b")).roster.pool(MODEL).mixed
+    assert not fleet_of(spec("a", SHORT), spec("b", SHORT)).roster.pool(MODEL).mixed
+    fleet = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("c", LONG, 20))
+    limits = fleet.roster.pool(MODEL)
     assert limits.boundaries == [10, 20]

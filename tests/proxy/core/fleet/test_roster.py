@@ -37,47 +37,47 @@ from tests.proxy.core.making import (
 def test_it_takes_several_to_go_down_and_to_come_back() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
-    assert [fleet.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
+    assert [fleet.health.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
     assert not worker.up
-    assert [fleet.probe_ok("a", 0.0) for _ in range(3)] == [False, True, False]
+    assert [fleet.health.probe_ok("a", 0.0) for _ in range(3)] == [False, True, False]
     assert worker.up
 
 
 def test_a_flutter_changes_nothing() -> None:
     fleet = fleet_of(spec("a"))
-    version = fleet.version
+    version = fleet.roster.version
     for _ in range(10):
-        fleet.probe_failed("a", 0.0)
-        fleet.probe_failed("a", 0.0)
-        fleet.probe_ok("a", 0.0)
-    assert fleet.version == version
+        fleet.health.probe_failed("a", 0.0)
+        fleet.health.probe_failed("a", 0.0)
+        fleet.health.probe_ok("a", 0.0)
+    assert fleet.roster.version == version
 
 
 def test_probes_of_a_worker_that_left_are_nobodys() -> None:
     fleet = Fleet()
-    assert not fleet.probe_ok("gone", 0.0)
-    assert not fleet.probe_failed("gone", 0.0)
-    assert not fleet.drain("gone")
-    assert fleet.remove("gone") is None
-    fleet.set_served("gone", ["m"])
-    fleet.set_gauges("gone", Gauges())
+    assert not fleet.health.probe_ok("gone", 0.0)
+    assert not fleet.health.probe_failed("gone", 0.0)
+    assert not fleet.roster.drain("gone")
+    assert fleet.roster.remove("gone") is None
+    fleet.roster.set_served("gone", ["m"])
+    fleet.health.set_gauges("gone", Gauges())
 
 
 def test_names_are_unique() -> None:
     fleet = fleet_of(spec("a"))
     with pytest.raises(ValueError, match="'a' is in the fleet already"):
-        fleet.add(spec("a"))
+        fleet.roster.add(spec("a"))
 
 
 def test_what_a_worker_says_it_serves_counts() -> None:
     fleet = fleet_of(spec("a"))
-    fleet.set_served("a", ["other", "adapter"], 4096)
+    fleet.roster.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
-    assert fleet.of("adapter") == fleet.of("other") == [members(fleet)[0]]
-    assert fleet.of(MODEL) == []
-    assert fleet.serves(MODEL)  # the fleet file says so: 503, not 404
-    fleet.set_served("a", [])
-    assert fleet.of(MODEL) == [members(fleet)[0]]
+    assert fleet.roster.of("adapter") == fleet.roster.of("other") == [members(fleet)[0]]
+    assert fleet.roster.of(MODEL) == []
+    assert fleet.roster.serves(MODEL)  # the fleet file says so: 503, not 404
+    fleet.roster.set_served("a", [])
+    assert fleet.roster.of(MODEL) == [members(fleet)[0]]
 
 
 class Waiting:
@@ -87,75 +87,75 @@ class Waiting:
         self.now = 1000.0
         self.fleet = Fleet(clock=lambda: self.now)
         for name in names:
-            self.fleet.add(spec(name))
+            self.fleet.roster.add(spec(name))
 
     def later(self, seconds: float, model: str = "") -> bool:
         """Let time pass; return whether nobody may still say by then that it serves a model."""
         self.now += seconds
-        return self.fleet.all_told(model)
+        return self.fleet.roster.all_told(model)
 
 
 def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
     here = Waiting("a", "dead")
-    here.fleet.set_served("a", [MODEL, "adapter"])
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.set_served("a", [MODEL])
+    here.fleet.roster.set_served("a", [MODEL, "adapter"])
+    here.fleet.health.probe_ok("a", here.now)
+    here.fleet.roster.set_served("a", [MODEL])
     assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.probe_failed("dead", here.now)
-    here.fleet.add(spec("late"))
+    here.fleet.health.probe_failed("dead", here.now)
+    here.fleet.roster.add(spec("late"))
     assert not here.later(1, "adapter")
-    here.fleet.drain("late", starts=True)  # as one that is not ready yet
-    here.fleet.set_served("a", [MODEL, "another"])
-    here.fleet.replace([spec("a"), spec("dead"), spec("late")])
+    here.fleet.roster.drain("late", starts=True)  # as one that is not ready yet
+    here.fleet.roster.set_served("a", [MODEL, "another"])
+    here.fleet.roster.replace([spec("a"), spec("dead"), spec("late")])
     assert not here.later(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), "each has its own ten minutes"
     assert here.later(1, "adapter")
-    here.fleet.remove("dead")
-    here.fleet.add(spec("dead"))
+    here.fleet.roster.remove("dead")
+    here.fleet.roster.add(spec("dead"))
     assert not here.later(0, "adapter"), "a namesake is another"
 
 
 def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_lists, "MAX_SERVED_MODELS", 3)
     here = Waiting("a")
-    here.fleet.probe_ok("a", here.now)
+    here.fleet.health.probe_ok("a", here.now)
     for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
-        here.fleet.set_served("a", names)
+        here.fleet.roster.set_served("a", names)
     here.later(MAX_MODEL_LIST_WAIT_S)
-    here.fleet.add(spec("b"))
+    here.fleet.roster.add(spec("b"))
     told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
     assert told == {"one": True, "two": True, "three": False, "four": False}
 
 
 def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
     here = Waiting("a")
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.add(spec("p", Role.PREFILL))
+    here.fleet.health.probe_ok("a", here.now)
+    here.fleet.roster.add(spec("p", Role.PREFILL))
     assert here.later(0)
 
 
 def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
     here = Waiting("a", "b")
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.drain("b")
+    here.fleet.health.probe_ok("a", here.now)
+    here.fleet.roster.drain("b")
     assert here.later(0)
-    here.fleet.drain("b", draining=False)
+    here.fleet.roster.drain("b", draining=False)
     assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
     assert here.later(1)
 
 
 def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
     here = Waiting("a")
-    here.fleet.set_served("a", [MODEL, "adapter"])
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.expect([MODEL, "other"])
+    here.fleet.roster.set_served("a", [MODEL, "adapter"])
+    here.fleet.health.probe_ok("a", here.now)
+    here.fleet.roster.expect([MODEL, "other"])
     assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
-    here.fleet.expect([MODEL, "other"])  # a reload
+    here.fleet.roster.expect([MODEL, "other"])  # a reload
     assert here.later(1)
-    here.fleet.remove("a")  # another comes soon: its adapters are not nobody's
+    here.fleet.roster.remove("a")  # another comes soon: its adapters are not nobody's
     assert here.later(0)
     assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.add(spec("b"))
-    here.fleet.probe_ok("b", here.now)
+    here.fleet.roster.add(spec("b"))
+    here.fleet.health.probe_ok("b", here.now)
     assert here.later(0, "adapter")
 
 
@@ -163,68 +163,74 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
     prefill, others = spec("p", Role.PREFILL), [spec(name) for name in "abc"]
     fleet = fleet_of(prefill, *others)
     for name, limit in (("a", 4096), ("b", None), ("c", 8192), ("p", 16384)):
-        fleet.set_served(name, [MODEL, "adapter"] if name == "a" else [MODEL], limit)
-    assert fleet.contexts() == {MODEL: 8192, "adapter": 4096}
+        fleet.roster.set_served(name, [MODEL, "adapter"] if name == "a" else [MODEL], limit)
+    assert fleet.roster.contexts() == {MODEL: 8192, "adapter": 4096}
     for _ in range(3):
-        fleet.probe_failed("c", 0.0)
-    assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
-    fleet.drain("a")
-    assert fleet.contexts() == {MODEL: None}  # nobody knows
-    fleet.drain("a", draining=False)
-    assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
-    fleet.remove("a")
-    assert fleet.contexts() == {MODEL: None}
-    fleet.drain("b")
-    assert fleet.contexts() == {}
+        fleet.health.probe_failed("c", 0.0)
+    assert fleet.roster.contexts() == {MODEL: 4096, "adapter": 4096}
+    fleet.roster.drain("a")
+    assert fleet.roster.contexts() == {MODEL: None}  # nobody knows
+    fleet.roster.drain("a", draining=False)
+    assert fleet.roster.contexts() == {MODEL: 4096, "adapter": 4096}
+    fleet.roster.remove("a")
+    assert fleet.roster.contexts() == {MODEL: None}
+    fleet.roster.drain("b")
+    assert fleet.roster.contexts() == {}
 
 
 def test_a_length_that_the_operator_states_stands() -> None:
     fleet = fleet_of(spec("a", limit=1000))
-    fleet.set_served("a", [MODEL], 4096)
+    fleet.roster.set_served("a", [MODEL], 4096)
     assert members(fleet)[0].max_model_len == 1000
-    fleet.set_served("a", [MODEL], 512)  # unless that is more than there is
+    fleet.roster.set_served("a", [MODEL], 512)  # unless that is more than there is
     assert members(fleet)[0].max_model_len == 512
 
 
 def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
-    hashes = fleet.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
+    hashes = fleet.roster.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
     for index in (0, 1):
-        fleet.prefixes.record(hashes, index)
+        fleet.roster.prefixes.record(hashes, index)
     for _ in range(3):
-        fleet.probe_failed("a", 0.0)
-    fleet.probe_ok("a", 0.0)
-    fleet.probe_ok("a", 0.0)
-    assert fleet.prefixes.matches(hashes) == [(1, 0b10)]
-    fleet.remove("b")
-    assert fleet.prefixes.matches(hashes) == []
+        fleet.health.probe_failed("a", 0.0)
+    fleet.health.probe_ok("a", 0.0)
+    fleet.health.probe_ok("a", 0.0)
+    assert fleet.roster.prefixes.matches(hashes) == [(1, 0b10)]
+    fleet.roster.remove("b")
+    assert fleet.roster.prefixes.matches(hashes) == []
 
 
 def test_many_that_change_at_once_are_one_change() -> None:
     fleet = fleet_of(*(spec(f"w{number}") for number in range(20)))
-    before, places = fleet.version, {worker.index for worker in fleet}
+    before, places = fleet.roster.version, {worker.index for worker in fleet.roster}
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
-    fleet.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
-    assert fleet.version == before + 1
-    assert [worker.name for worker in fleet.of(MODEL)] == [worker.name for worker in fleet]
-    assert len(fleet) == len(fleet.by_index) == 25
-    assert all(fleet.by_index[worker.index] is worker for worker in fleet)
-    assert {worker.index for worker in fleet} == places | set(range(20, 25))
+    fleet.roster.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
+    assert fleet.roster.version == before + 1
+    assert [worker.name for worker in fleet.roster.of(MODEL)] == [
+        worker.name for worker in fleet.roster
+    ]
+    assert len(fleet.roster) == len(fleet.roster.by_index) == 25
+    assert all(fleet.roster.by_index[worker.index] is worker for worker in fleet.roster)
+    assert {worker.index for worker in fleet.roster} == places | set(range(20, 25))
 
 
 def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
-    fleet.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
+    fleet.health.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
     assert not worker.works(1.0)  # it may have been long ago
-    fleet.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
+    fleet.health.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
     assert not worker.works(2.0)
-    fleet.set_gauges("a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0))
+    fleet.health.set_gauges(
+        "a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0)
+    )
     assert worker.works(3.0 + MAX_IDLE_PAGE_S)
     assert not worker.works(3.1 + MAX_IDLE_PAGE_S)
-    fleet.set_gauges("a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0))
+    fleet.health.set_gauges(
+        "a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0)
+    )
     assert worker.works(40.0)
-    fleet.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
+    fleet.health.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
     assert not worker.works(80.0)
     worker.worked_at = 80.0
     worker.up = False
@@ -241,9 +247,9 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
     worker.pace.token_s, worker.pace.passing = 0.001, 0.5
     lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
-    fleet.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
+    fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
     assert worker.strange_tokens == 0  # one page may only be late
-    fleet.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
+    fleet.health.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
     assert worker.strange_tokens == 8000
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # past half the longs'
@@ -251,7 +257,7 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
         own + 6.0 + worker.pace.first_token_s(100)
     )
     fleet.release(lease)
-    fleet.set_gauges("a", backlog(3.0, 0, 0.0))
+    fleet.health.set_gauges("a", backlog(3.0, 0, 0.0))
     assert worker.wait_s(0.0, for_long=True) == 0
 
 
@@ -262,19 +268,19 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
     fleet.charge(ask(samples=2), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     for second in (1.0, 2.0):
-        fleet.set_gauges(
+        fleet.health.set_gauges(
             "a",
             Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
         )
-    fleet.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
+    fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
     assert (worker.strangers, worker.queued, worker.seats) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
-    fleet.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
+    fleet.health.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
     assert (worker.gauges, worker.strangers, worker.queued, worker.seats) == (None, 0, 0, math.inf)
     assert worker.wait_s(0.0, for_long=True) == own
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
-    fleet.set_gauges("a", Gauges(40.0, running=8))
+    fleet.health.set_gauges("a", Gauges(40.0, running=8))
     assert worker.strangers == 0  # which takes two pages again
 
 
@@ -282,7 +288,7 @@ def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     for second in (1.0, 2.0):
-        fleet.set_gauges("a", backlog(second, 1, 3000, 1000))
+        fleet.health.set_gauges("a", backlog(second, 1, 3000, 1000))
     lease = fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
     assert (lease.ahead_tokens, lease.behind_long) == pytest.approx((2000, 1000))
 
@@ -295,7 +301,7 @@ def test_one_that_looked_slow_is_forgiven_with_time() -> None:
             worker.pace.saw_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
     slow = a.pace.token_s
     for second in range(120):
-        fleet.set_gauges("a", Gauges(at=IDLE_BEFORE_RETRY_S + 1 + second))
+        fleet.health.set_gauges("a", Gauges(at=IDLE_BEFORE_RETRY_S + 1 + second))
     assert a.pace.token_s < 1.1 * b.pace.token_s < slow
 
 
@@ -303,13 +309,13 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
     fleet = fleet_of(spec("a"))
     for i in range(20):
         members(fleet)[0].pace.saw_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
-    fleet.add(spec("b"))
-    fleet.probe_ok("b", 2.0)
+    fleet.roster.add(spec("b"))
+    fleet.health.probe_ok("b", 2.0)
     assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)
 
 
 def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
-    worker = present(fleet.get(name))
+    worker = present(fleet.roster.get(name))
     decision = Decision(worker, Reason.ONLY_CHOICE)
     return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
 
@@ -317,14 +323,14 @@ def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
 def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
     fleet = fleet_of(spec("a", most=2))
     [lease] = held(fleet, "a", 1)
-    fleet.remove("a")
-    assert fleet.add(spec("a")).requests == 1
+    fleet.roster.remove("a")
+    assert fleet.roster.add(spec("a")).requests == 1
     fleet.release(lease)
     assert members(fleet)[0].requests == 0
-    fleet.remove("a")
-    assert fleet.add(spec("a")).requests == 0
-    assert not fleet._leaving
-    assert not fleet._left
+    fleet.roster.remove("a")
+    assert fleet.roster.add(spec("a")).requests == 0
+    assert not fleet.roster.leaving
+    assert not fleet.roster._left
 
 
 def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
@@ -335,8 +341,8 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     lease = fleet.charge(ask(4000, 300, samples=2), Decision(before, Reason.ONLY_CHOICE), 0.0)
     fleet.charge(ask(2000), Decision(worker_of(router, "x"), Reason.ONLY_CHOICE), 0.0)
     for name in "bc":
-        fleet.replace([replace(spec("a"), name=name), spec("x")])
-        fleet.probe_ok(name, 0.0)
+        fleet.roster.replace([replace(spec("a"), name=name), spec("x")])
+        fleet.health.probe_ok(name, 0.0)
     heir, other = worker_of(router, "c"), worker_of(router, "x")
     assert own(heir) == own(before)
     assert heir.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
@@ -350,7 +356,7 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     fleet.release(lease)
     assert idle([heir, before])
     assert heir.free_at <= 0.4
-    assert not fleet._leaving
+    assert not fleet.roster.leaving
 
 
 def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
@@ -358,13 +364,13 @@ def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
     router = router_of(spec("a"))
     before = worker_of(router, "a")
     first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
-    router.fleet.replace([replace(spec("a"), name="b")])
+    router.fleet.roster.replace([replace(spec("a"), name="b")])
     heir = worker_of(router, "b")
     overdue = before.due_at + 5.0
     assert heir.wait_s(overdue, for_long=False) > 5.0
-    router.first_token(first, overdue)
+    router.leases.first_token(first, overdue)
     assert heir.wait_s(overdue, for_long=False) == pytest.approx(before.pace.token_s * 5000)
-    router.finish(second, overdue, Outcome.DONE)
+    router.leases.finish(second, overdue, Outcome.DONE)
     assert heir.wait_s(overdue, for_long=False) == 0.0
 
 
@@ -374,12 +380,12 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     made = Decision(decode, Reason.HANDOVER, handover=HandoverDecision(prefill, 0, 100, 0.1, 0.1))
     lease = fleet.charge(ask(), made, 0.0)
     fleet.hand_over(lease, 0.1)
-    fleet.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
-    heir = present(fleet.get("q"))
+    fleet.roster.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
+    heir = present(fleet.roster.get("q"))
     assert (heir.requests, heir.pinned) == (0, 1)
     fleet.first_token(lease, 0.2)
     assert heir.pinned == 0
-    assert not fleet._leaving
+    assert not fleet.roster.leaving
     fleet.release(lease)
 
 
@@ -388,7 +394,7 @@ class Seen:
 
     def __init__(self, fleet: Fleet) -> None:
         self.said: list[tuple[str, str, str]] = []
-        fleet.witness = self
+        fleet.roster.ejections.witness = self
 
     def rests(self, worker: Worker, now: float) -> None:
         """Note who."""
@@ -404,39 +410,39 @@ class Seen:
 
 def test_a_rest_is_told_once_and_so_is_its_end() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
-    a, _ = fleet
+    a, _ = fleet.roster
     seen = Seen(fleet)
     for at in range(10):
-        fleet.failed(a, float(at), why="reset")  # a trial that fails, too
+        fleet.health.failed(a, float(at), why="reset")  # a trial that fails, too
         a.breaker.sent(at + 0.5)
     assert seen.said == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
-    fleet.succeeded(a)
-    fleet.succeeded(a)
+    fleet.health.succeeded(a)
+    fleet.health.succeeded(a)
     assert seen.said[1:] == [("is back", "a", "")]
-    fleet.failed(a, 20.0, 60.0, busy=True, why="429")
+    fleet.health.failed(a, 20.0, 60.0, busy=True, why="429")
     assert seen.said[2:] == [("rests", "a", "429 at 20")]
 
 
 def test_what_another_process_made_of_a_breaker_is_told_too() -> None:
     fleet = fleet_of(spec("a"))
-    [a] = fleet
+    [a] = fleet.roster
     seen = Seen(fleet)
     other = Breaker()
     other.failed(1.0, busy=True, why="503")
     for _ in range(2):
-        fleet.judged_elsewhere(a, other.told())
+        fleet.health.judged_elsewhere(a, other.told())
     other.succeeded()
-    fleet.judged_elsewhere(a, other.told())
+    fleet.health.judged_elsewhere(a, other.told())
     assert seen.said == [("rests", "a", "503 at 0"), ("is back", "a", "")]
 
 
 def test_of_a_worker_that_is_gone_nothing_is_told() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
-    a, b = fleet
-    fleet.failed(b, 0.0, busy=True)
+    a, b = fleet.roster
+    fleet.health.failed(b, 0.0, busy=True)
     seen = Seen(fleet)
     for worker in (a, b):
-        fleet.remove(worker.name)
-        fleet.failed(worker, 1.0, busy=True)
-        fleet.succeeded(worker)
+        fleet.roster.remove(worker.name)
+        fleet.health.failed(worker, 1.0, busy=True)
+        fleet.health.succeeded(worker)
     assert seen.said == []

@@ -34,7 +34,7 @@ def page(
 ) -> Worker:
     """Let a worker say how it is."""
     told = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=CACHE)
-    here.fleet.set_gauges(name, told)
+    here.fleet.health.set_gauges(name, told)
     return worker_of(here, name)
 
 
@@ -42,8 +42,8 @@ def handed(here: Router, count: int, now: float = 0.0) -> list[Lease]:
     """Hand so many over, and have them decode."""
     leases = [placed(here.submit(ask(LONG), now)) for _ in range(count)]
     for lease in leases:
-        here.prefilled(lease, now, None)
-        here.first_token(lease, now)
+        here.leases.prefilled(lease, now, None)
+        here.leases.first_token(lease, now)
     return leases
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_prefilled_for_who_has_no_seat(rule: str, strangers: int) -> 
     assert worker_of(here, "p0").requests == 0
     assert here.due(3.0) == []
     for lease in leases:
-        here.finish(lease, 4.0, Outcome.DONE)
+        here.leases.finish(lease, 4.0, Outcome.DONE)
     page(here, 4.0, 0)
     page(here, 5.0, 0)
     [(ended, lease)] = here.due(5.0)
@@ -89,14 +89,14 @@ def test_an_explanation_tells_that_it_waits_for_room() -> None:
     handed(here, 4)
     for second in (1.0, 2.0):
         page(here, second, 2, 2)
-    told = {score.worker: score.note for score in here.explain(ask(LONG), 2.0).scores}
+    told = {score.worker: score.note for score in here.placer.explain(ask(LONG), 2.0).scores}
     assert told == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
 def spread(here: Router, now: float, usage: float, queued: int = 0) -> Worker:
     """Let a decode worker with room for 100,000 tokens say how full it is."""
     told = Gauges(now, 1, queued, kv_usage=usage, kv_capacity_tokens=100_000)
-    here.fleet.set_gauges("d0", told)
+    here.fleet.health.set_gauges("d0", told)
     return worker_of(here, "d0")
 
 
@@ -140,7 +140,7 @@ def test_where_one_is_full_by_its_page_another_takes_it(rule: str) -> None:
     busy = handed(here, 6)
     for lease in busy:
         if lease.worker.name == "d0":
-            here.finish(lease, 1.0, Outcome.DONE)
+            here.leases.finish(lease, 1.0, Outcome.DONE)
     first, second = worker_of(here, "d0"), worker_of(here, "d1")
     here.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
     page(here, 1.0, 3, name="d1")
@@ -166,7 +166,7 @@ def test_no_more_is_handed_over_than_there_are_seats_for(rule: str) -> None:
     here = stated(4, policy=rule)
     leases = [placed(here.submit(ask(LONG), 0.0)) for _ in range(4)]
     ticket = waits(here.submit(ask(LONG), 0.0))
-    here.finish(leases[0], 1.0, Outcome.DONE)
+    here.leases.finish(leases[0], 1.0, Outcome.DONE)
     [(ended, lease)] = here.due(1.0)
     assert ended is ticket
     assert placed(lease).prefill is not None
@@ -179,8 +179,8 @@ def decoding(here: Router, count: int, left: int) -> list[Lease]:
     """Have so many decode, each with so much of its answer left."""
     leases = [placed(here.submit(ask(LONG, left), 0.0)) for _ in range(count)]
     for lease in leases:
-        here.prefilled(lease, 0.0, None)
-        here.first_token(lease, 0.0)
+        here.leases.prefilled(lease, 0.0, None)
+        here.leases.first_token(lease, 0.0)
     worker_of(here, "p0").pace.token_s = 1e-4
     return leases
 
@@ -201,9 +201,9 @@ def test_who_has_written_all_that_was_foreseen_may_stay_for_as_long_again(rule: 
     here = stated(4, policy=rule)
     leases = [placed(here.submit(ask(1500, None), 0.0)) for _ in range(4)]
     for lease in leases:
-        here.prefilled(lease, 0.0, None)
-        here.first_token(lease, 0.0)
-        here.tokens(lease, lease.ask.expected_output)
+        here.leases.prefilled(lease, 0.0, None)
+        here.leases.first_token(lease, 0.0)
+        here.leases.tokens(lease, lease.ask.expected_output)
     worker_of(here, "p0").pace.token_s = 1e-4
     assert slots.wait_s(worker_of(here, "d0"), 0.0) > 0.2
     waits(here.submit(ask(1500, None), 0.0))
@@ -218,7 +218,7 @@ def test_one_that_waits_for_a_seat_for_long_is_not_computed_beside_others(rule: 
     assert here.due(14.9) == []
     [(ended, lease)] = here.due(15.1)
     assert (ended, placed(lease).decision.route) == (first, "p0>d0")
-    here.prefilled(placed(lease), 16.0, None)
+    here.leases.prefilled(placed(lease), 16.0, None)
     [(ended, lease)] = here.due(16.0)
     assert (ended, placed(lease).decision.route) == (second, "p0>d0")
 
@@ -226,21 +226,21 @@ def test_one_that_waits_for_a_seat_for_long_is_not_computed_beside_others(rule: 
 def test_the_wait_for_a_seat_is_neither_a_prefill_nor_a_transfer() -> None:
     here = router()
     handed(here, 4)
-    before = here.transfer_times("m").all.seen
+    before = here.placer.transfer_times("m").all.seen
     pace = worker_of(here, "d0").pace
     short = placed(here.submit(ask(1), 0.0))
     assert short.prefill is None
     long = placed(here.submit(ask(LONG), 0.0))
-    here.prefilled(long, 1.0, None)
+    here.leases.prefilled(long, 1.0, None)
     page(here, 1.0, 4, 1)
     learnt = pace.token_s, pace.fixed_s
-    here.first_token(short, 9.0)
-    here.first_token(long, 9.0)
+    here.leases.first_token(short, 9.0)
+    here.leases.first_token(long, 9.0)
     assert (pace.token_s, pace.fixed_s) == learnt
-    assert here.transfer_times("m").all.seen == before
+    assert here.placer.transfer_times("m").all.seen == before
     page(here, 10.0, 4)
     short = placed(here.submit(ask(1), 10.0))
-    here.first_token(short, 10.5)
+    here.leases.first_token(short, 10.5)
     assert (pace.token_s, pace.fixed_s) != learnt
 
 
@@ -268,7 +268,7 @@ def test_a_seat_is_taken_by_who_is_there() -> None:
     assert slots.share_taken(worker, 0.0) == 0
     page(here, 0.0, 0, usage=0.99)  # a cache may be full of what nobody uses
     assert slots.share_taken(worker, 0.0) == 0
-    here.prefilled(lease, 0.0, None)
+    here.leases.prefilled(lease, 0.0, None)
     page(here, 0.5, 1)
     assert slots.share_taken(worker, 0.5) == 0.25
     for second in (1.0, 2.0):  # strangers

@@ -49,7 +49,7 @@ def test_a_tenants_limit_of_tokens_a_minute_is_its_own() -> None:
     for _ in range(55):
         ask = size(router.sizer, usual, "m", max_tokens=1)
         lease = placed(router.submit(ask, 0.0))
-        router.finish(lease, 0.0, Outcome.DONE, Usage(1000, 1))
+        router.leases.finish(lease, 0.0, Outcome.DONE, Usage(1000, 1))
     asks = [size(router.sizer, usual, "m", max_tokens=1) for _ in range(20)]
     answers = [router.submit(ask, 0.0) for ask in asks]
     assert refused(answers[-1]).status == 429
@@ -83,8 +83,8 @@ def test_a_tenants_first_answers_all_teach() -> None:
         who = small if number % 20 == 7 else flood
         asked = size(router.sizer, who, stream=True)
         lease = placed(router.submit(asked, now))
-        router.first_token(lease, now)
-        router.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
+        router.leases.first_token(lease, now)
+        router.leases.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
     assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
     assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "of many, some will do"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
@@ -112,16 +112,16 @@ def test_one_pays_for_what_one_got(
     assert tokens_left(who) == 850
     assert who.virtual == 200
     if seen:
-        router.first_token(lease, 0.0)
-        router.tokens(lease, seen)
-    router.finish(lease, 0.0, outcome, usage)
+        router.leases.first_token(lease, 0.0)
+        router.leases.tokens(lease, seen)
+    router.leases.finish(lease, 0.0, outcome, usage)
     assert tokens_left(who) == 1000 - used
     assert who.ledger.running == 0
     prompt = 80 if usage else 100
     output = max(used - prompt, 0)
     assert who.virtual == (prompt + 2 * output if used else 0)
     assert who.totals.prompt_tokens + who.totals.output_tokens == used
-    router.finish(lease, 0.0, outcome, usage)
+    router.leases.finish(lease, 0.0, outcome, usage)
     assert tokens_left(who) == 1000 - used, "once"
 
 
@@ -147,7 +147,7 @@ def test_who_has_no_end_of_an_answer_that_comes_whole_pays_for_what_was_written(
     pace.base_s, pace.each_s = 0.02, 0.0
     asked = of(who, 100, output, samples=samples, stream=False)
     lease = placed(router.submit(asked, 0.0))
-    router.finish(lease, pace.first_token_s(100) + after_s, outcome)
+    router.leases.finish(lease, pace.first_token_s(100) + after_s, outcome)
     assert who.totals.output_tokens == written
     assert who.virtual == pytest.approx(100 + 2 * written)
     assert idle([worker_of(router, "w")])
@@ -179,11 +179,11 @@ def streamed(
     lease = placed(router.submit(asked, 0.0))
     first = pace.first_token_s(100)
     if begins_s is not None:
-        router.began(lease, first + begins_s)
+        router.leases.began(lease, first + begins_s)
     if seen:
-        router.first_token(lease, first + shows_s)
-        router.tokens(lease, seen)
-    router.finish(lease, first + after_s + 0.001, outcome)
+        router.leases.first_token(lease, first + shows_s)
+        router.leases.tokens(lease, seen)
+    router.leases.finish(lease, first + after_s + 0.001, outcome)
     assert who.virtual == pytest.approx(100 + 2 * who.totals.output_tokens)
     assert idle([worker_of(router, "w")])
     return who.totals.output_tokens
@@ -233,11 +233,11 @@ def test_nobody_pays_for_the_time_in_which_a_worker_hangs(
     pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
     lease = placed(router.submit(of(who, 100, 5000, stream=stream), 0.0))
     if stream:
-        router.first_token(lease, 0.5)
-        router.tokens(lease, 1)
+        router.leases.first_token(lease, 0.5)
+        router.leases.tokens(lease, 1)
     for at, computed in pages:
-        router.fleet.set_gauges("w", Gauges(at=at, generation_tokens_total=computed))
-    router.finish(lease, 39.501, Outcome.CLIENT_GONE)
+        router.fleet.health.set_gauges("w", Gauges(at=at, generation_tokens_total=computed))
+    router.leases.finish(lease, 39.501, Outcome.CLIENT_GONE)
     assert who.totals.output_tokens == written
 
 
@@ -248,10 +248,10 @@ def test_who_leaves_a_hand_over_pays_for_its_decode_alone() -> None:
         who = tenant()
         lease = placed(router.submit(of(who, 5000, 500, stream=False), 0.0))
         if prefilled:
-            router.prefilled(lease, 60.0, None)
+            router.leases.prefilled(lease, 60.0, None)
         decode_s = 100.5 * lease.worker.pace.step_s(1)
         now = 60.0 + present(lease.decision.handover).transfer_s + decode_s
-        router.finish(lease, now, Outcome.CLIENT_GONE)
+        router.leases.finish(lease, now, Outcome.CLIENT_GONE)
         written.append(who.totals.output_tokens)
     assert written == [0, 100]
 
@@ -271,8 +271,8 @@ def test_to_leave_before_the_end_or_to_show_few_events_wins_no_places(
         gone = leaves and name == "other"
         seconds = 0.95 if gone else 1.0
         if lease.ask.stream:
-            router.first_token(lease, now)
-            router.tokens(lease, 1)
+            router.leases.first_token(lease, now)
+            router.leases.tokens(lease, 1)
         ends.append((now + seconds, lease, gone))
         held[name] = held.get(name, 0.0) + seconds
 
@@ -281,10 +281,10 @@ def test_to_leave_before_the_end_or_to_show_few_events_wins_no_places(
         for end in [each for each in ends if each[0] <= now]:
             ends.remove(end)
             if end[2]:
-                router.finish(end[1], now, Outcome.CLIENT_GONE)
+                router.leases.finish(end[1], now, Outcome.CLIENT_GONE)
             else:
                 usage = None if end[1].ask.stream else Usage(20, 500)
-                router.finish(end[1], now, Outcome.DONE, usage)
+                router.leases.finish(end[1], now, Outcome.DONE, usage)
         for _, answer in router.due(now):
             assert isinstance(answer, Lease)
             took(answer, now)
@@ -301,13 +301,13 @@ def test_tokens_beyond_what_was_likely_are_charged_as_they_pass() -> None:
     router, who = router_of(spec("w")), tenant()
     lease = placed(router.submit(of(who, 100, 10), 0.0))
     assert who.virtual == 120
-    router.first_token(lease, 0.0)
+    router.leases.first_token(lease, 0.0)
     seen = []
     for _ in range(4):
-        router.tokens(lease, 5)
+        router.leases.tokens(lease, 5)
         seen.append(who.virtual)
     assert seen == [120, 120, 130, 140]
-    router.finish(lease, 0.0, Outcome.DONE)
+    router.leases.finish(lease, 0.0, Outcome.DONE)
     assert who.virtual == 140
 
 
@@ -315,11 +315,13 @@ def test_tokens_beyond_what_was_likely_are_charged_as_they_pass() -> None:
 def test_what_should_be_cached_is_no_part_of_that(told: int) -> None:
     router, who = router_of(spec("w")), tenant()
     prefix = tuple(range(8))
-    router.finish(placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE)
+    router.leases.finish(
+        placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE
+    )
     before = who.virtual
     lease = placed(router.submit(of(who, 1024, 0, prefix=prefix), 1.0))
     assert (cached := lease.decision.cached_tokens) > 0
-    router.finish(lease, 1.0, Outcome.DONE, Usage(told, 0))
+    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(told, 0))
     assert who.virtual - before == max(told - cached, 0)
 
 
@@ -327,7 +329,9 @@ def test_what_is_cached_is_not_charged() -> None:
     router = router_of(spec("w"), fairness=FairnessSettings(cached_weight=0.5))
     who = tenant()
     prefix = tuple(range(8))
-    router.finish(placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE)
+    router.leases.finish(
+        placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE
+    )
     first = who.virtual
     lease = placed(router.submit(of(who, 1024, 0, prefix=prefix), 1.0))
     assert lease.decision.cached_tokens > 0
@@ -339,13 +343,13 @@ def test_a_retry_goes_on_as_the_same_request() -> None:
     who = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
     one = of(who)
     lease = placed(router.submit(one, 0.0))
-    router.finish(lease, 0.0, Outcome.FAILED)
-    again = router.submit(one, 0.0, tried=frozenset({lease.worker}), free=True)
+    router.leases.finish(lease, 0.0, Outcome.FAILED)
+    again = router.submit(one, 0.0, Attempts(frozenset({lease.worker})), free=True)
     assert isinstance(again, Lease)
     assert who.ledger.running == 1
     assert who.virtual == 200
     refused(router.submit(of(who), 0.0))  # concurrency
-    router.finish(again, 0.0, Outcome.DONE, Usage(100, 50))
+    router.leases.finish(again, 0.0, Outcome.DONE, Usage(100, 50))
     assert (tokens_left(who), who.ledger.running) == (850, 0)
 
 
@@ -361,7 +365,7 @@ def test_who_waits_has_a_place_and_gives_it_back() -> None:
     (gone,) = router.due(31.0)
     assert refused(gone[1]).reason is Reason.WAITED_TOO_LONG
     assert who.ledger.running == 1
-    router.finish(lease, 31.0, Outcome.CLIENT_GONE)
+    router.leases.finish(lease, 31.0, Outcome.CLIENT_GONE)
     assert (who.ledger.running, who.waiting) == (0, 0)
     assert idle([worker_of(router, "w")])
 
@@ -388,12 +392,12 @@ def test_batch_waits_while_anybody_else_does_and_others_pass_it() -> None:
     ticket = waits(router.submit(batch(), 0.0))
     last = placed(router.submit(of(tenant()), 0.0))
     assert router.due(0.0) == []
-    router.finish(last, 0.0, Outcome.DONE)
+    router.leases.finish(last, 0.0, Outcome.DONE)
     assert router.due(0.0) == [], "an eighth is left free"
     for number, lease in enumerate(held):
-        router.first_token(lease, 0.1)
+        router.leases.first_token(lease, 0.1)
         if number < 2:
-            router.finish(lease, 0.1, Outcome.DONE)
+            router.leases.finish(lease, 0.1, Outcome.DONE)
     ((gone, answer),) = router.due(0.1)
     assert gone is ticket
     assert isinstance(answer, Lease)
@@ -424,9 +428,9 @@ def test_long_batch_waits_though_no_prefill_worker_has_a_place() -> None:
     router = router_of(*FULL, transfer=True, disaggregate_above=1000)
     first = placed(router.submit(of(tenant(), 50_000), 0.0))
     for _ in range(4):
-        router.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+        router.leases.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
     waits(router.submit(batch(12_000), 0.0))
-    router.prefilled(first, 5.0, None)
+    router.leases.prefilled(first, 5.0, None)
     ((_, answer),) = router.due(5.0)
     assert isinstance(answer, Lease)
     assert answer.prefill is not None
@@ -434,8 +438,8 @@ def test_long_batch_waits_though_no_prefill_worker_has_a_place() -> None:
 
 def test_long_batch_is_served_whole_where_nobody_prefills() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1000)
-    router.fleet.drain("p")
-    router.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+    router.fleet.roster.drain("p")
+    router.leases.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
     assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
 
 
@@ -445,8 +449,8 @@ def test_batch_is_in_the_way_of_neither_side_of_hand_overs() -> None:
     first = placed(router.submit(of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     ticket = waits(router.submit(batch(5000), 0.0))
-    router.prefilled(first, 30.0, None)
-    router.first_token(first, 30.0)
+    router.leases.prefilled(first, 30.0, None)
+    router.leases.first_token(first, 30.0)
     ((gone, answer),) = router.due(30.0)
     assert gone is ticket
     assert isinstance(answer, Lease)

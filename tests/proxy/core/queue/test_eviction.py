@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
@@ -109,8 +109,8 @@ def test_batch_gives_way_to_everybody_and_nobody_to_batch() -> None:
 
 def test_retries_and_the_anonymous_do_not_give_way() -> None:
     hall, who = Hall(2), tenant("who")
-    hall.queue.push(of(who), 0.0, frozenset({"w"}))
-    hall.queue.push(of(who), 0.0, frozenset({"w"}))
+    hall.queue.push(of(who), 0.0, Attempts(frozenset({"w"})))
+    hall.queue.push(of(who), 0.0, Attempts(frozenset({"w"})))
     assert hall.queue.choose_evicted(of(tenant("other"))) == []
     hall = Hall(2)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_who_gives_way_is_told_and_pays_nothing() -> None:
     assert told is last
     assert refused(refusal).reason is Reason.QUEUE_FULL
     assert router.due(0.0) == []
-    router.finish(lease, 0.0, Outcome.DONE)
+    router.leases.finish(lease, 0.0, Outcome.DONE)
     ((next_one, answer),) = router.due(0.0)
     assert isinstance(answer, Lease)
     assert next_one in (first, single)

@@ -166,7 +166,7 @@ def test_nor_what_one_had_of_another_size() -> None:
 
     def shorts() -> None:
         for _ in range(10):
-            router.finish(placed(router.submit(of(chat), 0.0)), 0.0, Outcome.DONE)
+            router.leases.finish(placed(router.submit(of(chat), 0.0)), 0.0, Outcome.DONE)
 
     shorts()
     assert turns(router, job, chat, shorts, prompt=800, long=True)["chat"] == 10
@@ -187,7 +187,7 @@ def turns(
     names = Counter[str]()
     for _ in range(20):
         between()
-        router.finish(lease, 0.0, Outcome.DONE)
+        router.leases.finish(lease, 0.0, Outcome.DONE)
         [(ticket, answer)] = router.due(0.0)
         lease = placed(answer)
         names[present(ticket.ask.tenant).name] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.latency_admission import AdmissionSettings
@@ -52,7 +52,7 @@ def test_a_queue_that_moves_too_slowly() -> None:
     waits(site.submit(ask(10), now))
     for _ in range(20):  # a place comes free each second, and somebody wants it
         now += 1.0
-        site.finish(lease, now, Outcome.DONE)
+        site.leases.finish(lease, now, Outcome.DONE)
         ((_, answer),) = site.due(now)
         assert isinstance(answer, Lease)
         lease = answer
@@ -73,13 +73,13 @@ def test_times_when_nobody_waited_say_nothing_of_a_queue(idle_s: float) -> None:
         for _ in range(100):
             lease = placed(site.submit(ask(10), now))
             now += 0.1
-            site.finish(lease, now, Outcome.DONE)
+            site.leases.finish(lease, now, Outcome.DONE)
         now += idle_s
     running = [placed(site.submit(ask(10), now)) for _ in range(16)]
     for _ in range(8):
         waits(site.submit(ask(10), now))
         now += 0.006
-        site.finish(running.pop(0), now, Outcome.DONE)
+        site.leases.finish(running.pop(0), now, Outcome.DONE)
         ((_, answer),) = site.due(now)
         assert isinstance(answer, Lease)
         running.append(answer)
@@ -98,4 +98,6 @@ def test_where_nothing_tells_how_fast_it_moves_one_may_wait() -> None:
 def test_a_retry_is_let_in() -> None:
     site = router()
     placed(site.submit(ask(50_000), 0.0))
-    assert isinstance(site.submit(ask(10), 0.0, tried=frozenset({Worker(spec("gone"), 9)})), Lease)
+    assert isinstance(
+        site.submit(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))), Lease
+    )

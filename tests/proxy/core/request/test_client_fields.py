@@ -307,7 +307,7 @@ def test_a_model_that_is_not_for_it_is_403() -> None:
 )
 def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
-    router.fleet.set_served("w", {"m": 4096, "n": 4096, "o": 4096}, 4096)
+    router.fleet.roster.set_served("w", {"m": 4096, "n": 4096, "o": 4096}, 4096)
     body = f'{{"model": {said}, "messages": []}}'.encode()
 
     def read_for(who: Tenant, body: bytes) -> RequestInfo:
@@ -326,7 +326,7 @@ def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> No
 
 def test_a_form_of_a_tenant_names_its_model_plainly() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
-    router.fleet.set_served("w", {"m": 4096, "n": 4096}, 4096)
+    router.fleet.roster.set_served("w", {"m": 4096, "n": 4096}, 4096)
     some, every = Tenant(TenantSpec("a", models=frozenset(["n"]))), Tenant(TenantSpec("b"))
     plain, other = (
         (b'Content-Disposition: form-data; name="model"', name) for name in (b"n", b"m")

@@ -106,21 +106,21 @@ def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(u
         else:
             assert refused(found).status == 400
             assert "more than 2,000 members" in refused(found).message
-            assert router.decisions == {("", Reason.BAD_REQUEST): 1}
+            assert router.placer.decisions == {("", Reason.BAD_REQUEST): 1}
 
 
 def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
     router = router_of(spec("w"))
-    router.fleet.add(spec("late"))
+    router.fleet.roster.add(spec("late"))
     refusal = refused(read(router, chat("x", model="adapter")))
     assert (refusal.status, refusal.reason) == (503, Reason.NOT_KNOWN_YET)
     assert refusal.retry_after_s == 1.0
-    assert router.decisions == {("", Reason.NOT_KNOWN_YET): 1}
-    router.fleet.set_served("late", ["m", "adapter"])
-    router.fleet.probe_ok("late", 1.0)
+    assert router.placer.decisions == {("", Reason.NOT_KNOWN_YET): 1}
+    router.fleet.roster.set_served("late", ["m", "adapter"])
+    router.fleet.health.probe_ok("late", 1.0)
     assert sized(router, chat("x", model="adapter")).model == "adapter"
     for _ in range(3):
-        router.fleet.probe_failed("late", 2.0)
+        router.fleet.health.probe_failed("late", 2.0)
     assert refused(read(router, chat("x", model="other"))).status == 404
 
 
@@ -194,9 +194,9 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
 
 def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
     router = router_of(spec("a", model="m0"), spec("b", model="m1"))
-    router.fleet.expect(["m2"])
+    router.fleet.roster.expect(["m2"])
     for _ in range(3):
-        router.fleet.probe_failed("a", 0.0)
+        router.fleet.health.probe_failed("a", 0.0)
     get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
     assert isinstance(get, RequestInfo)
     assert placed(router.submit(get, 0.0)).worker.name == "b"

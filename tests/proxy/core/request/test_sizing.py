@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.core.learned.bytes_per_token import USUAL_OUTPUT
 from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo, Usage
-from proxy.core.request.sizing import Sizer, fit
+from proxy.core.request.sizing import Sizer, enlarged, fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from tests.proxy.core.making import ask, chat, route
 
@@ -187,13 +187,12 @@ def test_no_number_breaks_it(path: str, limit: Any, n: Any, cut: Any, stream: An
 
 
 def test_a_worker_that_is_too_small_says_how_large_it_is_at_least() -> None:
-    sizer = Sizer()
-    one = ask(7000, 500, error=1100)
-    sizer.outgrew(one, 12288)
+    asked = ask(7000, 500, error=1100)
+    one = enlarged(asked, 12288, 8192)
+    assert (asked.needs, asked.prompt_error, asked.long, one.long) == (7500, 1100, False, True)
     assert (one.needs, one.prompt_error) == (12289, 0)
     assert one.prompt_tokens == one.largest_prompt == 11789
-    near = ask(12000, 500, error=1100)  # it was known to be near
-    sizer.outgrew(near, 12288)
+    near = enlarged(ask(12000, 500, error=1100), 12288, 8192)  # it was known to be near
     assert (near.needs, near.prompt_error) == (12500, 211)
 
 

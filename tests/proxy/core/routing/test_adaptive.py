@@ -47,8 +47,8 @@ def test_a_long_goes_to_an_idle_short_worker_but_not_to_a_busy_one() -> None:
         for i in range(shorts):
             now = i / 5
             lease = placed(router.submit(ask(200, 10), now))
-            router.first_token(lease, now + 0.03)
-            router.finish(lease, now + 0.1, Outcome.DONE)
+            router.leases.first_token(lease, now + 0.03)
+            router.leases.finish(lease, now + 0.1, Outcome.DONE)
         now = 1 + shorts / 5
         placed(router.submit(ask(40_000, long=True), now))
         lease = placed(router.submit(ask(40_000, long=True), now))
@@ -65,8 +65,8 @@ def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
     placed(router.submit(ask(10, 1), 0.0))
     leases = [placed(router.submit(ask(10, 1), 0.0)) for _ in range(4)]
     for lease in leases:
-        router.finish(lease, 1.0, Outcome.DONE)
-    router.finish(placed(router.submit(ask(20_000, long=True), 1.0)), 2.0, Outcome.DONE)
+        router.leases.finish(lease, 1.0, Outcome.DONE)
+    router.leases.finish(placed(router.submit(ask(20_000, long=True), 1.0)), 2.0, Outcome.DONE)
     for _ in range(3):
         placed(router.submit(ask(10, 1), 2.0))
     waits(router.submit(ask(10, 1), 2.0))
@@ -77,8 +77,8 @@ def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
 def with_a_reserve(most: int | None, kv_usage: float) -> Router:
     """Make a pair whose long worker has left only what it keeps for longs, as one came lately."""
     router = router_of(spec("s", SHORT, 8192, most), spec("l", LONG, 65_536, most))
-    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
-    router.fleet.set_gauges("l", Gauges(at=1.0, kv_usage=kv_usage))
+    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    router.fleet.health.set_gauges("l", Gauges(at=1.0, kv_usage=kv_usage))
     for _ in range((most or 1) - 1):
         assert placed(router.submit(ask(20_000, long=True), 1.0)).worker.name == "l"
     return router
@@ -96,8 +96,7 @@ def test_the_reserve_is_open_to_a_short_whose_own_worker_failed_it(
     router = with_a_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
-    tried = frozenset({lease.worker})
-    again = router.retry(lease, 1.6, Outcome.FAILED, tried=tried, after=lease)
+    again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
     assert where(placed(again)) == ("l", Reason.RETRY)
 
 
@@ -106,7 +105,7 @@ def test_the_reserve_is_open_to_shorts_while_their_own_worker_rests(
     most: int | None, kv_usage: float
 ) -> None:
     router = with_a_reserve(most, kv_usage)
-    router.fleet.failed(worker_of(router, "s"), 1.5, 60.0)
+    router.fleet.health.failed(worker_of(router, "s"), 1.5, 60.0)
     assert where(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
 
 
@@ -115,9 +114,9 @@ def test_the_reserve_is_none_of_shorts_while_their_own_worker_is_merely_busy(
     most: int | None, kv_usage: float
 ) -> None:
     router = with_a_reserve(most, kv_usage)
-    router.fleet.failed(worker_of(router, "s"), 1.5, 1.0, busy=True)
+    router.fleet.health.failed(worker_of(router, "s"), 1.5, 1.0, busy=True)
     waits(router.submit(ask(10, 1), 1.6))
-    router.fleet.succeeded(worker_of(router, "s"))
+    router.fleet.health.succeeded(worker_of(router, "s"))
     [(_, end)] = router.due(2.6)
     assert placed(end).worker.name == "s"
 
@@ -125,8 +124,8 @@ def test_the_reserve_is_none_of_shorts_while_their_own_worker_is_merely_busy(
 def test_strangers_count_as_load() -> None:
     router = router_of(spec("a"), spec("b"))
     for second in (1.0, 2.0):
-        router.fleet.set_gauges("a", Gauges(at=second, running=20))
-        router.fleet.set_gauges("b", Gauges(at=second))
+        router.fleet.health.set_gauges("a", Gauges(at=second, running=20))
+        router.fleet.health.set_gauges("b", Gauges(at=second))
     names = [placed(router.submit(ask(), 2.0)).worker.name for _ in range(5)]
     assert names == ["b"] * 5
 
@@ -142,7 +141,7 @@ def test_the_parts_of_a_score_make_its_whole() -> None:
     one = sized(router, chat("x" * 9000, max_tokens=100))
     placed(router.submit(one, 0.0))
     for _ in range(3):
-        router.first_token(placed(router.submit(ask(900), 0.0)), 0.1)
+        router.leases.first_token(placed(router.submit(ask(900), 0.0)), 0.1)
     for score in placed(router.submit(one, 0.2, explain=True)).decision.scores:
         fixed = worker_of(router, score.worker).pace.fixed_s
         parts = fixed + score.wait_s + score.prefill_s + score.harm_s
@@ -155,7 +154,7 @@ def test_a_large_fleet_is_shared_evenly_too() -> None:
     router = router_of(*(spec(f"w{i}") for i in range(count)))
     for i in range(count * 4):
         placed(router.submit(ask(500), i / 1000))
-    loads = [worker.requests for worker in router.fleet]
+    loads = [worker.requests for worker in router.fleet.roster]
     assert max(loads) - min(loads) <= 1
 
 
@@ -163,6 +162,6 @@ def test_the_holder_of_a_prefix_is_found_in_a_large_fleet() -> None:
     router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED * 3)))
     one = sized(router, chat("x" * 40_000, max_tokens=10))
     holder = worker_of(router, f"w{MAX_UNRANKED * 3 - 1}")
-    router.prefixes.record(one.prefix, holder.index)
+    router.fleet.roster.prefixes.record(one.prefix, holder.index)
     router.fleet.charge(ask(10), Decision(holder, Reason.PREFIX), 0.0)
     assert where(placed(router.submit(one, 0.0))) == (holder.name, Reason.PREFIX)

@@ -13,6 +13,6 @@ def test_the_fewest_requests_win() -> None:
     assert [names.count(name) for name in "abc"] == [3, 3, 3]
     for lease in leases:
         if lease.worker.name == "b":
-            router.finish(lease, 1.0, Outcome.DONE)
+            router.leases.finish(lease, 1.0, Outcome.DONE)
     again = placed(router.submit(ask(), 1.0))
     assert (again.worker.name, again.decision.reason) == ("b", Reason.LEAST_LOADED)

@@ -26,7 +26,7 @@ def test_a_full_pool_is_waited_for() -> None:
     lease = placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 0.0))
     assert router.due(0.5) == []
-    router.finish(lease, 1.0, Outcome.DONE)
+    router.leases.finish(lease, 1.0, Outcome.DONE)
     assert [gone for gone, _ in router.due(1.0)] == [ticket]
 
 

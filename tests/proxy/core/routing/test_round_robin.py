@@ -12,5 +12,5 @@ def test_each_worker_in_turn_whatever_its_load() -> None:
     assert [lease.worker.name for lease in leases] == ["a", "b", "c", "a", "b", "c"]
     assert {lease.decision.reason for lease in leases} == {Reason.ROUND_ROBIN}
     for lease in leases[:3]:
-        router.finish(lease, 1.0, Outcome.DONE)
+        router.leases.finish(lease, 1.0, Outcome.DONE)
     assert placed(router.submit(ask(), 1.0)).worker.name == "a"

@@ -81,7 +81,7 @@ def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> No
     crew.look()
     answers = [come(crew, index) for index in (0, 1, 0, 1, 0, 1)]
     assert [type(answer) for answer in answers] == [Lease] * 3 + [Refusal] * 3
-    crew.routers[1].finish(placed(answers[1]), crew.now, Outcome.DONE)
+    crew.routers[1].leases.finish(placed(answers[1]), crew.now, Outcome.DONE)
     placed(come(crew, 0))
 
 
@@ -121,8 +121,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
         answers.append(come(crew, 1))
 
     monkeypatch.setattr(others, "told", told)
-    tried = frozenset([lease.worker])
-    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, tried=tried, after=lease)
+    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, avoid=lease.worker, after=lease)
     types = [type(answer) for answer in answers]
     assert set(said) == ({1} if well else {1, 0})
     assert type(again) is (Lease if well else Refusal)
@@ -131,7 +130,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.undo()
     assert tenant(crew, 0).ledger.running == well
     if well:
-        crew.routers[0].finish(placed(again), crew.now, Outcome.DONE)
+        crew.routers[0].leases.finish(placed(again), crew.now, Outcome.DONE)
         assert others_of(crew, 1).running() == 0
 
 
@@ -156,7 +155,7 @@ def test_who_leaves_says_no_more_of_who_comes_after_it_by_the_same_name(crews: C
         crew.look()
     placed(submit(crew, 0))
     placed(submit(crew, 0))
-    crew.routers[0].finish(lease, crew.now, Outcome.DONE)  # the first one's
+    crew.routers[0].leases.finish(lease, crew.now, Outcome.DONE)  # the first one's
     placed(submit(crew, 1))
     assert refused(submit(crew, 1)).status == 429
 
@@ -314,7 +313,7 @@ def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last_anywhere(crews
     leases = [placed(submit(crew, 1, "u"))]
     tenant(crew, 1, "u").charge(1e6)
     waits(submit(crew, 1, "u"))
-    crew.routers[1].finish(leases[0], crew.now, Outcome.DONE)
+    crew.routers[1].leases.finish(leases[0], crew.now, Outcome.DONE)
     assert len(crew.routers[1].due(crew.now)) == 1
     crew.tell()
     crew.look()

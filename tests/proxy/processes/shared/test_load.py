@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Decision, Lease
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason
-from proxy.core.routing.placer import NO_WORKERS
 from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
 from proxy.processes.shared.load import (
@@ -41,12 +40,12 @@ def test_processes_take_turns_as_one_would(crews: Callable[..., Crew]) -> None:
     assert sorted(went[:6]) == sorted(went[6:]) == [f"w{i}" for i in range(6)]
     crew.look()
     for router in crew.routers:
-        assert [worker.requests for worker in router.fleet] == [2] * 6
+        assert [worker.requests for worker in router.fleet.roster] == [2] * 6
     for index, lease in leases:
         crew.finish(index, lease)
     crew.look()
     for router in crew.routers:
-        assert idle(router.fleet)
+        assert idle(router.fleet.roster)
 
 
 def test_a_limit_holds_for_all_together(crews: Callable[..., Crew]) -> None:
@@ -57,7 +56,7 @@ def test_a_limit_holds_for_all_together(crews: Callable[..., Crew]) -> None:
     crew.finish(0, leases[0])
     [(found, lease)] = crew.routers[1].due(crew.now)
     assert found is ticket
-    crew.routers[1].finish(placed(lease), crew.now, Outcome.DONE)
+    crew.routers[1].leases.finish(placed(lease), crew.now, Outcome.DONE)
 
 
 def test_what_was_charged_by_a_process_that_died_is_released(crews: Callable[..., Crew]) -> None:
@@ -76,10 +75,10 @@ def test_one_who_comes_later_sees_what_is_there(crews: Callable[..., Crew]) -> N
     crew = crews(2, spec("a"), spec("b"))
     crew.submit(0)
     for _ in range(3):
-        crew.routers[0].fleet.failed(crew.worker(0, "a"), crew.now)
+        crew.routers[0].fleet.health.failed(crew.worker(0, "a"), crew.now)
     crew.tell()
     crew.restart(1)
-    assert [worker.requests for worker in crew.routers[1].fleet] == [1, 0]
+    assert [worker.requests for worker in crew.routers[1].fleet.roster] == [1, 0]
     assert not crew.worker(1, "a").breaker.closed
 
 
@@ -87,7 +86,7 @@ def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
     crew = crews(3, spec("a"), spec("b"))
     bad = crew.worker(0, "a")
     for _ in range(3):
-        crew.routers[0].fleet.failed(bad, crew.now)
+        crew.routers[0].fleet.health.failed(bad, crew.now)
     crew.tell()
     for index in (1, 2):
         assert crew.submit(index).worker.name == "b"
@@ -97,7 +96,7 @@ def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
     assert trial.trial
     crew.look()
     assert not crew.worker(2, "a").takes(crew.now)
-    crew.routers[1].first_token(trial, crew.now)
+    crew.routers[1].leases.first_token(trial, crew.now)
     crew.tell()
     crew.look()
     assert all(crew.worker(index, "a").breaker.spotless for index in range(3))
@@ -108,7 +107,7 @@ def test_a_crash_that_all_see_at_once_is_one_opening(crews: Callable[..., Crew])
     crew = crews(3, spec("a"))
     for index in range(3):
         for _ in range(3):
-            crew.routers[index].fleet.failed(crew.worker(index, "a"), crew.now)
+            crew.routers[index].fleet.health.failed(crew.worker(index, "a"), crew.now)
     crew.tell()
     crew.look()
     assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
@@ -122,21 +121,21 @@ def test_a_panic_is_every_processs(crews: Callable[..., Crew]) -> None:
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
         for _ in range(3):
-            crew.routers[process].fleet.failed(crew.worker(process, name), crew.now)
+            crew.routers[process].fleet.health.failed(crew.worker(process, name), crew.now)
         crew.tell()
         crew.look()
     for index, router in enumerate(crew.routers):
-        assert router.fleet.ejections.panics == {pool}
+        assert router.fleet.roster.ejections.panics == {pool}
         leases = [crew.submit(index) for _ in range(4)]
         assert {lease.worker.name for lease in leases} == set("abcd")
         one = next(lease for lease in leases if lease.worker.name == "b")
         if index == 2:
-            router.first_token(one, crew.now)
+            router.leases.first_token(one, crew.now)
         for lease in leases:
             crew.finish(index, lease, Outcome.CLIENT_GONE)
         crew.look()
-    assert not any(router.fleet.ejections.panics for router in crew.routers)
-    assert [router.fleet.ejections.started[pool] for router in crew.routers] == [1, 1, 1]
+    assert not any(router.fleet.roster.ejections.panics for router in crew.routers)
+    assert [router.fleet.roster.ejections.started[pool] for router in crew.routers] == [1, 1, 1]
     page = {"proxy_pool_panics_total": MergedFamily("counter", "", {"m": 1.0})}
     assert add_up([page, page, page]) == page
 
@@ -200,7 +199,7 @@ def test_a_burst_finds_no_room_twice(crews: Callable[..., Crew], size: int, turn
     assert went == {"a": most, "b": most}
     crew.look()
     for router in crew.routers:
-        assert [worker.requests for worker in router.fleet] == [most, most]
+        assert [worker.requests for worker in router.fleet.roster] == [most, most]
 
 
 def test_a_burst_of_hand_overs_finds_no_room_that_is_gone(crews: Callable[..., Crew]) -> None:
@@ -229,8 +228,8 @@ def test_decode_legs_that_move_find_no_room_twice(crews: Callable[..., Crew]) ->
         crew.worker(number, "d1").up = False
     for number, lease in legs:
         if lease.worker.name == "d1":
-            crew.routers[number].prefilled(lease, crew.now, None)
-            crew.routers[number].reconsider(lease, crew.now, may_move=True)
+            crew.routers[number].leases.prefilled(lease, crew.now, None)
+            crew.routers[number].leases.reconsider(lease, crew.now, may_move=True)
     crew.tell()
     crew.look()
     assert [crew.worker(number, "d2").requests for number in (0, 1)] == [8, 8]
@@ -250,7 +249,8 @@ def test_a_filled_worker_is_tried_later(
         decision = Decision(crew.worker(0, "d"), Reason.LEAST_LOADED)
         crew.routers[0].fleet.charge(ask(), decision, crew.now)
     one = ask(1000)
-    assert crew.routers[1]._place(one, crew.now, NO_WORKERS, explain=False, late=True) is None
+    first = FIRST_ATTEMPT
+    assert crew.routers[1].placer.place(one, crew.now, first, explain=False, late=True) is None
     assert one.whole == ""
 
 
@@ -284,7 +284,7 @@ def test_a_worker_that_left_is_told_of_until_its_last_request(crews: Callable[..
     lease = next(each for each in leases if each.worker.name == "a")
     for index in range(2):
         worker = crew.worker(index, "a")
-        crew.routers[index].fleet.remove("a")
+        crew.routers[index].fleet.roster.remove("a")
         crew.sharings[index].leave(worker)
     assert not crew.sharings[1].is_free(0)
     assert crew.sharings[1].row(lease.worker) is None
@@ -327,9 +327,9 @@ def test_another_leader_gives_rows_where_the_last_one_ended(crews: Callable[...,
 def test_a_breaker_of_the_worker_before_is_not_the_next_ones(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"), spec("b"))
     for _ in range(3):
-        crew.routers[1].fleet.failed(crew.worker(1, "a"), crew.now)
+        crew.routers[1].fleet.health.failed(crew.worker(1, "a"), crew.now)
     crew.tell()
     crew.now += ROW_REUSE_AFTER_S
-    newcomer = crew.routers[0].fleet.add(spec("c"))
+    newcomer = crew.routers[0].fleet.roster.add(spec("c"))
     crew.sharings[0].place(newcomer, 0, crew.now)
     assert newcomer.breaker.closed

@@ -62,8 +62,8 @@ def test_what_is_handed_over_is_where_it_has_come_to_all(crews: Crews) -> None:
     other = placed(crew.routers[1].submit(ask(4000, prefix=prefix), crew.now))
     assert (lease.prefill is None, other.prefill is None) == (False, False)
     crew.finish(1, other, Outcome.CLIENT_GONE)
-    crew.routers[0].prefilled(lease, crew.now, None)
-    crew.routers[0].first_token(lease, crew.now)
+    crew.routers[0].leases.prefilled(lease, crew.now, None)
+    crew.routers[0].leases.first_token(lease, crew.now)
     crew.tell()
     assert placed(crew.routers[1].submit(ask(4000, prefix=prefix), crew.now)).prefill is None
 

@@ -30,7 +30,7 @@ def test_the_tide_is_everybodys(crews: Crews) -> None:
     for _ in range(2):  # those that looked first have yet to hear of the last
         crew.now += EXCHANGE_INTERVAL_S
         crew.look()
-    tides = [router.traffic_of(MODEL) for router in crew.routers]
+    tides = [router.placer.traffic_of(MODEL) for router in crew.routers]
     rates = [tide.shorts_per_s(crew.now) for tide in tides]
     shares = [tide.long_share(crew.now) for tide in tides]
     assert rates == pytest.approx([15 / 20] * 3, rel=0.02)
@@ -50,5 +50,5 @@ def test_a_process_that_begins_again_counts_from_nothing(crews: Crews) -> None:
     for _ in range(2):
         crew.now += EXCHANGE_INTERVAL_S
         crew.look()
-    seen = crew.routers[1].traffic_of(MODEL).shorts_per_s(crew.now)
+    seen = crew.routers[1].placer.traffic_of(MODEL).shorts_per_s(crew.now)
     assert seen == pytest.approx(7 / 20, rel=0.1)

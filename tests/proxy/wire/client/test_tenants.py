@@ -417,7 +417,7 @@ async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start)
     site = await start()
     keep(site, TenantSpec("a"), a=KEY)
     who = site.tenant()
-    worker = site.router.fleet.get("w0")
+    worker = site.router.fleet.roster.get("w0")
     assert worker is not None
     worker.pace.base_s, worker.pace.each_s = 0.02, 0.0
     role = scripts.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})

@@ -179,7 +179,7 @@ async def test_unframed_without_done_is_cut(
     if old:
         assert await client.closed() == b""
     assert len(site.served()) == 1
-    assert not any(worker.breaker.spotless for worker in site.fleet if worker.name == "w0")
+    assert not any(worker.breaker.spotless for worker in site.fleet.roster if worker.name == "w0")
 
 
 @pytest.mark.parametrize("path", DONE_PATHS)

@@ -41,7 +41,7 @@ async def test_the_new_settings_hold_at_once(start: Start) -> None:
     spec = site.worker("w0").spec
     settings = replace(site.router.settings, queue_requests=0, policy="least_loaded")
     site.router.reconfigure(settings, [replace(spec, api_key="new", max_requests=1)])
-    assert site.fleet.get("w1") is None
+    assert site.fleet.roster.get("w1") is None
     before = len(site.fakes["w1"].served)
     gate = site.fakes["w0"].hold()
     asking = asyncio.create_task(site.ask(chat()))

@@ -31,7 +31,7 @@ def over(site: Site, seconds: float = DOWN_GRACE_S + 1.0) -> None:
     """Let time pass, and the router look around before and after."""
     for skipped in (0.0, seconds):
         site.skip(skipped)
-        site.wire._failover.retry_overdue(site.clock(), site.fleet, site.wire.exchanges)
+        site.wire._failover.retry_overdue(site.clock(), site.fleet.roster, site.wire.exchanges)
 
 
 async def test_who_waits_on_a_worker_that_is_down_goes_to_others(start: Start) -> None:

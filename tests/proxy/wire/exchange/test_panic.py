@@ -54,7 +54,7 @@ async def test_a_bad_tenant_leaves_others_served(
 ) -> None:
     caplog.set_level(logging.INFO)
     site = await attacked(start)
-    site.fleet.witness = BreakerLog()
+    site.fleet.roster.ejections.witness = BreakerLog()
     found = await mixed(site, 15)
     assert found[200] >= 0.9 * found.total()
     said = [each.getMessage() for each in caplog.records]
@@ -72,7 +72,7 @@ async def test_a_panic_shows_in_metrics_and_by_each_worker(start: Start) -> None
     site.stand_still()
     for name in ("w0", "w1"):
         for _ in range(3):
-            site.fleet.failed(site.worker(name), site.clock(), why="502")
+            site.fleet.health.failed(site.worker(name), site.clock(), why="502")
     page = (await site.ask(get("/metrics"))).body.decode()
     assert 'proxy_pool_panic{model="tiny",pool="serve"} 1' in page
     assert 'proxy_pool_panics_total{model="tiny",pool="serve"} 1' in page
@@ -80,7 +80,7 @@ async def test_a_panic_shows_in_metrics_and_by_each_worker(start: Start) -> None
     assert 'worker="w0",role="general",model="tiny",state="open"} 1' in page
     why = "it returned 502; breaker ignored, because too many workers of its pool fail"
     assert why_not(site.worker("w0"), site.clock()) == why
-    site.fleet.succeeded(site.worker("w0"))
+    site.fleet.health.succeeded(site.worker("w0"))
     page = (await site.ask(get("/metrics"))).body.decode()
     assert 'proxy_pool_panic{model="tiny",pool="serve"} 0' in page
     assert 'proxy_worker_breaker_open{worker="w1",role="general",model="tiny"} 1' in page

@@ -431,7 +431,7 @@ async def test_what_else_is_refused_is_final(start: Start) -> None:
 async def test_where_nobody_larger_is_well_the_refusal_passes_on(start: Start) -> None:
     site = await short_and_long(start)
     site.fakes["short"].always(scripts.error(400, WORDS[0]))
-    site.fleet.failed(site.worker("long"), site.clock(), 60.0)
+    site.fleet.health.failed(site.worker("long"), site.clock(), 60.0)
     answer = await site.ask(chat())
     assert (answer.status, answer.error()["message"]) == (400, WORDS[0])
     assert len(site.served()) == 1

@@ -33,10 +33,10 @@ def answering(
     assert reader.head is not None
     request_head = RequestHead()
     request_head.http_1_0, request_head.explain, request_head.id = old, explain, b"id-1"
-    worker = Fleet().add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
+    worker = Fleet().roster.add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
     decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), whether=whether)
     if handed:
-        prefill = Fleet().add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
+        prefill = Fleet().roster.add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
         decision.handover = HandoverDecision(prefill, 0, 9, 0.1, 0.1)
     request = Request(request_head, b"")
     return ResponseWriter(

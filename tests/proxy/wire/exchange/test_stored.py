@@ -77,7 +77,7 @@ async def test_a_body_that_names_two_responses_is_refused(start: Start, second: 
 
 async def test_one_that_drains_is_asked_still(start: Start) -> None:
     site, holder = await stored(start)
-    site.fleet.drain(holder)
+    site.fleet.roster.drain(holder)
     assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
 
 
@@ -95,7 +95,7 @@ async def test_if_it_fails_no_other_is_tried(start: Start, script: scripts.Scrip
 
 async def test_once_it_has_left_the_fleet_any_worker_says_that_there_is_none(start: Start) -> None:
     site, holder = await stored(start)
-    site.fleet.remove(holder)
+    site.fleet.roster.remove(holder)
     other = "w1" if holder == "w0" else "w0"
     site.fakes[other].then(scripts.error(404, "no such response"))
     assert (await go_on(site, holder)).status == 404

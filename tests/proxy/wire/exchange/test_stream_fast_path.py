@@ -75,14 +75,14 @@ class Stream:
 
     def __init__(self) -> None:
         fleet = Fleet()
-        fleet.add(WorkerSpec("w0", "http://127.0.0.1:1", Role.GENERAL, "tiny"))
+        fleet.roster.add(WorkerSpec("w0", "http://127.0.0.1:1", Role.GENERAL, "tiny"))
         self.now = 100.0
         for _ in range(2):
-            fleet.probe_ok("w0", self.now)
+            fleet.health.probe_ok("w0", self.now)
         self.metrics = Metrics(Router(RouterSettings(), fleet))
         wire = WireServer(self.metrics.router, WireSettings(), self.metrics, lambda: self.now)
         self.client = Client()
-        pool = wire.pools.of(next(iter(fleet)))
+        pool = wire.pools.of(next(iter(fleet.roster)))
         self.connection = WorkerConnection(pool)
         pool.open.add(self.connection)
         pool.idle.append(self.connection)

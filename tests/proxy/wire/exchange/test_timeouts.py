@@ -98,7 +98,7 @@ class Slow:
     def shows(self, tokens: float) -> None:
         """Have the busy worker's page say that it has computed so much."""
         gauges = Gauges(at=self.site.clock(), generation_tokens_total=tokens)
-        self.site.fleet.set_gauges(self.busy, gauges)
+        self.site.fleet.health.set_gauges(self.busy, gauges)
 
     def skip(self) -> None:
         """Let the usual time pass."""

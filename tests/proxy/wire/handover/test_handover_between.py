@@ -23,14 +23,14 @@ Change = Callable[[Site, str], object]
 
 def breaks(site: Site, name: str) -> None:
     for _ in range(3):
-        site.fleet.failed(site.worker(name), site.clock())
+        site.fleet.health.failed(site.worker(name), site.clock())
 
 
 CHANGES: dict[str, Change] = {
     "down": lambda site, name: site.down(name),
     "broken": breaks,
-    "draining": lambda site, name: site.fleet.drain(name),
-    "gone": lambda site, name: site.fleet.remove(name),
+    "draining": lambda site, name: site.fleet.roster.drain(name),
+    "gone": lambda site, name: site.fleet.roster.remove(name),
 }
 
 
@@ -74,7 +74,7 @@ async def test_without_another_decode_worker_it_begins_anew(start: Start, how: s
 
     def change(site: Site, name: str) -> None:
         site.up("s0")
-        site.fleet.set_served("s0", ("tiny",), 16384)
+        site.fleet.roster.set_served("s0", ("tiny",), 16384)
         CHANGES[how](site, name)
 
     body = chat_body()

@@ -106,7 +106,7 @@ async def test_a_prompt_prefilled_twice_is_no_transfer(start: Start, stream: boo
     await here.settled()
     assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
     assert here.site.metrics.handovers.tokens == {}
-    assert here.site.router.transfer_times("tiny").all.seen == 0
+    assert here.site.router.placer.transfer_times("tiny").all.seen == 0
     if not stream:  # the whole time is known, and how much of it was the prefill is not
         assert here.site.worker("d0").pace.steps == before
 
@@ -144,8 +144,8 @@ async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> 
         body = chat_body()
         assert words(await ask(here, body)) == expected(body)
         for name in ("p0", "p1"):
-            here.site.fleet.succeeded(here.site.worker(name))
-            here.site.router.links.worked(here.site.worker(name), None)
+            here.site.fleet.health.succeeded(here.site.worker(name))
+            here.site.router.placer.links.worked(here.site.worker(name), None)
     assert here.kinds() == ["prefill", "whole"] * 20
     here.kv.wrong("prefill", Faults(before=scripts.error(status, "theirs")))
     here.kv.wrong("decode", Faults(before=scripts.error(503, "mine")))
@@ -209,7 +209,7 @@ async def test_a_prefill_worker_drains_until_it_was_read(start: Start, stream: b
     client = await here.send(body)
     await here.site.fakes["d0"].got(1)
     first = here.site.worker("p0")
-    here.site.fleet.drain("p0")
+    here.site.fleet.roster.drain("p0")
     assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
     page = scraped(here.site.metrics)
     assert 'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
@@ -251,17 +251,17 @@ async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start
 
 async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
-    here.site.fleet.drain("d1")
+    here.site.fleet.roster.drain("d1")
 
     async def fails_again(call: Call) -> None:
-        here.site.fleet.drain("d1", draining=False)
+        here.site.fleet.roster.drain("d1", draining=False)
         await scripts.error(500)(call)
 
     leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fails_again)
     here.kv.wrong("d0", leg, release, whole)
     await here.serves()
     assert here.legs()[-2:] == ["whole d0", "whole d1"]
-    assert not here.site.router.links.bars
+    assert not here.site.router.placer.links.bars
 
 
 async def test_where_no_try_is_left_the_client_hears_of_the_error(start: Start) -> None:

@@ -72,7 +72,7 @@ async def test_one_whose_prefills_are_of_no_use_is_left_alone(
     here.site.skip(BARRED_S)  # one more tells that it is well again
     await here.serves(stream=stream)
     assert kinds(here)[-2:] == ["prefill p0", "decode"]
-    assert not here.site.router.links.bars
+    assert not here.site.router.placer.links.bars
 
 
 async def test_a_worker_that_refuses_does_not_draw_all_prefills(start: Start) -> None:
@@ -105,7 +105,7 @@ async def test_one_other_prefill_worker_is_asked(start: Start, prefills: int) ->
     await here.serves()
     asked = [leg.split()[0] for leg in here.legs()]
     assert asked == ["prefill"] * min(prefills, 2) + ["whole"]
-    assert here.site.router.handovers["tiny", "refused_prefill"] == 1
+    assert here.site.router.placer.handovers["tiny", "refused_prefill"] == 1
 
 
 async def test_what_everybody_refuses_is_held_against_nobody(start: Start) -> None:
@@ -115,7 +115,7 @@ async def test_what_everybody_refuses_is_held_against_nobody(start: Start) -> No
     for _ in range(FAILURES_TO_BAR + 1):
         assert (await ask(here, chat_body())).status == 400
     assert kinds(here) == ["prefill p0", "whole"] * (FAILURES_TO_BAR + 1)
-    assert not here.site.router.links.bars
+    assert not here.site.router.placer.links.bars
 
 
 async def test_refusals_now_and_then_bar_nobody(start: Start) -> None:

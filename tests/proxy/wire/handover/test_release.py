@@ -111,7 +111,7 @@ async def test_one_that_hangs_is_not_waited_for_for_ever(start: Start) -> None:
 
 async def test_one_that_drains_will_do(start: Start) -> None:
     site = await two(start)
-    site.fleet.drain("d1")
+    site.fleet.roster.drain("d1")
     site.fakes["d1"].then(scripts.error(404, "no such model"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
     await eventually(lambda: ends(site) == {RELEASED: 1})

@@ -340,13 +340,13 @@ def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Q
 
 def test_pools_follow_the_fleet() -> None:
     fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, AtOnce())
-    old = pools.of(fleet.add(SPEC))
-    assert pools.of(fleet.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
-    fleet.remove("w0")
-    same = fleet.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny"))
+    old = pools.of(fleet.roster.add(SPEC))
+    assert pools.of(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
+    fleet.roster.remove("w0")
+    same = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny"))
     assert pools.of(same) is old
-    fleet.remove("w0")
-    keyed = fleet.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny", api_key="k"))
+    fleet.roster.remove("w0")
+    keyed = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny", api_key="k"))
     assert pools.of(keyed) is not old
     assert pools.of(keyed).authorization == b"Authorization: Bearer k\r\n"
     assert pools.of(keyed).host == b"127.0.0.1:9\r\n"
