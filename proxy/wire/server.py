@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.types import NONE, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
+from proxy.core.request.client_fields import has_address
 from proxy.core.request.routes import find
 from proxy.http.body_budget import BodyBudget
 from proxy.metrics.scrape import write_page
-from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import extension
 from proxy.wire.client import endpoints
 from proxy.wire.client.auth import identify
@@ -172,7 +172,7 @@ class WireServer:
     # For clients and exchanges
 
     def judge(self, head: RequestHead) -> None:
-        if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
+        if has_address(head.id) and not self.router.settings.allow_client_kv_transfer:
             head.id = b""
         head.route = None
         head.refusal = identify(self.router.tenants, head)

@@ -6,7 +6,7 @@ duplicates: the last counts, as in vLLM.
 Unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params`, `ec_transfer_params`: 400 (see `steering`).
-- A `request_id` with addresses, for the p2p-nccl connector: 400; `X-Request-Id`: replaced.
+- A `request_id` with addresses, for older vLLM's P2pNcclConnector: 400; `X-Request-Id`: replaced.
 
 With tenants:
 
@@ -37,7 +37,7 @@ PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
-# Addresses for the p2p-nccl connector follow these.
+# In a request id, a worker's address for P2pNcclConnector follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 # Other bodies have no field for a salt.
@@ -84,7 +84,12 @@ def repeated(fields: Mapping[str, Any], body: bytes) -> str:
 def _id_names_addresses(body: bytes) -> bool:
     ids = (body[each.value : each.end] for each in members(body) if each.name == ID.encode())
     # Escapes in an id are suspicious.
-    return any(b"\\" in one or any(mark in one for mark in ADDRESSES) for one in ids)
+    return any(b"\\" in one or has_address(one) for one in ids)
+
+
+def has_address(request_id: bytes) -> bool:
+    """Return whether a worker with P2pNcclConnector would read an address from a request id."""
+    return any(mark in request_id for mark in ADDRESSES)
 
 
 def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:

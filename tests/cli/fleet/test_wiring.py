@@ -310,16 +310,14 @@ def test_those_of_one_model_may_not_though_only_one_names_it(tmp_path: Path) -> 
     assert "workers[1].launch.args: --block-size 64" in line
 
 
-def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_connector_that_vllm_lacks_is_reported_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listens = {"p": "127.0.0.1:21001", "d": "127.0.0.1:21002"}
-    told = {"connector": "p2p-nccl", "addresses": listens}
-    path = written(tmp_path, end("prefill"), end("decode"), transfer=told)
-    assert main(["up", str(path)]) == 2
+    monkeypatch.setattr(transfer, "_factory", lambda: '"ExampleConnector" "NixlPushConnector"')
+    assert main(["up", str(written(tmp_path, end("prefill"), end("decode")))]) == 2
     line = capsys.readouterr().err
-    assert "transfer: 'p2p-nccl': the vLLM installed here has no P2pNcclConnector" in line
-    assert "choose from nixl, shared-storage" in line
+    assert "transfer: 'nixl': the vLLM installed here has no NixlConnector" in line
+    assert "choose from shared-storage" in line
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None
     ("connector", "settings", "paired"),
     [
         ("nixl", {"mode": "push"}, True),
-        ("p2p-nccl", {"addresses": {"p0": "10.0.0.1:21001", "d0": "10.0.0.2:22001"}}, True),
         ("nixl", {}, False),
         ("shared-storage", {"path": "/kv"}, False),
     ],
