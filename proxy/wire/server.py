@@ -130,11 +130,11 @@ class WireServer:
     async def drain(self, deadline_s: float) -> None:
         """Refuse new requests, finish the old until the deadline, then close.
 
-        For `notice_s` before that, /ready fails and responses end their connections.
+        For `drain_notice_s` before that, /ready fails and responses end their connections.
         """
         give_up = self.clock() + deadline_s
         self.leaving = True
-        if notice_s := min(self.settings.notice_s, deadline_s):
+        if notice_s := min(self.settings.drain_notice_s, deadline_s):
             await self._until(lambda: False, self.clock() + notice_s)
         self.draining = True
         for server in self._servers:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from proxy.errors import ConfigError
-from proxy.setup.app import specs
+from proxy.setup.settings import specs
 from vllm_sched.cli.fleet import fleet, up, wiring
 from vllm_sched.cli.main import main
 from vllm_sched.workers import launch, transfer

@@ -58,12 +58,12 @@ class Site:
 
     def start(self, text: str = POOLS) -> None:
         """Begin with a fleet file."""
-        from proxy.setup.app import _spec, specs
+        from proxy.setup.settings import specs, worker_spec
 
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.add(spec)
-        self.discovery = Discovery(self.fleet, config, keys_of(config), _spec, self._source)
+        self.discovery = Discovery(self.fleet, config, keys_of(config), worker_spec, self._source)
 
     def _source(self, _: DiscoveryConfig, pool: PoolConfig) -> FakeSource:
         self.sources.append(FakeSource(pool.name))
@@ -151,9 +151,9 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     site.discovery.pools[0].update({**endpoints("s-1"), **endpoints("s-2", ready=False)})
     other = Site(fleet=site.fleet)
     other.sources, config = [], parse(POOLS, "fleet.yaml")
-    from proxy.setup.app import _spec
+    from proxy.setup.settings import worker_spec
 
-    other.discovery = Discovery(other.fleet, config, keys_of(config), _spec, other._source)
+    other.discovery = Discovery(other.fleet, config, keys_of(config), worker_spec, other._source)
     other.discovery.adopt(site.discovery.known())
     workers = list(other.fleet)
     other.update("s-1", "s-2")  # the other pool has yet to be heard of

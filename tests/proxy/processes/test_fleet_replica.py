@@ -21,7 +21,7 @@ from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.shared import load as sharing_module
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.setup.app import _spec
+from proxy.setup.settings import worker_spec
 from tests.proxy.core.making import spec
 
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
@@ -37,7 +37,7 @@ class Process:
         self.later: list[Callable[[], None]] = []
         self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.later.append)
         self.fleet.others = self.sharing
-        discovery = Discovery(self.fleet, CONFIG, {}, _spec)
+        discovery = Discovery(self.fleet, CONFIG, {}, worker_spec)
         self.mirror = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
 
     def up(self, name: str) -> Worker:
