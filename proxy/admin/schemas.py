@@ -152,7 +152,9 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     """Return where a request would be sent now."""
     model = question.model or default_model
     if model not in (known := router.fleet.models()):
-        return shown_answer(model_not_served(model, known, all_told=router.fleet.all_told(model)))
+        return shown_answer(
+            model_not_served(model, known, all_listed=router.fleet.all_listed(model))
+        )
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)

@@ -34,7 +34,7 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     if not model and len(known) == 1:
         model = known[0]
     if not fleet.serves(model):
-        return fleet.all_told(model)
+        return fleet.all_listed(model)
     if router.queue.has(model):
         return False
     fair, pool = router.settings.fairness, fleet.pool(model)

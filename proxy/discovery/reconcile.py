@@ -33,14 +33,14 @@ class DiscoveredPool:
         self.known: Endpoints = {}
         self.kept: frozenset[str] = frozenset()  # known, but no longer in the source
         self.why: str | None = None  # why the source does not work
-        self.heard_at: float | None = None
+        self.updated_at: float | None = None
         self._changed = changed
 
     def update(self, endpoints: Endpoints) -> None:
         """Replace the endpoints; keep the old ones if all of them disappeared at once."""
-        if self.heard_at is None and not endpoints:
+        if self.updated_at is None and not endpoints:
             logger.warning("discovery of pool %s: no worker found yet", self.config.name)
-        self.heard_at = time.monotonic()
+        self.updated_at = time.monotonic()
         if self.why is not None:
             self.why = None
             logger.info("discovery of pool %s: works again", self.config.name)

@@ -175,7 +175,7 @@ class App:
 
     def lead(self) -> None:
         self.leads = True
-        self.fleet.witness = BreakerLog()
+        self.fleet.breaker_listener = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),

@@ -35,7 +35,7 @@ def worker_spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
         max_requests=worker.max_requests,
         api_key=worker.api_key,
         tls=config.tls_of(worker),
-        seats=worker.seats,
+        slots=worker.slots,
     )
 
 

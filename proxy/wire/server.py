@@ -80,7 +80,7 @@ class WireServer:
         self.unread: set[ServedClient] = set()  # with paused reading
         self.exchanges: set[ServedExchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before `start`
-        self.desk: Extension | None = None  # set before `start`
+        self.extension: Extension | None = None  # set before `start`
         self.visits: set[Conversation] = set()
         # Writes the metrics page of all processes.
         self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
@@ -93,7 +93,7 @@ class WireServer:
         self.collecting = BodyBudget(most, router.tenants, largest)
         self._failover = Failover()
         self._servers: list[asyncio.Server] = []
-        self.ticks = Ticks(self._check_deadlines, self._is_hurried, clock, metrics.loop_lag)
+        self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
         self._next_log = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
@@ -146,7 +146,7 @@ class WireServer:
         for conversation in [*self.exchanges, *self.visits]:
             conversation.cut(now)
         for client in list(self.clients):
-            client.dismiss(now)
+            client.close_for_drain(now)
         await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
         await self._until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
         await self.close()
@@ -185,8 +185,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            extension_route = extension.absent(head) if self.desk is None else self.desk.find(head)
-            route = extension_route or route
+            found = extension.absent(head) if self.extension is None else self.extension.find(head)
+            route = found or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:
@@ -195,19 +195,19 @@ class WireServer:
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        if self.desk is not None and route.name in extension.ROUTES:
-            return self.desk.begin(client, request)
+        if self.extension is not None and route.name in extension.ROUTES:
+            return self.extension.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
-        self.ticks.hurry()
+        self.ticks.shorten()
         return question
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         self.queued[ticket] = exchange
-        self.ticks.hurry()
+        self.ticks.shorten()
 
     def unqueue(self, ticket: Ticket) -> None:
         del self.queued[ticket]
@@ -248,10 +248,10 @@ class WireServer:
     ) -> None:
         metrics, now = self.metrics, self.clock()
         metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
-        for tell in metrics.at_end:
+        for callback in metrics.at_end:
             record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
-            tell(record, now, route, status, reason)
+            callback(record, now, route, status, reason)
 
     def exchange_began(self, exchange: ServedExchange) -> None:
         self.exchanges.add(exchange)
@@ -313,7 +313,7 @@ class WireServer:
             await asyncio.wait([self._quiet], timeout=left)
         self._quiet = None
 
-    def _is_hurried(self) -> bool:
+    def _needs_short_ticks(self) -> bool:
         return bool(self.queued or self.counting)
 
     def _check_deadlines(self, now: float, sweep: bool) -> None:

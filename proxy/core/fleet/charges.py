@@ -57,10 +57,10 @@ class Fleet(MonitoredRoster):
         pace = worker.pace
         # remote prefills may appear late
         idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
-        before = worker.prefill_tokens + worker.strange_tokens
+        before = worker.prefill_tokens + worker.foreign_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
-            longs = worker.long_tokens + worker.strange_long
+            longs = worker.long_tokens + worker.foreign_long_tokens
             if longs and not ask.long:
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
@@ -75,7 +75,7 @@ class Fleet(MonitoredRoster):
         kv_usage.take(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle and prefill:
-            worker.heard(now)
+            worker.note_progress(now)
         lease.trial = worker.breaker.sent(now)
 
     # Hand-overs
@@ -107,7 +107,7 @@ class Fleet(MonitoredRoster):
         if first is None or first.released or lease.released:
             return
         worker = first.worker
-        worker.heard(now)
+        worker.note_progress(now)
         if now >= worker.pace.first_due:
             self._learn_prefill(first, first.decision.handover, now)
         if first.decision.handover is not None and first.decision.handover.tokens:
@@ -197,7 +197,7 @@ class Fleet(MonitoredRoster):
         kv_usage.came(lease)
         self._unpin(lease)
         if lease.ask.computes:
-            lease.worker.heard(now)
+            lease.worker.note_progress(now)
         if lease.trial:
             self.succeeded(lease.worker)
         if not lease.prefill_tokens:
@@ -284,6 +284,6 @@ def _more(ask: RequestInfo, seen: int) -> int:
 
     The expected length again: otherwise long responses would seem nearest to their end.
     """
-    foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
-    more = foreseen - seen % foreseen
+    expected, limit = ask.expected_output * ask.samples, ask.output_tokens
+    more = expected - seen % expected
     return more if limit is None else max(min(more, limit * ask.samples - seen), 0)

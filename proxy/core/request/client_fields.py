@@ -77,8 +77,8 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
 
 def repeated(fields: Mapping[str, Any], body: bytes) -> str:
     """Return the first repeated member of `ONCE`, or ""."""
-    said = [name for name in ONCE if name in fields]
-    return next((name for name in said if times(body, name) > 1), "")
+    present = [name for name in ONCE if name in fields]
+    return next((name for name in present if times(body, name) > 1), "")
 
 
 def _id_names_addresses(body: bytes) -> bool:
@@ -110,7 +110,7 @@ def is_true(value: object) -> bool:
     return value is True or (type(value) in (str, int, float) and str(value).lower() in TRUE)
 
 
-def tells_usage(fields: Mapping[str, Any]) -> bool:
+def has_usage_option(fields: Mapping[str, Any]) -> bool:
     """Return whether a client requests usage, or has options that a worker refuses."""
     options = fields.get(OPTIONS)
     if options is None:

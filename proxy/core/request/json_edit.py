@@ -173,10 +173,10 @@ def _end_of_short(body: bytes, start: int) -> int:
 
 
 def _named(
-    body: bytes, names: Mapping[bytes, tuple[str, bytes]], said: Set[str] | None
+    body: bytes, names: Mapping[bytes, tuple[str, bytes]], field_names: Set[str] | None
 ) -> list[JsonMember]:
-    if said is not None:
-        names = {key: each for key, each in names.items() if each[0] in said}
+    if field_names is not None:
+        names = {key: each for key, each in names.items() if each[0] in field_names}
         found = _found(body, names) if names else []
         if found is not None:
             return found
@@ -201,7 +201,7 @@ def times(body: bytes, name: str) -> int:
 def spliced(
     body: bytes,
     fields: Mapping[str, bytes | None],
-    said: Set[str] | None = None,
+    field_names: Set[str] | None = None,
     found: list[JsonMember] | None = None,
 ) -> bytes:
     """Set members to JSON text, or remove those with None.
@@ -217,7 +217,7 @@ def spliced(
     at = 0
     there: set[str] = set()
     text: bytes | None = None
-    for key, start, value, end in _named(body, names, said) if found is None else found:
+    for key, start, value, end in _named(body, names, field_names) if found is None else found:
         name = names[key][0]
         there.add(name)
         text = fields[name]

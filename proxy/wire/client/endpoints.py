@@ -95,7 +95,7 @@ def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refu
         model_name for model_name in fleet.models() if tenant is None or tenant.may_use(model_name)
     ]
     if not fleet.serves(name):
-        return refusals.model_not_served(name, known, all_told=fleet.all_told())
+        return refusals.model_not_served(name, known, all_listed=fleet.all_listed())
     if name not in known:
         return refusals.not_allowed(name, known)
     served = fleet.contexts()

@@ -157,8 +157,8 @@ class RequestRecord:
             metrics.traced(pool, model, size, ttft_s, trace.id)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
-        for tell in metrics.at_end:
-            tell(self, now, route, status, reason)
+        for callback in metrics.at_end:
+            callback(self, now, route, status, reason)
         if ask is not None:
             metrics.recent.add(
                 ask, size, decision, reason, status, ttft_s, duration_s, self.queue_s

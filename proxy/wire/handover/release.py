@@ -33,7 +33,7 @@ class BlockRelease:
     """Frees one prefill's blocks through a decode worker, with retries."""
 
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
-    patience_s = inf
+    timeout_s = inf
 
     def __init__(self, wire: WireContext, body: bytes, authorization: bytes) -> None:
         self.connection: WorkerConnection | None = None

@@ -59,7 +59,7 @@ def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "seats"),
+    ("args", "slots"),
     [
         (["--max-num-seqs=16"], 16),
         (["--max_num_seqs", "8", "--max-num-seqs=16"], 16),
@@ -69,14 +69,14 @@ def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_the_router_knows_how_many_seats_a_worker_is_launched_with(
-    tmp_path: Path, args: list[str], seats: int | None
+    tmp_path: Path, args: list[str], slots: int | None
 ) -> None:
     whole = {"name": "g", "launch": {"args": args}}
     config = fleet.read(written(tmp_path, end("prefill", *args), end("decode", *args), whole))
-    assert [(spec.seats, spec.max_requests) for spec in specs(config)] == [(seats, None)] * 3
+    assert [(spec.slots, spec.max_requests) for spec in specs(config)] == [(slots, None)] * 3
     said = [wiring.wiring_of(config, each).said for each in config.workers]
-    told = f", {seats} slots for hand-overs and other requests"
-    assert [each.endswith(told) for each in said] == [False, seats is not None, False]
+    told = f", {slots} slots for hand-overs and other requests"
+    assert [each.endswith(told) for each in said] == [False, slots is not None, False]
 
 
 def test_one_that_says_what_all_load_agrees_with_one_that_does_not(tmp_path: Path) -> None:

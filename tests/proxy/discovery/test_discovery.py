@@ -187,12 +187,12 @@ def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
     site.start(POOLS.replace("model: other", "model: tiny"))
     site.update("s-1")
     site.fleet.probe_ok("s-1", 1.0)
-    assert site.fleet.all_told()
+    assert site.fleet.all_listed()
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert site.draining("s-2")
-    assert not site.fleet.all_told()
+    assert not site.fleet.all_listed()
     site.fleet.drain("s-2")  # an operator
-    assert site.fleet.all_told()
+    assert site.fleet.all_listed()
 
 
 def test_what_an_operator_drained_stays_so(site: Site) -> None:

@@ -115,15 +115,15 @@ def test_all_wait_for_who_never_comes_up_for_as_long(pair: tuple[Process, Proces
     leader.now += MAX_MODEL_LIST_WAIT_S - 1
     other.now = leader.now  # a process that was started anew
     pass_on(leader, other)
-    assert (leader.fleet.all_told(), other.fleet.all_told()) == (False, False)
+    assert (leader.fleet.all_listed(), other.fleet.all_listed()) == (False, False)
     other.now = leader.now = leader.now + 1
-    assert (leader.fleet.all_told(), other.fleet.all_told()) == (True, True)
+    assert (leader.fleet.all_listed(), other.fleet.all_listed()) == (True, True)
     leader.fleet.add(spec("late"))
     pass_on(leader, other)
-    assert not other.fleet.all_told()
+    assert not other.fleet.all_listed()
     leader.fleet.drain("late")
     pass_on(leader, other)
-    assert other.fleet.all_told()
+    assert other.fleet.all_listed()
 
 
 def test_what_is_stated_of_one_may_change(pair: tuple[Process, Process]) -> None:

@@ -250,7 +250,7 @@ async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None
     stub._replica = SimpleNamespace(take=lambda _: None)
     added = replace(spec("added"), api_key="of-this-worker")
     known = KnownWorker(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
-    member.heard(WorkersChanged((known,)))
+    member.handle(WorkersChanged((known,)))
     record = logging.makeLogRecord({"msg": "sent of-this-worker"})
     assert stub.app.logs.line_of(record, "").endswith(b"sent ***\n")
 

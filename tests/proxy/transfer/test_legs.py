@@ -166,7 +166,7 @@ def test_to_know_a_bodys_names_changes_neither_leg(connector: str, route: str, m
     one.route, one.least_output = route, "min_tokens" in more
     taken = PrefillResult(b'{"c":3}')
     plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
-    one.said = frozenset(json.loads(body))
+    one.field_names = frozenset(json.loads(body))
     known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
     assert known == plain
 

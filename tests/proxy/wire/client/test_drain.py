@@ -210,7 +210,7 @@ async def test_an_idle_connection_that_is_dismissed_hears_nothing(site: Site) ->
     client = await site.client()
     await eventually(lambda: site.wire.clients)
     [connection] = site.wire.clients
-    connection.dismiss(site.clock())
+    connection.close_for_drain(site.clock())
     assert await client.closed() == b""
 
 
