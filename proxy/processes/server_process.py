@@ -161,7 +161,7 @@ class ServerProcess:
 
     async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
         found = await self._ask("decisions", (limit, dict(filters)))
-        entries: list[RecentRequest] = [entry for each in found for entry in each]
+        entries: list[RecentRequest] = [entry for part in found for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 

@@ -125,7 +125,7 @@ class Supervisor:
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
         if not self._all_serve.is_set():
-            errors = [e for each in self._keepers if each.done() and (e := each.exception())]
+            errors = [e for keeper in self._keepers if keeper.done() and (e := keeper.exception())]
             await self.stop()
             if errors:
                 raise ProxyError(
@@ -209,7 +209,7 @@ class Supervisor:
         given = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
         command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
         # The child must import the same modules as this process.
-        path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+        path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
             process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)

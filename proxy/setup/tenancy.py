@@ -41,7 +41,7 @@ def read_keys(
 def key_problems(draft: PartialConfig) -> list[Problem]:
     """Return what is wrong with the keys of tenants that name a source of keys."""
     problems: list[Problem] = []
-    known = ((index, each) for index, each in draft.tenants.items() if has_keys(each))
+    known = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
     _keys(known, os.environ, problems)
     return problems
 
@@ -87,8 +87,8 @@ def refuse_anonymous_access(config: FleetConfig, host: str, source: str) -> None
 def _key_texts(
     tenant: TenantConfig, path: str, environ: Mapping[str, str], problems: list[Problem]
 ) -> Iterator[tuple[str, str]]:
-    for each in tenant.key_hashes:
-        yield "key_hashes", each
+    for key_hash in tenant.key_hashes:
+        yield "key_hashes", key_hash
     if (file := tenant.keys_file) is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()

@@ -89,8 +89,8 @@ class WireServer:
         self.releases: set[Expiring] = set()
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
-        most, largest = settings.max_collected_bytes, settings.max_body_bytes
-        self.collecting = BodyBudget(most, router.tenants, largest)
+        max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
+        self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
         self._servers: list[asyncio.Server] = []
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
@@ -317,20 +317,20 @@ class WireServer:
         return bool(self.queued or self.counting)
 
     def _check_deadlines(self, now: float, sweep: bool) -> None:
-        for question in [each for each in self.counting if each.deadline < now]:
+        for question in [question for question in self.counting if question.deadline < now]:
             question.expire(now)
         self.settle(now)
         if not sweep:
             return
-        for exchange in [each for each in self.exchanges if each.deadline < now]:
+        for exchange in [exchange for exchange in self.exchanges if exchange.deadline < now]:
             if exchange in self.exchanges:  # may have ended since
                 exchange.expire(now)
-        for client in [each for each in self.clients if each.deadline < now]:
+        for client in [client for client in self.clients if client.deadline < now]:
             client.expire(now)
         for client in list(self.unread):
             client.close_if_gone()
-        for each in [each for each in self.releases if each.deadline < now]:
-            each.expire(now)
+        for release in [release for release in self.releases if release.deadline < now]:
+            release.expire(now)
         self.pools.sweep(now)
         self._failover.retry_overdue(now, self.router.fleet, self.exchanges)
         self.router.fleet.settle(now)

@@ -139,10 +139,10 @@ class Fleet(MonitoredRoster):
         before, samples = lease.worker, lease.ask.samples
         if lease.trial:
             before.breaker.abandoned()
-        for each, sign in ((before, -1), (worker, 1)):
-            each.requests += sign
-            each.sequences += sign * samples
-            each.decode_tokens += sign * lease.decode_tokens
+        for owner, sign in ((before, -1), (worker, 1)):
+            owner.requests += sign
+            owner.sequences += sign * samples
+            owner.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         kv_usage.give(lease)
         worker.served = next(self._numbers)

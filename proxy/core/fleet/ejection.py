@@ -140,7 +140,7 @@ class Ejections:
         """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
-            same = (each for each in self._workers.values() if key_of(each) == key)
+            same = (worker for worker in self._workers.values() if key_of(worker) == key)
             live = self._live[key] = sum(map(_is_live, same))
         out = sum(map(_is_live, self._out.get(key, ())))
         panics = live - out < self.threshold * live

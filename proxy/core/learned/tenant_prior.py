@@ -54,16 +54,16 @@ class TenantPrior:
 
     def _median(self) -> LearnedSizes:
         base = self.base
-        prompts = [each for each in self._tenants.values() if each.seen]
-        outputs = [each for each in self._tenants.values() if each.outputs]
+        prompts = [rates for rates in self._tenants.values() if rates.seen]
+        outputs = [rates for rates in self._tenants.values() if rates.outputs]
         found = _copy(base)
-        found.fixed = _middle([each.fixed for each in prompts], base.fixed)
-        found.per_byte = _middle([each.per_byte for each in prompts], base.per_byte)
-        found.per_tool = _middle([each.per_tool for each in prompts], base.per_tool)
-        found.output = _middle([each.output for each in outputs], base.output)
+        found.fixed = _middle([rates.fixed for rates in prompts], base.fixed)
+        found.per_byte = _middle([rates.per_byte for rates in prompts], base.per_byte)
+        found.per_tool = _middle([rates.per_tool for rates in prompts], base.per_tool)
+        found.output = _middle([rates.output for rates in outputs], base.output)
         for kind in KINDS:
-            tenants = [each.media for each in self._tenants.values() if each.media.seen[kind]]
-            sizes = [media.means[kind] for media in tenants]
+            media = [rates.media for rates in self._tenants.values() if rates.media.seen[kind]]
+            sizes = [counts.means[kind] for counts in media]
             found.media.take(kind, _middle(sizes, base.media.means[kind]))
         return found
 

@@ -82,9 +82,10 @@ def repeated(fields: Mapping[str, Any], body: bytes) -> str:
 
 
 def _id_names_addresses(body: bytes) -> bool:
-    ids = (body[each.value : each.end] for each in members(body) if each.name == ID.encode())
+    found = (member for member in members(body) if member.name == ID.encode())
+    ids = (body[member.value : member.end] for member in found)
     # Escapes in an id are suspicious.
-    return any(b"\\" in one or has_address(one) for one in ids)
+    return any(b"\\" in text or has_address(text) for text in ids)
 
 
 def has_address(request_id: bytes) -> bool:

@@ -109,7 +109,7 @@ def _value_end(masked: bytes, start: int) -> int:
         return scalar.end() if scalar else start
     if first == OPENING[0]:
         close = masked.find(b"]", start)
-        if not any(masked.find(each, start + 1, close) >= 0 for each in (b'"', b"[", b"{")):
+        if not any(masked.find(mark, start + 1, close) >= 0 for mark in (b'"', b"[", b"{")):
             return close + 1  # numbers: lists as long as prompts
     depth, at, jump = 1, start + 1, JUMP.match
     while depth:
@@ -176,7 +176,7 @@ def _named(
     body: bytes, names: Mapping[bytes, tuple[str, bytes]], field_names: Set[str] | None
 ) -> list[JsonMember]:
     if field_names is not None:
-        names = {key: each for key, each in names.items() if each[0] in field_names}
+        names = {key: name for key, name in names.items() if name[0] in field_names}
         found = _found(body, names) if names else []
         if found is not None:
             return found
@@ -191,7 +191,7 @@ def _named(
             return []
         if body[first - 1] != BACKSLASH:
             there = _walk(body, first, masked(body))
-    return [each for each in there or members(body) if each.name in names]
+    return [member for member in there or members(body) if member.name in names]
 
 
 def times(body: bytes, name: str) -> int:

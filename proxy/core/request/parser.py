@@ -188,7 +188,7 @@ class RequestParser:
             found = check(body, mask)  # it will be edited
             if found is not None and (changed := ask.fields) is not None:
                 names = {name.encode() for name in changed}
-                ask.found = [each for each in found if each.name in names]
+                ask.found = [member for member in found if member.name in names]
         return ask
 
     def _apply_tenant(
@@ -248,7 +248,7 @@ class RequestParser:
             return refusals.no_response(route.response_id)
         fleet = self._fleet
         worker, models = fleet.get(holder), fleet.models()
-        live = (each for each in models if fleet.pool(each).all)
+        live = (model for model in models if fleet.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
         ask = self._sizer.ask(route, model, {}, 0, request_id, tenant)
         ask.pinned = holder

@@ -65,7 +65,7 @@ class SharedQueues:
         if rank > BATCH and self._higher(place[0]):
             return True  # batch waits for all sizes of its model
         at, above = place_of(place), list(Rank)[:rank]
-        return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
+        return any(sheet.read_front(at, higher).waits for sheet in self._sheets for higher in above)
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
         """Return for each amount whether another process has more than this one.

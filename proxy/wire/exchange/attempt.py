@@ -250,7 +250,7 @@ class Attempt:
 
     # Failures
 
-    def late(self, now: float) -> float:
+    def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds for a slow worker."""
         lease, handover = self.lease, self.handover
         if lease is None:

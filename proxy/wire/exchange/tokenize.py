@@ -56,7 +56,7 @@ class TokenizeRequest:
         elif len(self._answer) > MAX_RESPONSE_BYTES:
             self.expire(now)
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         """Allow no extra time."""
         return 0.0
 

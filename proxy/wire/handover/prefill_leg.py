@@ -97,7 +97,7 @@ class PrefillLeg:
             deadline = self.connection.deadline
             self.connection.deadline = min(deadline, self.begun_at + MAX_BODY_S)
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:

@@ -69,7 +69,7 @@ class BlockRelease:
         else:
             self.send_elsewhere(now, self._tried[-1])
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002

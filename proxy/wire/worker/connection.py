@@ -52,7 +52,7 @@ class ResponseReceiver(Protocol):
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of the body; may be empty."""
 
-    def late(self, now: float) -> float:
+    def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds to wait after `timeout_s`."""
 
     def lost(self, now: float, trouble: WorkerError) -> None:
@@ -164,7 +164,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         waits = None if self._begun or self._transport is None else self.caller
-        if waits is not None and (more_s := waits.late(now)) > 0:
+        if waits is not None and (more_s := waits.extra_wait_s(now)) > 0:
             self.deadline = now + more_s
         else:
             self.fail(now, WorkerError.TIMEOUT)

@@ -73,7 +73,7 @@ class Listener:
         del now
         self.heard.append((body, ended))
 
-    def late(self, now: float) -> float:
+    def extra_wait_s(self, now: float) -> float:
         del now
         return self.more_s.pop(0) if self.more_s else 0.0
 
