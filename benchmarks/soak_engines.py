@@ -122,7 +122,7 @@ async def soak(given: argparse.Namespace) -> int:
 
 async def _play(given: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
     dice = random.Random(given.seed)
-    crowd = Crowd(port, given.seed, sizes=(10, 200, 2000, 8000), patience_s=PATIENCE_S)
+    crowd = Crowd(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=PATIENCE_S)
     crowd.judge = judged
     until = time.monotonic() + given.minutes * 60
     over = lambda: time.monotonic() > until  # noqa: E731

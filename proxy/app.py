@@ -18,7 +18,8 @@ from proxy.processes.child import freeze_objects
 from proxy.processes.signals import serve_until_told
 from proxy.processes.size import how_many
 from proxy.processes.supervisor import Supervisor
-from proxy.setup.app import App, router_settings, specs, wire_settings
+from proxy.setup.app import App
+from proxy.setup.settings import router_settings, specs, wire_settings
 from proxy.telemetry.logs import Logs
 
 __all__ = [

@@ -37,10 +37,10 @@ class ConfigError(ProxyError, ValueError):
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
 
 
-def a_few(names: Collection[str], most: int = MAX_NAMES) -> str:
+def a_few(names: Collection[str], limit: int = MAX_NAMES) -> str:
     """Return the first names, and the number of the others."""
-    shown = ", ".join(short(name) for name in islice(names, most))
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = ", ".join(short(name) for name in islice(names, limit))
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def short(name: str) -> str:

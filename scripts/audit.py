@@ -1,11 +1,10 @@
-"""Ask an advisory service about all that is installed, and fail by what the router is made of.
+"""Look up security advisories for the installed packages; fail if the router's have any.
 
-    python scripts/audit.py                 found: 1; nobody could be asked: 3
-    python scripts/audit.py --if-reachable  the same, but that nobody could be asked is said, and 0
+    python scripts/audit.py                 status 1: advisories found; 3: service not reachable
+    python scripts/audit.py --if-reachable  status 0 if the service is not reachable
 
-`pip-audit` asks, for which it needs a network that reaches its service. What it finds in the rest,
-which are engines and tools, is told: there it is those who pin them that can do something about it.
-An advisory that was judged, and does not concern us, goes into `ACCEPTED` with the reason.
+`pip-audit` does the look-up and needs a network. Advisories of other packages, such as engines and
+tools, are only printed. `ACCEPTED` has advisories that do not affect the router, with the reason.
 """
 
 from __future__ import annotations
@@ -23,68 +22,69 @@ from typing import Any
 
 import sbom
 
-FOUND, NOT_ASKED = 1, 3
-PATIENCE_S = 240.0
-# By the advisory's id or one of its aliases, and why it is none of ours.
+FOUND, UNREACHABLE = 1, 3
+TIMEOUT_S = 240.0
+# The reason by the advisory's id or alias.
 ACCEPTED: dict[str, str] = {}
 PIP_AUDIT = (str(Path(sys.executable).with_name("uv")), "tool", "run", "pip-audit")
 
 
-def ask(command: Sequence[str]) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return what was said of each package; None and why, if nobody could be asked."""
+def look_up(command: Sequence[str]) -> tuple[list[dict[str, Any]] | None, str]:
+    """Return the result of each package; None and the reason if the look-up failed."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
-        asked = (*command, "--format", "json", "--output", str(told), "--progress-spinner", "off")
+        output = Path(folder) / "output.json"
+        options = ("--format", "json", "--output", str(output), "--progress-spinner", "off")
         try:
             done = subprocess.run(
-                [*asked, "--path", sysconfig.get_path("purelib")],
+                [*command, *options, "--path", sysconfig.get_path("purelib")],
                 capture_output=True,
                 text=True,
-                timeout=PATIENCE_S,
+                timeout=TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return None, f"no answer within {PATIENCE_S:g} s"
+            return None, f"no answer within {TIMEOUT_S:g} s"
         except OSError as error:
             return None, str(error)
-        try:  # its status is the same for what it found and for what it could not ask
-            return json.loads(told.read_text())["dependencies"], ""
+        try:  # a failed look-up has the same exit status as found advisories
+            return json.loads(output.read_text())["dependencies"], ""
         except (OSError, ValueError, KeyError, TypeError):
-            return None, (done.stderr.strip() or "it said nothing").splitlines()[-1]
+            return None, (done.stderr.strip() or "it printed no error").splitlines()[-1]
 
 
-def advisories(told: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Name packages and what is known of them, but for what was accepted."""
-    for each in told:
-        for known in each.get("vulns", ()):
+def advisories(packages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield each package name and advisory that is not in `ACCEPTED`."""
+    for package in packages:
+        for known in package.get("vulns", ()):
             if ACCEPTED.keys().isdisjoint({known["id"], *known.get("aliases", ())}):
-                mended = ", ".join(known.get("fix_versions") or ()) or "nowhere yet"
-                said = f"{each['name']} {each['version']}: {known['id']}, mended in {mended}"
-                yield sbom.normal(each["name"]), said
+                fixed = ", ".join(known.get("fix_versions") or ()) or "no version yet"
+                line = f"{package['name']} {package['version']}: {known['id']}, fixed in {fixed}"
+                yield sbom.normal(package["name"]), line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, and say what came of it."""
+    """Print the advisories and return the exit status."""
     options = argparse.ArgumentParser(prog="scripts/audit.py", description=__doc__)
     options.add_argument("--if-reachable", action="store_true")
     options.add_argument("--by", help="a command that takes pip-audit's options")
     given = options.parse_args(argv)
-    ours = sbom.closure(sbom.ROOT, ())[0].keys() - {sbom.ROOT}
-    told, why = ask(shlex.split(given.by) if given.by else PIP_AUDIT)
-    answered = {sbom.normal(each["name"]) for each in told or () if "vulns" in each} & ours
-    if not answered:
-        why = why or "its service knows none of the router's packages"
-        sys.stdout.write(f"audit: NOT DONE, nothing is known of any package: {why}\n")
-        return 0 if given.if_reachable else NOT_ASKED
-    concerning = 0
-    for name, said in advisories(told or ()):
-        concerning += name in ours
-        sys.stdout.write(f"audit: {'the router' if name in ours else 'beside it'}: {said}\n")
+    required = sbom.closure(sbom.ROOT, ())[0].keys() - {sbom.ROOT}
+    packages, why = look_up(shlex.split(given.by) if given.by else PIP_AUDIT)
+    known = {sbom.normal(package["name"]) for package in packages or () if "vulns" in package}
+    known &= required
+    if not known:
+        why = why or "the service knows none of the router's packages"
+        sys.stdout.write(f"audit: NOT DONE, no package could be looked up: {why}\n")
+        return 0 if given.if_reachable else UNREACHABLE
+    count = 0
+    for name, line in advisories(packages or ()):
+        count += name in required
+        sys.stdout.write(f"audit: {'router' if name in required else 'other'}: {line}\n")
     sys.stdout.write(
-        f"audit: {concerning or 'no'} advisories on the {len(answered)} packages asked about, of "
-        f"{len(ours)} that the router is made of\n"
+        f"audit: {count or 'no'} advisories for {len(known)} of the router's {len(required)} "
+        "packages\n"
     )
-    return FOUND if concerning else 0
+    return FOUND if count else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Prints a program that is a headless Chromium: one on the PATH, or else Debian's package with the
-# libraries that are missing here, unpacked into a cache.
+# Print the path of a headless Chromium: from the PATH, or else Debian's package with the missing
+# libraries, unpacked into a cache.
 set -euo pipefail
 
-for each in chromium-headless-shell chromium chromium-browser google-chrome; do
-    command -v $each && exit 0
+for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+    command -v $name && exit 0
 done
 program=chromium wanted=chromium
 . "$(dirname "$0")/debian.sh"
@@ -27,8 +27,8 @@ END
     cat >unpacked/run <<'END'
 #!/usr/bin/env bash
 here=$(dirname "$(readlink -f "$0")")
-for each in "$here"/usr/lib/*-linux-gnu "$here"/usr/lib/*-linux-gnu/pulseaudio; do
-    LD_LIBRARY_PATH=$each${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+for folder in "$here"/usr/lib/*-linux-gnu "$here"/usr/lib/*-linux-gnu/pulseaudio; do
+    LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 done
 export LD_LIBRARY_PATH FONTCONFIG_FILE=$here/fonts.conf
 exec "$here/usr/lib/chromium/chromium-headless-shell" "$@"

@@ -1,7 +1,7 @@
-# For scripts that fetch a program from Debian where it is not installed: sourced by them. They set
-# `program`, `wanted` (what they look for on the PATH), and `fetch`, which downloads packages here by
-# `apt`. Nothing is installed, and nobody need be root.
-cache=${XDG_CACHE_HOME:-${HOME:?is not set, so nobody knows where to keep what is fetched}/.cache}
+# Sourced by scripts that need a program from Debian that is not installed. They set `program`, `wanted`
+# (the commands on the PATH) and the function `fetch`, which downloads packages with `apt`. Nothing is
+# installed, and root is not needed.
+cache=${XDG_CACHE_HOME:-${HOME:?is not set; set it or XDG_CACHE_HOME}/.cache}
 cache+=/vllm-sched/$program
 
 fail() {
@@ -9,40 +9,40 @@ fail() {
     exit 1
 }
 
-lists=() # the machine's own
-patience=(-o Acquire::Retries=5 -o Acquire::http::Timeout=30 -o Acquire::https::Timeout=30)
-apt() { apt-get -qq -o APT::Sandbox::User= "${patience[@]}" "${lists[@]}" "$@" 2>>apt.log; }
+lists=() # the machine's package lists
+timeouts=(-o Acquire::Retries=5 -o Acquire::http::Timeout=30 -o Acquire::https::Timeout=30)
+apt() { apt-get -qq -o APT::Sandbox::User= "${timeouts[@]}" "${lists[@]}" "$@" 2>>apt.log; }
 
-# Leaves the packages' files in ./unpacked, of a folder of its own that is gone at the end.
+# Unpack the packages into ./unpacked of a temporary folder.
 unpack() {
-    for each in apt-get dpkg; do
-        command -v $each >/dev/null || fail "not installed, and without $each it can't be fetched"
+    for command in apt-get dpkg; do
+        command -v $command >/dev/null || fail "not installed, and $command, which would fetch it, is missing"
     done
     mkdir -p "$(dirname "$cache")"
     work=$(mktemp -d "$cache.XXXXXX")
     trap 'rm -rf "$work"' EXIT
     cd "$work"
     if ! fetch; then
-        # Those may be missing or old, and belong to root: then some of our own.
+        # The machine's lists may be missing or old: use new ones.
         lists=(-o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache")
         mkdir -p lists/partial cache/archives/partial
         apt update >>apt.log || true
         : >apt.log
         fetch || {
             sed "s/^/$program: /" apt.log >&2
-            fail "apt has no package of it to give"
+            fail "apt found no package"
         }
     fi
     mkdir unpacked
-    for each in *.deb; do dpkg -x "$each" unpacked; done
+    for package in *.deb; do dpkg -x "$package" unpacked; done
 }
 
-# Puts ./unpacked where the next call finds it, if the program RUNS there.
-keep() { # RUNS...
+# Move ./unpacked into the cache if PROGRAM in it runs.
+keep() { # PROGRAM
     "unpacked/$1" --version >version 2>&1 || {
         sed "s/^/$program: /" version >&2
-        fail "what apt gave does not run here"
+        fail "the program from apt does not run here"
     }
     rm -rf "$cache"
-    mv unpacked "$cache" 2>/dev/null || [ -x "$cache/$1" ] # somebody else was quicker
+    mv unpacked "$cache" 2>/dev/null || [ -x "$cache/$1" ] # another process has moved its own
 }

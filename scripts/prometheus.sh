@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the folder that `prometheus` and `promtool` are in: those on the PATH, or else Debian's
-# package, unpacked into a cache.
+# Print the folder with `prometheus` and `promtool`: from the PATH, or else Debian's package, unpacked
+# into a cache.
 set -euo pipefail
 
 if tool=$(command -v promtool) && command -v prometheus >/dev/null; then
@@ -9,7 +9,7 @@ if tool=$(command -v promtool) && command -v prometheus >/dev/null; then
 fi
 program=prometheus wanted="prometheus and promtool" bin=usr/bin
 . "$(dirname "$0")/debian.sh"
-fetch() { apt download prometheus >>apt.log; } # needs no library
+fetch() { apt download prometheus >>apt.log; } # it needs no libraries
 if ! [ -x "$cache/$bin/prometheus" ] || ! [ -x "$cache/$bin/promtool" ]; then
     unpack
     keep $bin/promtool

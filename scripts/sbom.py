@@ -1,12 +1,11 @@
-"""Write what a distribution is made of, as a CycloneDX 1.6 document.
+"""Write the dependencies of a distribution as a CycloneDX 1.6 document.
 
-    python scripts/sbom.py > sbom.json                    what the router needs
-    python scripts/sbom.py --extra cpu --extra otel       and with extras
-    python scripts/sbom.py --all                          everything that is installed here
+    python scripts/sbom.py > sbom.json                    the router's dependencies
+    python scripts/sbom.py --extra cpu --extra otel       with extras
+    python scripts/sbom.py --all                          all installed packages
 
-It reads the metadata of what is installed, and asks nobody: the same environment gives the same
-document, byte for byte. Feed it, or the environment itself, to a scanner that knows advisories:
-`pip-audit` does where its service can be reached, which a build without a network cannot.
+The script reads the installed packages' metadata and needs no network: the same environment gives
+the same document, byte for byte. `scripts/audit.py` looks up advisories.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from packaging.requirements import Requirement
 
 ROOT = "vllm-sched"
 SPEC = "1.6"
-LONGEST_LICENCE = 100  # some put the whole text there
+MAX_LICENCE_CHARS = 100  # some packages have the licence's whole text
 
 
 def normal(name: str) -> str:
-    """Write a name as PyPI does."""
+    """Return a name in PyPI's normal form."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs(found: Distribution, extras: Iterable[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Name what a distribution requires here, and with which extras."""
+    """Yield the requirements of a distribution on this platform, with their extras."""
     environments = [{"extra": extra} for extra in ("", *extras)]
     for line in found.requires or ():
         wanted = Requirement(line)
@@ -44,7 +43,7 @@ def needs(found: Distribution, extras: Iterable[str]) -> Iterator[tuple[str, fro
 def closure(
     root: str, extras: Iterable[str]
 ) -> tuple[dict[str, Distribution], dict[str, set[str]]]:
-    """Find all that a distribution needs, and who needs whom; what is missing is left out."""
+    """Return the installed dependencies of a distribution, and the edges between them."""
     found: dict[str, Distribution] = {}
     edges: dict[str, set[str]] = {}
     done: set[tuple[str, frozenset[str]]] = set()
@@ -65,18 +64,18 @@ def closure(
 
 
 def licence(found: Distribution) -> str:
-    """Say under which licence it says that it is."""
-    said = found.metadata
-    for text in (said.get("License-Expression"), said.get("License")):
-        if text and len(text) < LONGEST_LICENCE and "\n" not in text:
+    """Return the licence from a distribution's metadata."""
+    metadata = found.metadata
+    for text in (metadata.get("License-Expression"), metadata.get("License")):
+        if text and len(text) < MAX_LICENCE_CHARS and "\n" not in text:
             return text
-    classes = (each.split(" :: ")[-1] for each in said.get_all("Classifier") or ()
-               if each.startswith("License :: "))  # fmt: skip
+    classes = (text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or ()
+               if text.startswith("License :: "))  # fmt: skip
     return " AND ".join(sorted({*classes} - {"OSI Approved"})) or "unknown"
 
 
 def component(name: str, found: Distribution) -> dict[str, Any]:
-    """Describe one."""
+    """Return the component of one distribution."""
     purl = f"pkg:pypi/{name}@{found.version}"
     return {
         "type": "library",
@@ -89,7 +88,7 @@ def component(name: str, found: Distribution) -> dict[str, Any]:
 
 
 def document(root: str, extras: Iterable[str], *, everything: bool = False) -> dict[str, Any]:
-    """Describe a distribution with all that it needs."""
+    """Return the document of a distribution and its dependencies."""
     parts, edges = closure(root, extras)
     if everything:
         parts |= {normal(each.metadata["Name"]): each for each in distributions()}
@@ -115,7 +114,7 @@ def document(root: str, extras: Iterable[str], *, everything: bool = False) -> d
 
 
 def main() -> int:
-    """Print it."""
+    """Print the document."""
     options = argparse.ArgumentParser(prog="scripts/sbom.py", description=__doc__)
     options.add_argument("--extra", action="append", default=[])
     options.add_argument("--all", action="store_true")

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from tests.programs import untested
 
 pytest_plugins = ["tests.parallel", "tests.starts"]
 
-# What a shell, a CI service or a proxy tells all programs is not meant for those under test: what
-# they print is plain and as wide as ever, and what listens on this machine is asked straight.
-for told in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
-    os.environ.pop(told, None)
-# Of the two spellings the first counts where both are there; `*` only where it is alone.
-if (straight := os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")) != "*":
-    straight = ",".join(filter(None, (straight, "localhost,127.0.0.1,::1")))
-    os.environ |= {"no_proxy": straight, "NO_PROXY": straight}
+# Settings of a shell or a CI service must not change the output of programs under test. Requests to
+# this machine must not go through a proxy.
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
+# Lower case has precedence. `*` has its meaning only if it is the whole value.
+if (no_proxy := os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")) != "*":
+    no_proxy = ",".join(filter(None, (no_proxy, "localhost,127.0.0.1,::1")))
+    os.environ |= {"no_proxy": no_proxy, "NO_PROXY": no_proxy}
 
-# Routers under test are made of the sources at hand, unless a test is about compiled ones.
+# Routers under test run plain modules, except in tests of compiled modules.
 os.environ.setdefault("VLLM_SCHED_COMPILED", "0")
 
-# Tests that choose at random choose the same in each run, so that a change is judged by itself;
-# `make explore` has them choose anew.
+# Property tests use the same examples in each run; `make explore` has them use new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")
 
-# A shell without job control has what it starts in the background ignore Ctrl-C: tests press it.
+# A shell without job control starts background processes with SIGINT ignored, but tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hints about the speed of a model that is never run; each scheduler made repeats them.
-for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):
-    logging.getLogger(chatty).setLevel(logging.ERROR)
+# Each scheduler repeats hints about the speed of a model that is never run.
+for name in ("vllm.platforms.cpu", "vllm.config.vllm"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def pytest_sessionstart() -> None:
-    """Refuse to test plain modules as compiled ones."""
-    from proxy.compiled.locate import SWITCH, in_use, kind  # not before the switch above is set
+    """Stop if compiled modules are to be tested and there are none."""
+    from proxy.compiled.locate import SWITCH, in_use, kind  # after the switch is set
 
     if os.environ[SWITCH] == "1" and not in_use():
         pytest.exit(
@@ -51,10 +50,10 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what replaces a part of a module, or looks inside, where that is compiled."""
+    """Skip tests that need plain modules if compiled modules are in use."""
     if (mark := item.get_closest_marker("plain")) is None:
         return
-    from proxy.compiled.locate import in_use  # not before the switch above is set
+    from proxy.compiled.locate import in_use  # after the switch is set
 
     if in_use():
         pytest.skip(f"{mark.args[0]}: for plain modules")
@@ -62,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say last of all what was not tested for want of a program, lest a run looks whole."""
+    """Print last which tests were skipped because a program is missing."""
     yield
     skipped = terminalreporter.stats.get("skipped", [])
     if lines := untested([report.longrepr[2] for report in skipped]):

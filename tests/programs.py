@@ -1,4 +1,4 @@
-"""Programs that scripts fetch where they are not installed, and what is not tested without them."""
+"""Programs that scripts fetch, and the tests that are skipped without them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
-lacking: dict[str, str] = {}  # programs, and why there are none
+missing: dict[str, str] = {}  # the reason by program
 
 
 @functools.cache
 def _fetched(name: str) -> str:
     done = subprocess.run([SCRIPTS / f"{name}.sh"], capture_output=True, text=True)
     if done.returncode:
-        lacking[name] = done.stderr.strip()
+        missing[name] = done.stderr.strip()
     return done.stdout.strip()
 
 
 def fetched(name: str) -> str:
-    """Return what a script prints; without it the test is skipped, unless somebody counts on it."""
+    """Return a script's output; if it fails, skip the test, or fail it with CI set."""
     found = _fetched(name)
-    if name not in lacking:
+    if name not in missing:
         return found
     if os.environ.get("CI"):
-        pytest.fail(lacking[name])
-    pytest.skip(lacking[name])
+        pytest.fail(missing[name])
+    pytest.skip(missing[name])
 
 
 def untested(reasons: list[str]) -> list[str]:
-    """Say of each program that is lacking how many tests were skipped for it, of all that were."""
+    """Return a line for each missing program, with the number of skipped tests."""
     return [
-        f"{sum(reason.endswith(why) for reason in reasons)} tests want {name} and were skipped; "
+        f"{sum(reason.endswith(why) for reason in reasons)} tests need {name} and were skipped; "
         f"with CI=1 they fail. {why}"
-        for name, why in lacking.items()
+        for name, why in missing.items()
     ]

@@ -1,4 +1,4 @@
-"""Count the engines that a run starts in all its processes, print the count, and bound it.
+"""Count the engines that all processes of a run start, print the count, and limit it.
 
 Tests that use an engine are marked `engine`.
 """
@@ -13,14 +13,14 @@ import pytest
 
 from tests.counting.engine_starts import VARIABLE
 
-MOST = 12
+MAX_STARTS = 12
 TESTS = Path(__file__).parent
 PLUGIN = TESTS / "counting"
 FLEET = TESTS / "fleet"  # all of its tests use an engine; other files mark their own
 
 
 class Starts:
-    """The count of this run."""
+    """The engine starts of one run."""
 
     def __init__(self) -> None:
         handle, name = tempfile.mkstemp(prefix="engine-starts-")
@@ -33,17 +33,19 @@ class Starts:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Count the starts; a run with too many fails."""
+        """Count the starts, and fail a run with too many."""
         self.count = len(self._file.read_text().splitlines())
         self._file.unlink()
-        if self.count > MOST and session.exitstatus == pytest.ExitCode.OK:
+        if self.count > MAX_STARTS and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print how many there were."""
+        """Print the count."""
         if self.count:
-            most = f", of {MOST} at most" if self.count > MOST else ""
-            terminalreporter.line(f"engine starts: {self.count}{most}", red=self.count > MOST)
+            limit = f", of {MAX_STARTS} at most" if self.count > MAX_STARTS else ""
+            terminalreporter.line(
+                f"engine starts: {self.count}{limit}", red=self.count > MAX_STARTS
+            )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -53,5 +55,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count from here on."""
+    """Start to count."""
     config.pluginmanager.register(Starts())

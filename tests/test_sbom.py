@@ -1,4 +1,4 @@
-"""What the router is made of, listed; and that it stays little."""
+"""The list of the router's dependencies, and its limits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST = 45  # that the router may bring with it, all told
-# By substring: what may not be passed on under our licence would have to be talked about first.
-NOT_WANTED = ("AGPL", "GPL-", "GNU General", "unknown", "Proprietary")
+MAX_PACKAGES = 45
+# Parts of the names of licences that do not fit this project's.
+REFUSED_LICENCES = ("AGPL", "GPL-", "GNU General", "unknown", "Proprietary")
 HEAVY = {"vllm", "torch", "transformers", "numpy"}
 
 
@@ -39,11 +39,11 @@ def test_it_lists_the_router_and_all_it_needs(listed: dict[str, Any]) -> None:
 
 
 def test_it_is_little_and_free(listed: dict[str, Any]) -> None:
-    assert len(listed["components"]) <= MOST
+    assert len(listed["components"]) <= MAX_PACKAGES
     for each in listed["components"]:
         [licence] = each["licenses"]
         said = licence["license"]["name"]
-        assert not any(word in said for word in NOT_WANTED), (each["name"], said)
+        assert not any(word in said for word in REFUSED_LICENCES), (each["name"], said)
         assert each["purl"] == f"pkg:pypi/{each['name']}@{each['version']}"
 
 

@@ -1,4 +1,4 @@
-"""A run in which too many engines start fails, and says how many there were."""
+"""A run that starts too many engines fails and prints the count."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.starts import MOST
+from tests.starts import MAX_STARTS
 
 ROOT = Path(__file__).parents[1]
-# As many processes as engines: each notes its own.
+# One process for each engine.
 STARTS = """
 import os, subprocess, sys
 NOTE = "import engine_starts as e, os; e.note(os.environ[e.VARIABLE], 'tiny')"
@@ -22,11 +22,15 @@ def test_it():
 
 
 @pytest.mark.parametrize(
-    ("count", "status", "said"),
-    [(0, 0, ""), (2, 0, "engine starts: 2\n"), (MOST + 1, 1, "engine starts: 13, of 12 at most\n")],
+    ("count", "status", "line"),
+    [
+        (0, 0, ""),
+        (2, 0, "engine starts: 2\n"),
+        (MAX_STARTS + 1, 1, "engine starts: 13, of 12 at most\n"),
+    ],
 )
 def test_the_starts_of_all_processes_are_counted(
-    tmp_path: Path, count: int, status: int, said: str
+    tmp_path: Path, count: int, status: int, line: str
 ) -> None:
     (tmp_path / "test_it.py").write_text(STARTS.format(count=count))
     done = subprocess.run(
@@ -39,4 +43,4 @@ def test_the_starts_of_all_processes_are_counted(
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == status
     assert ("engine starts" in done.stdout) == bool(count)
-    assert said in done.stdout
+    assert line in done.stdout

@@ -47,8 +47,8 @@ def log_routes(logs: Logs) -> APIRouter:
 
     @api.put("/logs", summary="Change the log settings until the fleet file is read again")
     async def change(change_request: LogsChange) -> LogsShown:
-        if logs.tell_all is not None:
-            await logs.tell_all(change_request.requests, change_request.levels)
+        if logs.change_all is not None:
+            await logs.change_all(change_request.requests, change_request.levels)
         else:
             logs.change(change_request.requests, change_request.levels)
         return shown(logs)

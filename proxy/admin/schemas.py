@@ -153,7 +153,7 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     model = question.model or default_model
     if model not in (known := router.fleet.roster.models()):
         return shown_answer(
-            model_not_served(model, known, all_told=router.fleet.roster.all_told(model))
+            model_not_served(model, known, all_listed=router.fleet.roster.all_listed(model))
         )
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit

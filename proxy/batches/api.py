@@ -295,7 +295,7 @@ class BatchApiRequest:
             message = f"{file.id} has the purpose {file.purpose!r}; it must be 'batch'."
             raise RefusedRequestError(400, message, "input_file_id")
         await api.store(Store.add_batch, batch)
-        api.scheduler.tell()
+        api.scheduler.wake()
         return batch_shown(batch)
 
     async def _file(self, file_id: str) -> File:
@@ -323,7 +323,7 @@ class BatchApiRequest:
             batch = await api.store(Store.batch, self._tenant, batch_id)
         else:
             batch = await api.store(Store.cancel, self._tenant, batch_id, api.wall())
-            api.scheduler.tell()
+            api.scheduler.wake()
         if batch is None:
             raise RefusedRequestError(404, f"No batch found with id '{batch_id}'.", "id")
         if action is not None and not batch.active:

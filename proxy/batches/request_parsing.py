@@ -135,11 +135,11 @@ def page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
         fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
     except ValueError:
         raise RefusedRequestError(400, "The query has more than 16 fields.") from None
-    usual, most = (FILES_PAGE, MAX_FILES_PAGE) if of_files else (PAGE, MAX_PAGE)
+    usual, maximum = (FILES_PAGE, MAX_FILES_PAGE) if of_files else (PAGE, MAX_PAGE)
     limit = fields.get("limit", str(usual))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= most):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= maximum):
         raise RefusedRequestError(
-            400, f"{limit[:20]!r}: 'limit' must be a number from 1 to {most}.", "limit"
+            400, f"{limit[:20]!r}: 'limit' must be a number from 1 to {maximum}.", "limit"
         )
     order = fields.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -93,7 +93,7 @@ class BatchScheduler:
     def in_flight(self) -> int:
         return sum(len(running.requests) for running in self._running.values())
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Wake the scheduler, because a batch changed."""
         self._next_poll = -inf
         self._wakeup.set()
@@ -101,7 +101,7 @@ class BatchScheduler:
     def purge_soon(self) -> None:
         """Delete expired data in the next turn."""
         self._next_purge = self._paused_until = -inf
-        self.tell()
+        self.wake()
 
     async def run(self) -> None:
         """Run until cancelled; turns do nothing while another process holds the folder's lock."""

@@ -47,7 +47,7 @@ class Batches:
     async def start(self) -> None:
         """Open the store and start the scheduler; raise `ProxyError` if the folder is unusable."""
         await self.keeper.open()
-        self._wire.desk = self._api
+        self._wire.extension = self._api
         self._wire.metrics.batches = self.lane.counts
         self._task = asyncio.create_task(self.lane.run(), name="batches")
 

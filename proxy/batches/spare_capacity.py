@@ -34,7 +34,7 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     if not model and len(known) == 1:
         model = known[0]
     if not fleet.roster.serves(model):
-        return fleet.roster.all_told(model)
+        return fleet.roster.all_listed(model)
     if router.queue.has(model):
         return False
     fair, pool = router.settings.fairness, fleet.roster.pool(model)

@@ -65,8 +65,8 @@ class InputFileCheck:
         end = len(piece) if is_last else piece.rfind(b"\n") + 1
         self._slice = SLICE_BYTES if end else 2 * self._slice
         found: list[InputLine] = []
-        at, most = 0, self._number + SLICE_LINES
-        while at < end and self._number < most and not self.over:
+        at, last_number = 0, self._number + SLICE_LINES
+        while at < end and self._number < last_number and not self.over:
             stop = piece.find(b"\n", at, end)
             raw = piece[at : stop if stop >= 0 else end]
             self._at = begun + at + len(raw) + 1

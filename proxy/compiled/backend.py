@@ -82,17 +82,17 @@ def build_wheel(
 
 def _compiled() -> Path | None:
     if os.environ.get(SWITCH) == "0":
-        _say(f"the wheel has plain modules: {SWITCH} is 0")
+        _print(f"the wheel has plain modules: {SWITCH} is 0")
         return None
     folder = locate.found()
     if folder is None:
-        _say(f"compiling the router's modules takes some minutes; {SWITCH}=0 skips it")
+        _print(f"compiling the router's modules takes some minutes; {SWITCH}=0 skips it")
         try:
             folder = build.build()
         except (CompileError, OSError) as error:
-            _say(f"the wheel has plain modules, because compiling failed: {error}")
+            _print(f"the wheel has plain modules, because compiling failed: {error}")
             return None
-    _say(f"the wheel has compiled modules: {folder.name}")
+    _print(f"the wheel has compiled modules: {folder.name}")
     return folder
 
 
@@ -132,5 +132,5 @@ def _hash(text: bytes) -> str:
     return urlsafe_b64encode(sha256(text).digest()).rstrip(b"=").decode()
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     print(f"vllm-sched: {message}", file=sys.stderr, flush=True)  # noqa: T201

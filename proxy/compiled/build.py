@@ -53,22 +53,22 @@ def build() -> Path:
         BUILT.mkdir(exist_ok=True)
         BUILT.chmod(0o755)  # any user may run the router, so ignore the umask
         # Renamed when complete: a starting router sees all of it or nothing.
-        aside = Path(tempfile.mkdtemp(prefix="making-", dir=BUILT))
+        staging = Path(tempfile.mkdtemp(prefix="making-", dir=BUILT))
     except OSError as error:
         raise CompileError(f"{error}; run it as the user that installed vllm-sched") from None
     try:
-        _run([sys.executable, "-m", __spec__.name, str(aside)], aside)
-        _run([sys.executable, "-c", LOAD_ALL, str(aside), *hot_names()], aside)
-        shutil.rmtree(aside / "temp")
+        _run([sys.executable, "-m", __spec__.name, str(staging)], staging)
+        _run([sys.executable, "-c", LOAD_ALL, str(staging), *hot_names()], staging)
+        shutil.rmtree(staging / "temp")
         if BUILT / name() != folder:
             raise CompileError("sources changed during the build; compile again")
-        aside.chmod(0o755)
-        aside.rename(folder)
+        staging.chmod(0o755)
+        staging.rename(folder)
     except OSError as error:
         if not folder.is_dir():  # otherwise another process built the same sources first
             raise CompileError(str(error)) from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     for other in BUILT.glob(f"{PLATFORM}-*"):  # of older sources
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)

@@ -31,7 +31,6 @@ POLICY_FLAGS = {
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 # The connectors that use transfer.addresses, with the format of an address.
 ADDRESS_FORMATS = {
-    "p2p-nccl": (re.compile(r"[\w.-]+:\d{1,5}", re.ASCII), "host:port"),
     "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
     "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
 }
@@ -273,27 +272,16 @@ def check_transfer(draft: PartialConfig) -> Iterator[Problem]:
     if transfer.addresses and connector not in ADDRESS_FORMATS:
         yield Problem("transfer.addresses", f"{connector} does not use addresses; leave them out")
     elif connector in ADDRESS_FORMATS:
-        yield from _address_problems(transfer, workers if is_known else ())
+        yield from _address_problems(transfer)
 
 
-def _address_problems(
-    transfer: TransferConfig, workers: Iterable[WorkerConfig]
-) -> Iterator[Problem]:
+def _address_problems(transfer: TransferConfig) -> Iterator[Problem]:
     pattern, example = ADDRESS_FORMATS[transfer.connector]
     for name, address in transfer.addresses.items():
         if not pattern.fullmatch(address) or any(
             int(port) > LAST_PORT for port in PORT.findall(address)
         ):
             yield Problem(f"transfer.addresses.{name}", f"{address!r}: write it as {example}")
-    if transfer.connector != "p2p-nccl":
-        return
-    for worker in workers:
-        if worker.role in OTHER_ROLE and worker.name not in transfer.addresses:
-            yield Problem(
-                "transfer.addresses",
-                f"{worker.name!r} is missing: p2p-nccl needs the address of every prefill and "
-                f"decode worker; give {worker.name}: {example}",
-            )
 
 
 CHECKS: tuple[Check, ...] = (

@@ -254,7 +254,7 @@ class RoutingConfig(Block):
 class TransferConfig(Block):
     """vLLM's KV connector, which moves a prompt's KV cache from prefill to decode workers."""
 
-    connector: Literal["nixl", "shared-storage", "mooncake", "lmcache", "p2p-nccl"] = Field(
+    connector: Literal["nixl", "shared-storage", "mooncake", "lmcache"] = Field(
         description="Connector that the workers run"
     )
     mode: Literal["pull", "push"] = Field(
@@ -273,10 +273,9 @@ class TransferConfig(Block):
     )
     addresses: dict[str, Name] = Field(
         default_factory=dict,
-        description="The connector's address on each worker, by worker name. p2p-nccl: host:port "
-        "of every prefill and decode worker. mooncake: http://host:port of a prefill worker's "
-        "bootstrap server, if its port is not 8998. lmcache: host:init_port:alloc_port of a "
-        "decode worker that prefill workers push to",
+        description="The connector's address on each worker, by worker name. mooncake: "
+        "http://host:port of a prefill worker's bootstrap server, if its port is not 8998. "
+        "lmcache: host:init_port:alloc_port of a decode worker that prefill workers push to",
     )
     warmup: bool = Field(
         True,

@@ -173,7 +173,7 @@ class WorkerConfig(Block):
         return self._number_of("--max-model-len")
 
     @property
-    def seats(self) -> int | None:
+    def slots(self) -> int | None:
         """Number of slots: `--max-num-seqs` times the number of data-parallel engines."""
         slots = self._number_of("--max-num-seqs")
         engines = self._number_of("--data-parallel-size", "-dp")

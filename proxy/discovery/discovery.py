@@ -65,7 +65,7 @@ class Discovery:
     def counts(self) -> list[tuple[str, bool, int]]:
         """Return each pool's name, whether its source works, and its number of workers."""
         return [
-            (pool.config.name, pool.heard_at is not None and pool.why is None, len(pool.known))
+            (pool.config.name, pool.updated_at is not None and pool.why is None, len(pool.known))
             for pool in self.pools
         ]
 

@@ -48,14 +48,14 @@ class Backoff:
     """Exponential pauses with jitter."""
 
     def __init__(self) -> None:
-        self._most = FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
 
     def pause(self) -> float:
-        most, self._most = self._most, min(self._most * 2, MAX_PAUSE_S)
-        return most * random.uniform(0.5, 1.0)
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, MAX_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        self._most = FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
 
 
 class KubernetesSource:

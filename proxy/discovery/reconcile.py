@@ -33,20 +33,20 @@ class DiscoveredPool:
         self.known: Endpoints = {}
         self.kept: frozenset[str] = frozenset()  # known, but no longer in the source
         self.why: str | None = None  # why the source does not work
-        self.heard_at: float | None = None
+        self.updated_at: float | None = None
         self._changed = changed
 
     def update(self, endpoints: Endpoints) -> None:
         """Replace the endpoints; keep the old ones if all of them disappeared at once."""
-        if self.heard_at is None and not endpoints:
+        if self.updated_at is None and not endpoints:
             logger.warning("discovery of pool %s: no worker found yet", self.config.name)
-        self.heard_at = time.monotonic()
+        self.updated_at = time.monotonic()
         if self.why is not None:
             self.why = None
             logger.info("discovery of pool %s: works again", self.config.name)
-        stayed = {name: each for name, each in self.known.items() if not each.leaving}
+        stayed = {name: endpoint for name, endpoint in self.known.items() if not endpoint.leaving}
         lost = stayed.keys() - endpoints.keys()
-        if lost and all(each.leaving for each in endpoints.values()):
+        if lost and all(endpoint.leaving for endpoint in endpoints.values()):
             if not self.kept:
                 logger.warning(
                     "discovery of pool %s: all %d workers disappeared without leaving; workers "
@@ -72,12 +72,12 @@ class DiscoveredPool:
     def give_up(self, names: frozenset[str]) -> None:
         """Drop endpoints that were kept."""
         self.kept -= names
-        self.known = {name: each for name, each in self.known.items() if name not in names}
+        self.known = {name: endpoint for name, endpoint in self.known.items() if name not in names}
         self._changed()
 
     def members(self) -> Iterator[tuple[Endpoint, bool]]:
         """Yield each endpoint, and whether it takes requests."""
-        any_ready = any(each.ready and not each.leaving for each in self.known.values())
+        any_ready = any(endpoint.ready and not endpoint.leaving for endpoint in self.known.values())
         for endpoint in self.known.values():
             yield endpoint, not endpoint.leaving and (endpoint.ready or not any_ready)
 

@@ -180,8 +180,8 @@ def _prefills(worker: Worker) -> float:
 
 
 def _ahead_s(worker: Worker) -> float:
-    # `strange_tokens`: prefills that this router did not send.
-    return worker.pace.token_s * (worker.prefill_tokens + worker.strange_tokens)
+    # `foreign_tokens`: prefills that this router did not send.
+    return worker.pace.token_s * (worker.prefill_tokens + worker.foreign_tokens)
 
 
 def _queue(worker: Worker, now: float) -> float:

@@ -42,14 +42,14 @@ class HttpClient:
         self._tls = tls
         self._line: HttpConnection | None = None
 
-    async def get(self, path: str, most: int) -> Answer:
+    async def get(self, path: str, max_bytes: int) -> Answer:
         """Return the response, of at most `most` bytes.
 
         Raises `ProbeResponseError`, `TlsError`, `OSError`, or `ValueError` for an invalid host.
         """
         request = b"GET %b HTTP/1.1\r\n%b" % (path.encode(), self._head)
         try:
-            return await self._ask(request, most)
+            return await self._ask(request, max_bytes)
         except BaseException:  # a late response must not answer the next request
             self.close()
             raise
@@ -59,10 +59,10 @@ class HttpClient:
             self._line.close()
             self._line = None
 
-    async def _ask(self, request: bytes, most: int) -> Answer:
+    async def _ask(self, request: bytes, max_bytes: int) -> Answer:
         tls = to_worker(self._tls)  # a new context if the files changed
         if self._line is not None and self._line.is_usable and self._line.tls is tls:
-            answer = await self._line.ask(request, most)
+            answer = await self._line.ask(request, max_bytes)
             if answer is not None:
                 return answer
         self.close()
@@ -70,7 +70,7 @@ class HttpClient:
         # Set before it is connected, so that `close` works during `connect`.
         self._line = line = HttpConnection(tls)
         await connect(lambda: line, host, port, tls)
-        answer = await line.ask(request, most)
+        answer = await line.ask(request, max_bytes)
         if answer is None:
             raise ProbeResponseError("it closed the connection without a response")
         return answer
@@ -84,7 +84,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer | None] | None = None
-        self._most = 0
+        self._max_bytes = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -97,12 +97,12 @@ class HttpConnection(asyncio.Protocol):
         """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, request: bytes, most: int) -> Answer | None:
+    async def ask(self, request: bytes, max_bytes: int) -> Answer | None:
         """Return the response; None if the connection ended before its first byte."""
         if self._transport is None:
             return None
         self._begin()
-        self._most = most
+        self._max_bytes = max_bytes
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
@@ -127,8 +127,8 @@ class HttpConnection(asyncio.Protocol):
             self._fail("it switched protocols")
         except httptools.HttpParserError as error:
             self._fail(f"its response is not HTTP: {error}")
-        if self._answer is not None and self._came > self._most:
-            self._fail(f"its response has more than {self._most} bytes")
+        if self._answer is not None and self._came > self._max_bytes:
+            self._fail(f"its response has more than {self._max_bytes} bytes")
 
     def connection_lost(self, error: Exception | None) -> None:
         """End a response that has no length; fail any other."""

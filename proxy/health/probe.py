@@ -85,7 +85,7 @@ class WorkerProbe:
         self._models: Models | None = None
         self._contexts = 0, 0  # configured and reported
         self._gauges: Gauges | None = None
-        self._said: str | None = None  # the last reason that was logged
+        self._logged_reason: str | None = None  # the last reason that was logged
         self._been_up = False
         self._written = 0
 
@@ -167,7 +167,7 @@ class WorkerProbe:
         if self._fleet.health.probe_ok(name, self._prober.clock()):
             logger.info("worker %s is up", name)
             self._been_up = True
-            self._said = None
+            self._logged_reason = None
 
     def _take(self, models: Models) -> None:
         worker = self._worker
@@ -191,7 +191,10 @@ class WorkerProbe:
     def _compare_contexts(self) -> None:
         """Log once if the worker reports a shorter context than configured."""
         worker = self._worker
-        contexts = stated, reported = worker.spec.max_model_len or 0, worker.told_max_model_len or 0
+        contexts = stated, reported = (
+            worker.spec.max_model_len or 0,
+            worker.reported_max_model_len or 0,
+        )
         if contexts != self._contexts and stated > reported > 0:
             logger.warning(
                 "worker %s reports a context of %d tokens, less than its max_model_len of %d",
@@ -207,12 +210,12 @@ class WorkerProbe:
         self._fleet.health.probe_failed(
             self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS]
         )
-        if not self._worker.up and why != self._said:
+        if not self._worker.up and why != self._logged_reason:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)
             else:  # it may still be loading
                 logger.info("worker %s is not up yet: %s", self._worker.name, why)
-            self._said = why
+            self._logged_reason = why
 
 
 def restarted(before: Gauges | None, after: Gauges | None) -> bool:

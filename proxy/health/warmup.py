@@ -209,9 +209,9 @@ class Warmup:
         mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")
         request_id = connector.request_id(pair) or pair.id.encode()
-        asked = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
+        fields = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # If the first token ended the sequence, there would be no blocks to fetch.
-        body = orjson.dumps({**asked, "ignore_eos": True})
+        body = orjson.dumps({**fields, "ignore_eos": True})
         ask = _ask(prefill.model)
         first = prefill_body(connector, pair, ask, body)
         taken = connector.taken(pair, await _post(session, prefill, first, request_id))

@@ -37,8 +37,8 @@ class BodyBudget:
         "_tenants",
     )
 
-    def __init__(self, most: int, tenants: Tenants | None = None, largest: int = 0) -> None:
-        self._max_bytes = self._common_limit = most
+    def __init__(self, max_bytes: int, tenants: Tenants | None = None, largest: int = 0) -> None:
+        self._max_bytes = self._common_limit = max_bytes
         self._max_body = largest
         self._tenants = tenants
         self._edition = 0 if tenants is None else tenants.edition
@@ -51,9 +51,9 @@ class BodyBudget:
     def held(self) -> int:
         return self._common_held + self._reserved_held()
 
-    def limit(self, most: int, largest: int) -> None:
+    def limit(self, max_bytes: int, largest: int) -> None:
         """Set new limits for the total and for one body."""
-        self._max_bytes, self._max_body = most, largest
+        self._max_bytes, self._max_body = max_bytes, largest
         self._recompute_shares()
 
     def account(self, tenant: Tenant | None) -> str | None:

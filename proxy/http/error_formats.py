@@ -59,16 +59,16 @@ def error_for(path: str, refusal: Refusal, request_id: bytes) -> bytes:
     return error(refusal.status, refusal.message, refusal.code, refusal.param)
 
 
-def error_event(manner: StreamFormat, message: str, code: str, number: int) -> bytes:
+def error_event(stream_format: StreamFormat, message: str, code: str, number: int) -> bytes:
     """Return the event that ends a stream after a worker failure."""
-    if manner is StreamFormat.COHERE:
+    if stream_format is StreamFormat.COHERE:
         end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
         return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(end)
-    if manner is StreamFormat.MESSAGES:
+    if stream_format is StreamFormat.MESSAGES:
         body: dict[str, Any] = {"type": "error", "error": _anthropic(WORKER_FAILED, message)}
         return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
     nested = _openai(WORKER_FAILED, message, code, None)
-    if manner is StreamFormat.CHAT:
+    if stream_format is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
     # OpenAI's clients raise an exception only if there is `error`, which is undocumented.

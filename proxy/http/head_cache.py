@@ -33,7 +33,7 @@ class KnownHead:
         return self._size + len(digits)
 
 
-def get_to_know(data: bytes, length: bytes) -> KnownHead | None:
+def learn_head(data: bytes, length: bytes) -> KnownHead | None:
     """Return the head at the start of `data`, or None."""
     end = data.find(b"\r\n\r\n") + 4
     at = data[:end].lower().find(CONTENT_LENGTH)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 import httptools
 
 from proxy.http.body_budget import BodyBudget, BodyCharge
-from proxy.http.head_cache import KnownHead, get_to_know
+from proxy.http.head_cache import KnownHead, learn_head
 from proxy.http.headers import RefusedError, malformed
 from proxy.http.request import Request, RequestHead, too_large
 
@@ -103,10 +103,10 @@ class HttpRequestParser:
 
     def owes_continue(self) -> bool:
         """Return True, once per request, if the client waits for 100 Continue."""
-        owes = self.state is ParserState.BODY and self._head.awaits_continue
-        if owes:
+        awaits = self.state is ParserState.BODY and self._head.awaits_continue
+        if awaits:
             self._head.awaits_continue = False
-        return owes
+        return awaits
 
     def feed(self, data: bytes) -> None:
         """Parse bytes; a `RefusedError` is final."""
@@ -228,7 +228,7 @@ class HttpRequestParser:
         head = self._head
         self._known_bytes = None
         if head.keep_alive and head.refusal is None and UNCACHED_HEADERS.isdisjoint(head.special):
-            self._known_bytes = get_to_know(data, head.special.get(b"content-length", b""))
+            self._known_bytes = learn_head(data, head.special.get(b"content-length", b""))
             self._known_head = head
 
     def _head_too_large(self) -> RefusedError:

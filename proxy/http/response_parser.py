@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httptools
 
-from proxy.http.head_cache import MAX_DIGITS, KnownHead, get_to_know
+from proxy.http.head_cache import MAX_DIGITS, KnownHead, learn_head
 from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, without
 
 # Bytes of head or framing; more than one read of the transport.
@@ -120,7 +120,7 @@ class ResponseParser:
     def _remember_head(self, data: bytes) -> None:
         head, self._known_bytes = self.head, None
         if head is not None and head.status == OK and head.length is not None:
-            known = get_to_know(data, head.length)
+            known = learn_head(data, head.length)
             if known is not None and len(data) - known.size(head.length) == int(head.length):
                 self._known_bytes, self._known_head = known, head
 

@@ -58,10 +58,10 @@ TOOL_CALL_START = b'"type":"tool-call-start"'  # the name is generated
 class EventStream:
     """The events of one response."""
 
-    __slots__ = ("_held", "_last", "_started", "count", "keep", "manner", "tokens", "torn")
+    __slots__ = ("_held", "_last", "_started", "count", "keep", "stream_format", "tokens", "torn")
 
     def __init__(self) -> None:
-        self.manner = StreamFormat.CHAT
+        self.stream_format = StreamFormat.CHAT
         self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
         self.torn = False  # a part of an event was forwarded
         self.tokens = 0  # in the last result of `feed`
@@ -107,7 +107,7 @@ class EventStream:
     @property
     def is_whole(self) -> bool:
         """True once the last event of the stream is complete."""
-        passed, last = b"".join(self._last), LAST_EVENTS.get(self.manner)
+        passed, last = b"".join(self._last), LAST_EVENTS.get(self.stream_format)
         if self.torn and _end_of_events(passed) < len(passed):
             return False
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
@@ -118,19 +118,21 @@ class EventStream:
     def error_event(self, message: str, code: str) -> bytes:
         """Return the event that ends the stream after a failure."""
         numbers = SEQUENCE_NUMBER.findall(b"".join(self._last))
-        return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
+        return error_event(
+            self.stream_format, message, code, int(numbers[-1]) + 1 if numbers else 0
+        )
 
     def _open(self, data: bytes) -> None:
         """Detect the format; skip events before the first token."""
-        if self.manner is not StreamFormat.CHAT:
+        if self.stream_format is not StreamFormat.CHAT:
             pass
         elif data.startswith(b"event:"):
             self.count = deltas_in
-            self.manner = (
+            self.stream_format = (
                 StreamFormat.RESPONSES if RESPONSES_EVENT.match(data) else StreamFormat.MESSAGES
             )
         elif COHERE_START in data:
-            self.manner, self.count = StreamFormat.COHERE, cohere_deltas_in
+            self.stream_format, self.count = StreamFormat.COHERE, cohere_deltas_in
         if self.count is choices_in:
             events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
             while events and not carries_token(events[0]):

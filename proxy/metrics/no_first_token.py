@@ -80,7 +80,7 @@ class NoFirstToken:
         if len(self.left) >= MAX_SERIES and (now := time.monotonic()) >= self._next_cleanup:
             self._next_cleanup = now + CLEANUP_INTERVAL_S
             stay = {worker.name for worker in self._workers} | {NONE, OTHER}
-            self.left = {each: found for each, found in self.left.items() if each[0] in stay}
+            self.left = {other: found for other, found in self.left.items() if other[0] in stay}
         if len(self.left) >= MAX_SERIES and key[0] != NONE:
             key = (OTHER, *key[1:])
         if (found := self.left.get(key)) is None:

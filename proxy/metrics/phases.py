@@ -65,5 +65,9 @@ class Phases:
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:
     page.histograms(
         PHASES,
-        (((*key, phase), seen) for key, each in table.items() for phase, seen in each.seen.items()),
+        (
+            ((*key, phase), seen)
+            for key, phases in table.items()
+            for phase, seen in phases.seen.items()
+        ),
     )

@@ -196,7 +196,7 @@ class Metrics:
         if not serves(model):
             return OTHER
         if len(known) >= MAX_MODELS and self._cleanup_due():
-            self._forget_models({each for each in known if not serves(each)})
+            self._forget_models({name for name in known if not serves(name)})
         if len(known) >= MAX_MODELS:
             return OTHER
         known.add(model)
@@ -253,7 +253,7 @@ class Metrics:
         }
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
-        self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}
+        self.requests = {key: count for key, count in self.requests.items() if key[1] not in gone}
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases
         )  # fmt: skip

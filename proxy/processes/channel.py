@@ -23,19 +23,19 @@ LENGTH = Struct("!I")
 class Channel(asyncio.Protocol):
     """One end of the channel."""
 
-    def __init__(self, heard: Callable[[Message], None], lost: Callable[[], None]) -> None:
-        self._heard = heard
+    def __init__(self, handle: Callable[[Message], None], lost: Callable[[], None]) -> None:
+        self._handle = handle
         self._lost = lost
         self._buffer = bytearray()
         self._transport: asyncio.Transport
 
     @classmethod
     async def open(
-        cls, sock: socket.socket, heard: Callable[[Message], None], lost: Callable[[], None]
+        cls, sock: socket.socket, handle: Callable[[Message], None], lost: Callable[[], None]
     ) -> Channel:
         """Start receiving on a socket."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: cls(heard, lost), sock=sock)
+        _, channel = await loop.create_connection(lambda: cls(handle, lost), sock=sock)
         return channel
 
     @property
@@ -43,7 +43,7 @@ class Channel(asyncio.Protocol):
         """Bytes that the other end has not read."""
         return self._transport.get_write_buffer_size()
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message; do nothing if the connection is lost."""
         if not self._transport.is_closing():
             data = pickle.dumps(message)
@@ -72,7 +72,7 @@ class Channel(asyncio.Protocol):
     def take(self, message: Message) -> None:
         """Handle a message; an error in its handler must not close the channel."""
         try:
-            self._heard(message)
+            self._handle(message)
         except Exception:
             logger.exception(
                 "handling a message of another process failed: %s", type(message).__name__

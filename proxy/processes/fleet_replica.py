@@ -84,7 +84,7 @@ class FleetReplica:
                 worker.draining,
                 worker.models,
                 worker.origins,
-                worker.told_max_model_len,
+                worker.reported_max_model_len,
                 id(worker.gauges),
             )
             if self._sent.get(worker) != state:
@@ -124,7 +124,7 @@ class FleetReplica:
             awaited_since=worker.awaited_since,
             draining=worker.draining,
             models=worker.models,
-            told_max_model_len=worker.told_max_model_len,
+            reported_max_model_len=worker.reported_max_model_len,
             gauges=worker.gauges,
             pace=tuple(getattr(pace, part) for part in PARTS) if pace.prefills else None,
             origins=worker.origins,
@@ -199,8 +199,8 @@ class FleetReplica:
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
-        served = known.models, known.told_max_model_len, known.origins
-        if served != (worker.models, worker.told_max_model_len, worker.origins):
+        served = known.models, known.reported_max_model_len, known.origins
+        if served != (worker.models, worker.reported_max_model_len, worker.origins):
             fleet.roster.set_served(spec.name, *served)
         if known.gauges is None:
             fleet.health.forget_gauges(worker)

@@ -73,7 +73,7 @@ class KnownWorker:
     awaited_since: float
     draining: bool
     models: tuple[str, ...]
-    told_max_model_len: int | None
+    reported_max_model_len: int | None
     gauges: Gauges | None
     pace: tuple[float, ...] | None  # None if unknown
     origins: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)

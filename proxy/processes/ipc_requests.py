@@ -47,7 +47,7 @@ class PendingQuestions:
         number = question.number
         pending = self._pending[number] = PendingQuestion({child.index for child in children})
         for child in children:
-            child.channel.say(question)
+            child.channel.send(question)
         try:
             async with asyncio.timeout(ANSWER_S):
                 if pending.missing:

@@ -108,7 +108,7 @@ def missing_in(page: Page, other: Page) -> Page:
     for name, family in page.items():
         known = other.get(name, EMPTY).series
         if not family.series.keys() <= known.keys():
-            series = {each: value for each, value in family.series.items() if each not in known}
+            series = {key: value for key, value in family.series.items() if key not in known}
             left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
@@ -123,12 +123,12 @@ def dropped(before: Page, now: Page) -> Page:
     for name, family in before.items():
         current, total = now.get(name, EMPTY).series, f"{name}_sum"
         fell = {
-            _labels(each)
-            for each, value in family.series.items()
-            if current.get(each, -inf) < value and not each.startswith(total)
+            _labels(key)
+            for key, value in family.series.items()
+            if current.get(key, -inf) < value and not key.startswith(total)
         }
         if fell:
-            series = {each: n for each, n in family.series.items() if _labels(each) in fell}
+            series = {key: n for key, n in family.series.items() if _labels(key) in fell}
             gone[name] = MergedFamily(family.kind, family.help, series)
     return gone
 
@@ -152,9 +152,9 @@ def without_removed_workers(past: Page, present: Page) -> Page:
     for name, family in past.items():
         shown = present.get(name, EMPTY).series
         series = {
-            each: value
-            for each, value in family.series.items()
-            if each in shown or known.issuperset(NAMED.findall(each))
+            key: value
+            for key, value in family.series.items()
+            if key in shown or known.issuperset(NAMED.findall(key))
         }
         left[name] = MergedFamily(family.kind, family.help, series)
     return left

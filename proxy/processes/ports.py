@@ -31,7 +31,7 @@ class Ports:
     @property
     def addresses(self) -> tuple[Address, ...]:
         """The addresses that each process listens on."""
-        return tuple((each.family, each.getsockname()) for each in self._shared)
+        return tuple((sock.family, sock.getsockname()) for sock in self._shared)
 
     async def take(self, router: RouterConfig) -> None:
         """Reserve the ports; raise `OSError` if one is in use."""

@@ -69,8 +69,8 @@ class ServerProcess:
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
         self.app.wire.pages = self.page
-        self.app.live.ask_all = self.minute
-        self.app.logs.tell_all = self.change_logs
+        self.app.live.collect_all = self.minute
+        self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = SharedTable(table, begin.processes), self.app.router
@@ -100,7 +100,7 @@ class ServerProcess:
     async def run(self, admin: socket.socket) -> None:
         """Serve until `ended` is set."""
         self.app.open_admin(admin)
-        self._channel.say(Joined())
+        self._channel.send(Joined())
         watching = asyncio.create_task(self._watch())
         watching.add_done_callback(self._done)
         try:
@@ -109,7 +109,7 @@ class ServerProcess:
             watching.cancel()
             await asyncio.gather(watching, *self._tasks, return_exceptions=True)
 
-    def heard(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Handle a message of the supervisor."""
         match message:
             case Lead():
@@ -121,7 +121,7 @@ class ServerProcess:
                     self._start_listening()
             case Joined():
                 self._replica.forget()
-                self._channel.say(StoredResponses(tuple(self.app.router.remembered())))
+                self._channel.send(StoredResponses(tuple(self.app.router.remembered())))
             case StoredResponses(responses):
                 for response in responses:
                     self.app.router.recall(*response)
@@ -157,11 +157,11 @@ class ServerProcess:
 
     def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
         """Send a reloaded file and its keys to the other processes."""
-        self._channel.say(ConfigReloaded(config, keys))
+        self._channel.send(ConfigReloaded(config, keys))
 
     async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
         found = await self._ask("decisions", (limit, dict(filters)))
-        entries: list[RecentRequest] = [entry for each in found for entry in each]
+        entries: list[RecentRequest] = [entry for part in found for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
@@ -181,7 +181,7 @@ class ServerProcess:
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._channel.say(IpcQuestion(number, what, given))
+        self._channel.send(IpcQuestion(number, what, given))
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answer
@@ -191,10 +191,10 @@ class ServerProcess:
     async def _send_answer(self, question: IpcQuestion) -> None:
         try:
             found = await self._answer(question.what, question.given)
-            self._channel.say(IpcAnswer(question.number, found))
+            self._channel.send(IpcAnswer(question.number, found))
         except Exception:
             logger.exception("process %d cannot answer: %s", self._index, question.what)
-            self._channel.say(IpcNoAnswer(question.number))
+            self._channel.send(IpcNoAnswer(question.number))
 
     async def _answer(self, what: What, given: Any) -> object:
         if what == "page":
@@ -209,7 +209,7 @@ class ServerProcess:
         return list(self.app.recent.newest(limit, **filters))
 
     def _remember(self, response_id: str, worker: str, tenant: str) -> None:
-        self._channel.say(StoredResponses(((response_id, worker, tenant),)))
+        self._channel.send(StoredResponses(((response_id, worker, tenant),)))
 
     # Tasks
 
@@ -222,7 +222,7 @@ class ServerProcess:
 
     def _send_changes(self) -> None:
         if (changes := self._replica.changes()) is not None:
-            self._channel.say(changes)
+            self._channel.send(changes)
 
     def _start_listening(self) -> None:
         if not self._listens:
@@ -241,7 +241,7 @@ class ServerProcess:
             await asyncio.sleep(QUEUED_INTERVAL_S)
         await self.app.listen([bound(address) for address in self._addresses])
         freeze_objects()
-        self._channel.say(Serving())
+        self._channel.send(Serving())
 
     async def _watch(self) -> None:
         wire, sharing = self.app.wire, self._sharing
@@ -250,7 +250,7 @@ class ServerProcess:
             now = self._clock()
             sharing.sheet.write_count(ALIVE, int(now))
             sharing.look(now)
-            sharing.tell_written()
+            sharing.publish_written()
             if wire.queued and (sharing.changes != seen or self._queues.held):
                 self._queues.held = False
                 wire.settle(now)
@@ -307,9 +307,9 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     member: ServerProcess | None = None
     early: list[Message] = []
 
-    def heard(message: Message) -> None:
+    def handle(message: Message) -> None:
         if member is not None:
-            member.heard(message)
+            member.handle(message)
         elif isinstance(message, Begin):
             begun.set_result(message)
         else:
@@ -324,7 +324,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     # A terminal sends Ctrl-C and its hangup to every process; the supervisor decides what happens.
     for number in (signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, _ignore)
-    channel = await Channel.open(line, heard, lost)
+    channel = await Channel.open(line, handle, lost)
     begin = await begun
     if begin is None:
         return EXIT_FAILURE

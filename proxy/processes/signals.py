@@ -68,9 +68,9 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
         on_ready()
         await leaving
         logger.info("draining for at most %g s", service.drain_s)
-        hurried = asyncio.ensure_future(second.wait())
-        drained = await _before(asyncio.ensure_future(service.drain()), hurried)
-        hurried.cancel()
+        interrupted = asyncio.ensure_future(second.wait())
+        drained = await _before(asyncio.ensure_future(service.drain()), interrupted)
+        interrupted.cancel()
     else:
         drained = False
     if not drained:

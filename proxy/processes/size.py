@@ -17,9 +17,9 @@ CPU_QUOTA_FILE = Path(
 
 def how_many(config: FleetConfig) -> int:
     """Return the number of processes that a fleet file asks for on this machine."""
-    asked = config.router.processes
-    if isinstance(asked, int):
-        return asked
+    configured = config.router.processes
+    if isinstance(configured, int):
+        return configured
     return min(processors(), MAX_AUTOMATIC_PROCESSES)
 
 

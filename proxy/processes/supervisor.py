@@ -125,7 +125,7 @@ class Supervisor:
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
         if not self._all_serve.is_set():
-            errors = [e for each in self._keepers if each.done() and (e := each.exception())]
+            errors = [e for keeper in self._keepers if keeper.done() and (e := keeper.exception())]
             await self.stop()
             if errors:
                 raise ProxyError(
@@ -145,14 +145,14 @@ class Supervisor:
 
     async def drain(self) -> None:
         self._ending = True
-        self._say_all(Drain())
+        self._send_all(Drain())
         timeout_s = self._config.router.drain_s + EXIT_TIMEOUT_S
         await asyncio.wait(self._keepers, timeout=timeout_s)
         await self.stop()
 
     async def stop(self) -> None:
         self._ending = True
-        self._say_all(Stop())
+        self._send_all(Stop())
         pending = [keeper for keeper in self._keepers if not keeper.done()]
         if pending:
             _, pending_set = await asyncio.wait(pending, timeout=EXIT_TIMEOUT_S)
@@ -170,7 +170,7 @@ class Supervisor:
         if self._source is not None:
             await asyncio.to_thread(self._read, self._source)
         if self._leader is not None:
-            self._leader.channel.say(Reload())
+            self._leader.channel.send(Reload())
         else:
             logger.error("the fleet file was not reloaded: no process is leader now; try again")
 
@@ -205,21 +205,21 @@ class Supervisor:
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     async def _begin(self, index: int) -> Child:
-        ours, theirs = socket.socketpair()
-        given = [self._table.fd, theirs.fileno(), self._ports.admin.fileno()]
+        own_end, child_end = socket.socketpair()
+        given = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
         command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
         # The child must import the same modules as this process.
-        path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+        path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
             process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
         except OSError:
-            ours.close()
+            own_end.close()
             raise
         finally:
-            theirs.close()
+            child_end.close()
         child = Child(index, process)
-        child.channel = await Channel.open(ours, partial(self._heard, child), lambda: None)
+        child.channel = await Channel.open(own_end, partial(self._handle, child), lambda: None)
         self._children[index] = child
         begin = Begin(
             self.processes,
@@ -230,11 +230,11 @@ class Supervisor:
             self._read,
             self._ports.addresses,
         )
-        child.channel.say(begin)
+        child.channel.send(begin)
         if self._logs is not None:
-            child.channel.say(self._logs)
+            child.channel.send(self._logs)
         if self._ending:
-            child.channel.say(Stop())
+            child.channel.send(Stop())
         return child
 
     def _gone(self, child: Child) -> None:
@@ -255,11 +255,11 @@ class Supervisor:
         able.sort(key=lambda child: (not child.serving, child.index))
         if able:
             self._leader = able[0]
-            self._leader.channel.say(Lead())
+            self._leader.channel.send(Lead())
 
     # Messages
 
-    def _heard(self, child: Child, message: Message) -> None:
+    def _handle(self, child: Child, message: Message) -> None:
         match message:
             case Joined():
                 child.joined = True
@@ -275,10 +275,10 @@ class Supervisor:
                     if other is not child and other.joined:
                         self._pass_on(other, message)
             case StoredResponses():
-                self._say_all(message, but=child)
+                self._send_all(message, but=child)
             case ConfigReloaded(config, keys):
                 self._config, self._keys, self._logs = config, keys, None
-                self._say_all(message, but=child)
+                self._send_all(message, but=child)
             case IpcQuestion():
                 if message.what == "logs":
                     self._note_logs(message)
@@ -298,16 +298,16 @@ class Supervisor:
             self._to_leader(Joined())  # asks the leader for everything
         else:
             child.missed = False
-            child.channel.say(message)
+            child.channel.send(message)
 
     def _to_leader(self, message: Message) -> None:
         if self._leader is not None:
-            self._leader.channel.say(message)
+            self._leader.channel.send(message)
 
-    def _say_all(self, message: Message, but: Child | None = None) -> None:
+    def _send_all(self, message: Message, but: Child | None = None) -> None:
         for child in self._children.values():
             if child is not but:
-                child.channel.say(message)
+                child.channel.send(message)
 
     # Questions
 
@@ -324,7 +324,7 @@ class Supervisor:
                 restarts=self.restarts,
                 openmetrics=bool(question.given),
             )
-        child.channel.say(IpcAnswer(question.number, answer))
+        child.channel.send(IpcAnswer(question.number, answer))
 
     def _note_logs(self, change: IpcQuestion) -> None:
         """Remember log settings for processes that start later; send them to starting processes."""
@@ -335,7 +335,7 @@ class Supervisor:
         self._logs = IpcQuestion(NO_SENDER, "logs", (requests, levels))
         for child in self._children.values():
             if not child.serving:
-                child.channel.say(self._logs)
+                child.channel.send(self._logs)
 
     async def gather(self, question: IpcQuestion) -> dict[int, Any]:
         """Ask all serving processes, the leader first; late answers are left out."""

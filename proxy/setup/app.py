@@ -11,7 +11,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,12 +19,10 @@ from proxy.admin.api import admin_app
 from proxy.admin.key import AdminKey
 from proxy.admin.server import AdminServer, admin_socket
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
-from proxy.config.admin import is_loopback
 from proxy.core.fleet.charges import Fleet
-from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Reason
-from proxy.core.router import Router, RouterSettings
+from proxy.core.router import Router
 from proxy.discovery.discovery import Discovery
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance
@@ -37,12 +34,8 @@ from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.restart_only import as_started, takes_a_restart
 from proxy.setup.secrets import SecretKeys
-from proxy.setup.tenancy import (
-    admission_settings,
-    fairness_settings,
-    refuse_anonymous_access,
-    take_tenants,
-)
+from proxy.setup.settings import router_settings, specs, wire_settings, worker_spec
+from proxy.setup.tenancy import refuse_anonymous_access, take_tenants
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
@@ -50,7 +43,6 @@ from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
 from proxy.wire.bind import retry_until_free
 from proxy.wire.server import WireServer
-from proxy.wire.settings import WireSettings
 
 if TYPE_CHECKING:
     from proxy.batches.service import Batches
@@ -108,7 +100,7 @@ class App:
             from proxy.health.warmup import Warmup
 
             self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)
-        self.discovery = Discovery(self.fleet.roster, config, keys.pools, _spec)
+        self.discovery = Discovery(self.fleet.roster, config, keys.pools, worker_spec)
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = LiveView(self.metrics, self._minute, self.wire.clock)
@@ -183,7 +175,7 @@ class App:
 
     def lead(self) -> None:
         self.leads = True
-        self.fleet.roster.ejections.witness = BreakerLog()
+        self.fleet.roster.ejections.listener = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),
@@ -241,7 +233,7 @@ class App:
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker until the next reload."""
-        spec = _spec(worker, self.config)
+        spec = worker_spec(worker, self.config)
         to_worker(spec.tls)  # an unusable TLS file is an error of this call
         self.hide_keys([spec])
         self.fleet.roster.add(spec)
@@ -355,64 +347,6 @@ class App:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.logs.close()
-
-
-def specs(config: FleetConfig) -> list[WorkerSpec]:
-    return [_spec(worker, config) for worker in config.workers]
-
-
-def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
-    return WorkerSpec(
-        worker.name,
-        worker.url or "",
-        Role(worker.role),
-        config.model_of(worker),
-        worker.stated_max_model_len,
-        worker.max_requests,
-        worker.api_key,
-        config.tls_of(worker),
-        worker.seats,
-    )
-
-
-def router_settings(config: FleetConfig) -> RouterSettings:
-    routing, router = config.routing, config.router
-    above = routing.disaggregate_above
-    return RouterSettings(
-        policy=routing.policy,
-        short_limit=routing.short_limit,
-        prefix_affinity=routing.prefix_affinity,
-        tokenize=routing.tokenize,
-        cut_output=routing.cut_output,
-        max_attempts=router.retries.attempts,
-        retry_budget=router.retries.budget,
-        panic_threshold=routing.panic_threshold,
-        queue_requests=router.queue.max_requests,
-        queue_bytes=router.queue.max_bytes,
-        queue_wait_s=router.queue.max_wait_s,
-        queue_tokens=router.queue.max_tokens,
-        fairness=fairness_settings(config),
-        admission=admission_settings(config),
-        transfer=config.transfer is not None,
-        disaggregate_above=None if above == "auto" else above,
-        allow_client_kv_transfer=router.allow_client_kv_transfer,
-        client_priority="priority" in router.client_fields,
-        client_arguments="vllm_xargs" in router.client_fields,
-        pass_priority=router.pass_priority,
-        transfer_within_s=connector(config.transfer).within_s if config.transfer else inf,
-    )
-
-
-def wire_settings(config: FleetConfig) -> WireSettings:
-    router = config.router
-    return WireSettings(
-        refuses_pages=is_loopback(router.host) and not router.allow_anonymous,
-        max_body_bytes=router.max_body_bytes,
-        max_header_bytes=router.max_header_bytes,
-        notice_s=router.drain_notice_s,
-        max_collected_bytes=router.max_collected_bytes,
-        **router.timeouts.model_dump(),
-    )
 
 
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Converts the fleet file's tenants to core objects, and reads their keys.
+"""Set the tenants of a fleet file, and read their keys.
 
 The fleet file contains only hashes of keys. Key files and variables may contain plain keys, as
 secret stores provide them; they are hashed here and then dropped.
@@ -14,11 +14,9 @@ from hashlib import sha256
 from proxy.config import FleetConfig, PartialConfig, TenantConfig
 from proxy.config.admin import is_loopback
 from proxy.config.tenant_checks import has_keys
-from proxy.core.queue.fairness import FairnessSettings
-from proxy.core.queue.latency_admission import AdmissionSettings
-from proxy.core.tenants.limits import Limits
-from proxy.core.tenants.tenants import RANKS, Rank, Tenants, TenantSpec
+from proxy.core.tenants.tenants import Tenants
 from proxy.errors import ConfigError, Problem
+from proxy.setup.settings import tenant_spec
 
 HASH_PATTERN = re.compile(r"sha256:([0-9a-f]{64})")
 KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
@@ -26,8 +24,7 @@ KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
 
 def take_tenants(tenants: Tenants, config: FleetConfig, keys: Mapping[bytes, str]) -> None:
     """Set the tenants and their keys."""
-    salted = config.router.isolate_caches
-    tenants.replace([_spec(tenant, salted=salted) for tenant in config.tenants], keys)
+    tenants.replace([tenant_spec(tenant, config) for tenant in config.tenants], keys)
 
 
 def read_keys(
@@ -44,7 +41,7 @@ def read_keys(
 def key_problems(draft: PartialConfig) -> list[Problem]:
     """Return what is wrong with the keys of tenants that name a source of keys."""
     problems: list[Problem] = []
-    known = ((index, each) for index, each in draft.tenants.items() if has_keys(each))
+    known = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
     _keys(known, os.environ, problems)
     return problems
 
@@ -90,8 +87,8 @@ def refuse_anonymous_access(config: FleetConfig, host: str, source: str) -> None
 def _key_texts(
     tenant: TenantConfig, path: str, environ: Mapping[str, str], problems: list[Problem]
 ) -> Iterator[tuple[str, str]]:
-    for each in tenant.key_hashes:
-        yield "key_hashes", each
+    for key_hash in tenant.key_hashes:
+        yield "key_hashes", key_hash
     if (file := tenant.keys_file) is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -118,35 +115,3 @@ def _digest(text: str) -> bytes | None:
     if text.lower().startswith("sha256:"):
         return None  # a malformed hash; it must not be accepted as a plain key
     return sha256(text.encode()).digest() if KEY_PATTERN.fullmatch(text) else None
-
-
-def _spec(tenant: TenantConfig, *, salted: bool) -> TenantSpec:
-    limits = Limits(**tenant.limits.model_dump())
-    models = None if tenant.models is None else frozenset(tenant.models)
-    salted = salted or tenant.cache_salt
-    return TenantSpec(
-        tenant.name,
-        RANKS[tenant.class_],
-        tenant.weight,
-        limits,
-        models,
-        salted=salted,
-        explain=tenant.explain,
-    )
-
-
-def fairness_settings(config: FleetConfig) -> FairnessSettings:
-    return FairnessSettings(**config.router.fairness.model_dump())
-
-
-def admission_settings(config: FleetConfig) -> AdmissionSettings | None:
-    """Return the core's admission settings; None without latency targets."""
-    admission = config.router.admission
-    own = {
-        Rank.INTERACTIVE: admission.interactive_ttft_s,
-        Rank.STANDARD: admission.standard_ttft_s,
-        Rank.BATCH: admission.batch_ttft_s,
-    }
-    targets = {rank: rank_s or admission.ttft_s for rank, rank_s in own.items()}
-    known = {rank: target_s for rank, target_s in targets.items() if target_s is not None}
-    return AdmissionSettings(known) if known else None

@@ -75,7 +75,7 @@ class LiveView:
     ) -> None:
         self.notes = LiveRecorder(metrics, state.figures, clock, wall)
         # With several processes: collects the parts of all.
-        self.ask_all: Callable[[UpdateRequest], Awaitable[list[LiveUpdate]]] | None = None
+        self.collect_all: Callable[[UpdateRequest], Awaitable[list[LiveUpdate]]] | None = None
         self._state = state
         self._clock = clock
         self._zero = clock()
@@ -133,9 +133,9 @@ class LiveView:
         self._send(now, await self._parts(now, update_request))
 
     async def _parts(self, now: float, update_request: UpdateRequest) -> list[LiveUpdate]:
-        if self.ask_all is not None:
+        if self.collect_all is not None:
             with suppress(TimeoutError):  # this process's own part is better than nothing
-                return await self.ask_all(update_request)
+                return await self.collect_all(update_request)
         return [self.notes.part(now, update_request)]
 
     def _check_gaps(self, now: float, parts: list[LiveUpdate]) -> None:

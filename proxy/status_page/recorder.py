@@ -78,7 +78,7 @@ class LiveRecorder:
         self._clock = clock
         self._wall = wall
         self._zero = clock()  # zero of all times
-        self._asked_at = -inf
+        self._last_update_at = -inf
         self._recording_since = 0.0
         self._numbers = 0
         self._ended: list[tuple[Row, list[int]]] = []  # ended since the last update
@@ -129,7 +129,7 @@ class LiveRecorder:
         if self._metrics.live is None:
             self.begin(now)
             asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)
-        self._asked_at = now
+        self._last_update_at = now
         rows, ticks = self._changes()
         dropped, self._dropped = self._dropped, 0
         whole = self._whole(now) if update_request.whole else None
@@ -140,7 +140,7 @@ class LiveRecorder:
     def _stop_if_unused(self) -> None:
         if self._metrics.live is None:
             return
-        if self._clock() - self._asked_at >= STOP_AFTER_S:
+        if self._clock() - self._last_update_at >= STOP_AFTER_S:
             self.end()
         else:
             asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)

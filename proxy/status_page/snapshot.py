@@ -67,19 +67,19 @@ class LiveState:
         return LiveCounts(
             None if since is None else min(now - since, 60.0),
             {key: (count, self._window.count(key, count)) for key, count in self._counts()},
-            {key: self._window.of(key, each) for key, each in self._histograms()},
+            {key: self._window.of(key, histogram) for key, histogram in self._histograms()},
             self._metrics.client_connections,
             (len(queue), queue.bytes),
             {
-                each.name: (each.ledger.running, each.waiting)
-                for each in islice(self._metrics.router.tenants, MAX_TENANTS)
+                tenant.name: (tenant.ledger.running, tenant.waiting)
+                for tenant in islice(self._metrics.router.tenants, MAX_TENANTS)
             },
         )
 
     def __call__(self, now: float, counted: Sequence[LiveCounts] = ()) -> dict[str, Any]:
         """Return the state as JSON, with the counts of several processes if given."""
         counted = counted or [self.figures(now)]
-        covers = [each.covers_s for each in counted if each.covers_s is not None]
+        covers = [counts.covers_s for counts in counted if counts.covers_s is not None]
         router = self._metrics.router
         roster = router.fleet.roster
         workers = worst_first(roster)
@@ -91,11 +91,11 @@ class LiveState:
             "policy": router.settings.policy,
             "draining": self._draining(),
             "covers_s": round(min(covers), 1) if covers else None,
-            "clients": sum(each.clients for each in counted),
+            "clients": sum(counts.clients for counts in counted),
             "queue": {
-                "requests": sum(each.queue[0] for each in counted),
+                "requests": sum(counts.queue[0] for counts in counted),
                 "limit": router.queue.most,
-                "bytes": sum(each.queue[1] for each in counted),
+                "bytes": sum(counts.queue[1] for counts in counted),
             },
             "workers": [_worker(worker, now) for worker in workers],
             "pools": _pools(roster),
@@ -104,14 +104,14 @@ class LiveState:
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
             "retries": grown(counted, "retry"),
-            "tenants": [self._tenant(each, counted) for each in tenants],
+            "tenants": [self._tenant(tenant, counted) for tenant in tenants],
             "latencies": shown,
             "more_latencies": len(rows) - len(shown),
         }
 
     def _tenant(self, tenant: Tenant, counted: Sequence[LiveCounts]) -> dict[str, Any]:
         name = tenant.name
-        now = [each.tenants.get(name, (0, 0)) for each in counted]
+        now = [counts.tenants.get(name, (0, 0)) for counts in counted]
         of = {
             kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in TENANT_COUNTERS
         }
@@ -141,7 +141,7 @@ class LiveState:
         ):
             for name, count in table.items():
                 yield (kind, name), count
-        yield ("answered", ""), sum(each.count for each in metrics.requests.values())
+        yield ("answered", ""), sum(counter.count for counter in metrics.requests.values())
         for tenant in islice(metrics.router.tenants, MAX_TENANTS):
             totals = tenant.totals
             yield (TENANT_COUNTERS[0], tenant.name), totals.prompt_tokens + totals.output_tokens
@@ -160,22 +160,22 @@ def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]
     """Return (name, count since the start, count in the last minute), largest first."""
     total: Counter[str] = Counter()
     minute: Counter[str] = Counter()
-    for each in counted:
-        for (of, name, *_), (count, lately) in each.counts.items():
+    for counts in counted:
+        for (of, name, *_), (count, lately) in counts.counts.items():
             if of == kind:
                 total[name] += count
                 minute[name] += lately
     found = [(name, count, minute[name]) for name, count in total.items()]
-    return sorted(found, key=lambda each: (-each[2], -each[1], each[0]))
+    return sorted(found, key=lambda row: (-row[2], -row[1], row[0]))
 
 
 def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
     found: dict[Key, list[int]] = {}
-    for each in counted:
-        for key, counts in each.histograms.items():
+    for part in counted:
+        for key, counts in part.histograms.items():
             before = found.get(key)
             found[key] = counts if before is None else [*map(add, before, counts)]
-    for key, counts in sorted(found.items(), key=lambda each: KINDS.index(each[0][0])):
+    for key, counts in sorted(found.items(), key=lambda item: KINDS.index(item[0][0])):
         if any(counts):
             kind, pool, model, size = key
             bounds = TTFT_BOUNDS if kind == KINDS[0] else GAP_BOUNDS

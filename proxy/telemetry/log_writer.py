@@ -26,7 +26,7 @@ class LogWriter:
         self._refused = 0  # by `put`
         self._lost = 0  # by the thread
         self._fd = fd
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._lines: deque[bytes] = deque()
         self._bytes = 0
         self._taken = 0  # bytes that the thread has taken in total
@@ -44,7 +44,7 @@ class LogWriter:
 
     def put(self, line: bytes) -> None:
         """Queue a line, which ends with a newline."""
-        if self._bytes - self._taken + len(line) > self._most or self._closing:
+        if self._bytes - self._taken + len(line) > self._max_bytes or self._closing:
             self._refused += 1
             self._unreported += 1
             return

@@ -51,7 +51,7 @@ class Logs:
         self.settings = config.router.logs
         self.requests = False
         # Changes the log of all router processes, if there are several.
-        self.tell_all: Callable[[bool | None, Mapping[str, str]], Awaitable[None]] | None = None
+        self.change_all: Callable[[bool | None, Mapping[str, str]], Awaitable[None]] | None = None
         self._metrics = metrics
         self._wall = wall
         self._handler: LogHandler | None = None

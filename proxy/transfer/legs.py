@@ -30,7 +30,7 @@ def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes
         fields["min_tokens"] = ONE
     if ask.route == "messages" and not connector.is_marked and _may_think_long(ask, body):
         fields[THINKING] = None
-    return spliced(body, fields, ask.said)
+    return spliced(body, fields, ask.field_names)
 
 
 def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
@@ -39,7 +39,7 @@ def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
     vLLM refuses a budget above the output limit. The prefill leg can leave the budget out, because
     it does not change the prompt; other values of `thinking` do.
     """
-    if ask.said is not None and THINKING not in ask.said:
+    if ask.field_names is not None and THINKING not in ask.field_names:
         return False
     name = THINKING.encode()
     values = [body[member.value : member.end] for member in members(body) if member.name == name]
@@ -56,7 +56,7 @@ def decode_body(
     fields = connector.decode(pair, taken)
     if id_fields := _id(connector, pair, ask):
         fields = {**fields, **id_fields}
-    return spliced(body, fields, ask.said) if fields else body
+    return spliced(body, fields, ask.field_names) if fields else body
 
 
 def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:

@@ -6,12 +6,11 @@ from proxy.config import TransferConfig
 from proxy.transfer.lmcache import LMCache
 from proxy.transfer.mooncake import Mooncake
 from proxy.transfer.nixl import Nixl
-from proxy.transfer.p2p_nccl import P2pNccl
 from proxy.transfer.shared_storage import SharedStorage
 from proxy.transfer.types import Connector
 
 CONNECTORS: dict[str, type[Connector]] = {
-    kind.name: kind for kind in (Nixl, SharedStorage, Mooncake, LMCache, P2pNccl)
+    kind.name: kind for kind in (Nixl, SharedStorage, Mooncake, LMCache)
 }
 
 

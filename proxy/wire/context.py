@@ -47,7 +47,7 @@ class ServedClient(Client, Expiring, Protocol):
     def part_if_idle(self, now: float) -> None:
         """Close an idle connection."""
 
-    def dismiss(self, now: float) -> None:
+    def close_for_drain(self, now: float) -> None:
         """Close the connection at shutdown."""
 
     def abort(self) -> None:

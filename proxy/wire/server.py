@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import NONE, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
+from proxy.core.request.client_fields import has_address
 from proxy.core.request.routes import find
 from proxy.http.body_budget import BodyBudget
 from proxy.metrics.scrape import write_page
-from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import extension
 from proxy.wire.client import endpoints
 from proxy.wire.client.auth import identify
@@ -81,7 +81,7 @@ class WireServer:
         self.unread: set[ServedClient] = set()  # with paused reading
         self.exchanges: set[ServedExchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before `start`
-        self.desk: Extension | None = None  # set before `start`
+        self.extension: Extension | None = None  # set before `start`
         self.visits: set[Conversation] = set()
         # Writes the metrics page of all processes.
         self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
@@ -90,11 +90,11 @@ class WireServer:
         self.releases: set[Expiring] = set()
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
-        most, largest = settings.max_collected_bytes, settings.max_body_bytes
-        self.collecting = BodyBudget(most, router.tenants, largest)
+        max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
+        self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
         self._servers: list[asyncio.Server] = []
-        self.ticks = Ticks(self._check_deadlines, self._is_hurried, clock, metrics.loop_lag)
+        self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
         self._next_log = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
@@ -131,11 +131,11 @@ class WireServer:
     async def drain(self, deadline_s: float) -> None:
         """Refuse new requests, finish the old until the deadline, then close.
 
-        For `notice_s` before that, /ready fails and responses end their connections.
+        For `drain_notice_s` before that, /ready fails and responses end their connections.
         """
         give_up = self.clock() + deadline_s
         self.leaving = True
-        if notice_s := min(self.settings.notice_s, deadline_s):
+        if notice_s := min(self.settings.drain_notice_s, deadline_s):
             await self._until(lambda: False, self.clock() + notice_s)
         self.draining = True
         for server in self._servers:
@@ -147,7 +147,7 @@ class WireServer:
         for conversation in [*self.exchanges, *self.visits]:
             conversation.cut(now)
         for client in list(self.clients):
-            client.dismiss(now)
+            client.close_for_drain(now)
         await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
         await self._until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
         await self.close()
@@ -173,7 +173,7 @@ class WireServer:
     # For clients and exchanges
 
     def judge(self, head: RequestHead) -> None:
-        if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
+        if has_address(head.id) and not self.router.settings.allow_client_kv_transfer:
             head.id = b""
         head.route = None
         head.refusal = identify(self.router.tenants, head)
@@ -186,8 +186,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            extension_route = extension.absent(head) if self.desk is None else self.desk.find(head)
-            route = extension_route or route
+            found = extension.absent(head) if self.extension is None else self.extension.find(head)
+            route = found or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:
@@ -196,19 +196,19 @@ class WireServer:
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        if self.desk is not None and route.name in extension.ROUTES:
-            return self.desk.begin(client, request)
+        if self.extension is not None and route.name in extension.ROUTES:
+            return self.extension.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
-        self.ticks.hurry()
+        self.ticks.shorten()
         return question
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         self.queued[ticket] = exchange
-        self.ticks.hurry()
+        self.ticks.shorten()
 
     def unqueue(self, ticket: Ticket) -> None:
         del self.queued[ticket]
@@ -249,10 +249,10 @@ class WireServer:
     ) -> None:
         metrics, now = self.metrics, self.clock()
         metrics.request_done(FinishedRequest(route, status, reason, now - began))
-        for tell in metrics.at_end:
+        for callback in metrics.at_end:
             record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
-            tell(record, now, route, status, reason)
+            callback(record, now, route, status, reason)
 
     def exchange_began(self, exchange: ServedExchange) -> None:
         self.exchanges.add(exchange)
@@ -314,24 +314,24 @@ class WireServer:
             await asyncio.wait([self._quiet], timeout=left)
         self._quiet = None
 
-    def _is_hurried(self) -> bool:
+    def _needs_short_ticks(self) -> bool:
         return bool(self.queued or self.counting)
 
     def _check_deadlines(self, now: float, sweep: bool) -> None:
-        for question in [each for each in self.counting if each.deadline < now]:
+        for question in [question for question in self.counting if question.deadline < now]:
             question.expire(now)
         self.settle(now)
         if not sweep:
             return
-        for exchange in [each for each in self.exchanges if each.deadline < now]:
+        for exchange in [exchange for exchange in self.exchanges if exchange.deadline < now]:
             if exchange in self.exchanges:  # may have ended since
                 exchange.expire(now)
-        for client in [each for each in self.clients if each.deadline < now]:
+        for client in [client for client in self.clients if client.deadline < now]:
             client.expire(now)
         for client in list(self.unread):
             client.close_if_gone()
-        for each in [each for each in self.releases if each.deadline < now]:
-            each.expire(now)
+        for release in [release for release in self.releases if release.deadline < now]:
+            release.expire(now)
         self.pools.sweep(now)
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
         self.router.fleet.settle(now)

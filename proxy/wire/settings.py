@@ -22,5 +22,5 @@ class WireSettings:
     body_min_bytes_per_s: int = 1024  # average after `client_idle_s`; 0: no limit
     request_s: float | None = None
     count_s: float = 0.15  # for a /tokenize request
-    notice_s: float = 0.0  # /ready fails before the port closes
+    drain_notice_s: float = 0.0  # /ready fails before the port closes
     linger_s: float = 2.0  # for a refused client to read the response

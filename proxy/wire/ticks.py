@@ -23,18 +23,18 @@ class Ticks:
     def __init__(
         self,
         check: Callable[[float, bool], None],
-        is_hurried: Callable[[], bool],
+        needs_short: Callable[[], bool],
         clock: Callable[[], float],
         lag: Histogram,
     ) -> None:
         self._check = check
-        self._is_hurried = is_hurried
+        self._needs_short = needs_short
         self._clock = clock
         self._lag = lag
         self.timer: asyncio.TimerHandle | None = None
         self.due = 0.0  # monotonic time
         self.next_sweep = 0.0
-        self._hurried = False  # the timer uses SHORT_TICK_S
+        self._is_short = False  # the timer uses SHORT_TICK_S
         self._overslept = False
 
     def start(self) -> None:
@@ -46,11 +46,11 @@ class Ticks:
             self.timer.cancel()
             self.timer = None
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Use the short period, because a request waits."""
-        if not self._hurried and self.timer is not None:
+        if not self._is_short and self.timer is not None:
             self.timer.cancel()
-            self._hurried = True
+            self._is_short = True
             self._ring(SHORT_TICK_S)
 
     def _ring(self, pause_s: float) -> None:
@@ -61,15 +61,15 @@ class Ticks:
         """Check the deadlines that have passed."""
         late_s = max(time.monotonic() - self.due, 0.0)
         self._lag.observe(late_s)
-        self._hurried = self._is_hurried()
-        self._ring(SHORT_TICK_S if self._hurried else SWEEP_INTERVAL_S)
+        self._is_short = self._needs_short()
+        self._ring(SHORT_TICK_S if self._is_short else SWEEP_INTERVAL_S)
         # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
         # in a row, or an overloaded process would enforce none.
         self._overslept = late_s > SUSPENDED_LAG_S and not self._overslept
         if self._overslept:
             return
         now = self._clock()
-        sweep = not self._hurried or now >= self.next_sweep
+        sweep = not self._is_short or now >= self.next_sweep
         if sweep:
             self.next_sweep = now + SWEEP_INTERVAL_S
         self._check(now, sweep)

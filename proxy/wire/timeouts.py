@@ -51,8 +51,8 @@ def decode_timeout_s(lease: Lease, within_s: float) -> float:
     if ask.stream or within_s == inf:
         return within_s
     output = ask.output_tokens
-    most = lease.worker.limit - ask.largest_prompt if output is None else output
-    return within_s + most * _late_step_s(lease)
+    tokens = lease.worker.limit - ask.largest_prompt if output is None else output
+    return within_s + tokens * _late_step_s(lease)
 
 
 def prefill_timeout_s(lease: Lease, least_s: float, usual_s: float) -> float:

@@ -1,6 +1,6 @@
-"""Counts the engines that start, in whichever process: a plugin of vLLM's, for these tests alone.
+"""A vLLM plugin for tests that counts the engines that start in all processes.
 
-vLLM finds it by the folder beside this file, which is on the path of each process that tests start.
+vLLM finds it by the metadata folder beside this file, which is on PYTHONPATH in tests.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import functools
 import os
 from typing import Any
 
-VARIABLE = "VLLM_SCHED_TESTS_ENGINE_STARTS"  # names the file that has a line for each
+VARIABLE = "VLLM_SCHED_TESTS_ENGINE_STARTS"  # the file with a line for each start
 COUNTED = "_counted_by_tests"
 
 
 def load() -> None:
-    """Have each engine of this process note its start."""
+    """Record the start of each engine in this process."""
     from vllm.v1.executor.abstract import Executor
 
     upstream = Executor.__init__
@@ -32,12 +32,12 @@ def load() -> None:
 
 
 def model_of(config: Any = None, *_: Any) -> list[str]:
-    """Name what the engine serves."""
+    """Return the names of the engine's model."""
     return [] if config is None else [str(config.model_config.served_model_name)]
 
 
 def note(path: str, line: str) -> None:
-    """Add a line, whole."""
+    """Append a line in one write."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{line}\n".encode())
     os.close(file)

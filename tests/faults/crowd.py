@@ -37,7 +37,7 @@ class Crowd:
     seed: int
     model: str = "tiny"
     sizes: tuple[int, ...] = (10, 200, 200, 2000, 20_000, 300_000)  # of prompts, at most
-    patience_s: float = HANGS_S
+    timeout_s: float = HANGS_S
     keys: tuple[str, ...] = ()  # of tenants, whose requests these are in turn
     tls: ssl.SSLContext | None = None
     dripped: float = DRIPPED
@@ -74,7 +74,7 @@ class Crowd:
             outcome, again = await self._ask(client, dice)
         except TimeoutError:
             waited = time.monotonic() - began
-            self.wrong.append(f"no end after {waited:.0f} s, of {self.patience_s:g} s of patience")
+            self.wrong.append(f"no end after {waited:.0f} s, of {self.timeout_s:g} s of patience")
             outcome, again = "hangs", False
         except (WrongError, AssertionError, ValueError) as error:
             self.wrong.append(repr(error)[:500])
@@ -107,7 +107,7 @@ class Crowd:
                 if dice.random() < 0.5 and not client.writer.is_closing():
                     client.reset()
                 return LEFT, False
-            answer = await client.answer(within=self.patience_s)
+            answer = await client.answer(within=self.timeout_s)
         except GONE:
             return TORN, False
         self.statuses[answer.status] += 1
@@ -119,7 +119,7 @@ class Crowd:
         """Send a body a byte at a time, until the router has had enough of that."""
         at = data.index(b"\r\n\r\n") + 5
         await client.send(data[:at], within=HANGS_S)
-        answer = asyncio.create_task(client.answer(within=self.patience_s))
+        answer = asyncio.create_task(client.answer(within=self.timeout_s))
         try:
             while not answer.done():
                 await asyncio.wait([answer], timeout=DRIP_S)

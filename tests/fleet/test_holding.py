@@ -76,4 +76,4 @@ async def test_what_many_begin_with_is_charged_once_and_the_page_agrees(
         async with asyncio.timeout(DEADLINE_S):
             while known.requests:  # noqa: ASYNC110 - nobody tells that it has heard of it
                 await asyncio.sleep(0.005)
-        assert (known.kv_tokens, known.kv_coming, known.stems.saved) == (0, 0, 0)
+        assert (known.kv_tokens, known.kv_coming, known.running_prefixes.saved) == (0, 0, 0)

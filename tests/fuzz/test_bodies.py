@@ -80,7 +80,7 @@ def ends(router: Router, lease: Lease, body: bytes, said: bytes) -> None:
         answer = read_answer(said)
         taken = NIXL.take(pair, answer)
         second = decode_body(NIXL, pair, taken, lease.ask, body)
-        known, lease.ask.said = lease.ask.said, None
+        known, lease.ask.field_names = lease.ask.field_names, None
         assert known is not None
         assert first == prefill_body(NIXL, pair, lease.ask, body)
         assert second == decode_body(NIXL, pair, taken, lease.ask, body)

@@ -214,9 +214,9 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
     now = 100.0
     monkeypatch.setattr(assembly, "monotonic", lambda: now)
     app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
-    assert not app.fleet.roster.all_told()
+    assert not app.fleet.roster.all_listed()
     now += MAX_MODEL_LIST_WAIT_S
-    assert app.fleet.roster.all_told()
+    assert app.fleet.roster.all_listed()
 
 
 def test_keys_are_not_shown_where_what_was_read_is() -> None:

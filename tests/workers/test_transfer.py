@@ -14,7 +14,7 @@ from vllm_sched.workers.transfer import SIDE_HOST, SIDE_PORT, Wiring, wiring
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CPU build installed, whose vLLM has all connectors but one."""
+    """Have a CPU build installed, whose vLLM has all connectors."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
@@ -109,8 +109,6 @@ def test_connectors_that_are_told_where_to_listen() -> None:
     mooncake = wiring("mooncake", "prefill", address="http://10.0.0.1:9001")
     assert mooncake.env == {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
     assert wiring("mooncake", "decode").env == {}
-    nccl = config_of(wiring("p2p-nccl", "decode", address="10.0.0.2:21001"))
-    assert (nccl["kv_connector"], nccl["kv_port"]) == ("P2pNcclConnector", "21001")
     assert config_of(wiring("lmcache", "prefill"))["kv_connector"] == "LMCacheConnectorV1"
 
 
@@ -125,11 +123,10 @@ def test_shared_storage_has_a_folder_and_no_sides_and_no_chunks() -> None:
 def test_what_is_installed_is_read_off_vllms_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not transfer.missing("nixl")
     assert not transfer.missing("nixl", "push")
-    assert transfer.missing("p2p-nccl").endswith("has no P2pNcclConnector")
     assert transfer.missing("mooncake") == "the package mooncake is not installed here"
     monkeypatch.setattr(transfer, "_factory", lambda: '"SharedStorageConnector"')
     assert not transfer.missing("shared-storage")
-    assert transfer.missing("nixl")
+    assert transfer.missing("nixl").endswith("has no NixlConnector")
 
 
 def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "shared-storage": ("ExampleConnector", "SharedStorageConnector"),
     "mooncake": ("MooncakeConnector",),
     "lmcache": ("LMCacheConnectorV1",),
-    "p2p-nccl": ("P2pNcclConnector",),
 }
 # Packages that the classes import, one of each line.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -112,8 +111,6 @@ def wiring(
         # Overrides the environment of `up`: decode workers use this port.
         more[BOOTSTRAP_PORT] = str(urlsplit(address).port) if address else USUAL_BOOTSTRAP_PORT
         said.append("restart its decode workers after this worker was restarted")
-    elif connector == "p2p-nccl" and address:
-        config["kv_port"] = address.rpartition(":")[2]
     if extra:
         config["kv_connector_extra_config"] = extra
     flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens

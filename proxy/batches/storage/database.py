@@ -48,7 +48,7 @@ def frees_room(
             with suppress(StoreFullError):
                 return do()
         with store.room.spared(store.give_back):
-            return store.room.insist(do)
+            return store.room.retry_when_full(do)
 
     return run
 

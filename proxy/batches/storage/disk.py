@@ -137,7 +137,7 @@ class DiskRoom:
             with suppress(DiskError, sqlite3.Error):  # the block itself has succeeded
                 for _ in range(MAX_VACUUM_STEPS):
                     self._empty_log()
-                    if not self.insist(give_back):
+                    if not self.retry_when_full(give_back):
                         break
                 self._empty_log()
         finally:
@@ -145,7 +145,7 @@ class DiskRoom:
             self._run(f"PRAGMA secure_delete = {ERASES[erases]}")
             self._renew()
 
-    def insist(self, do: Callable[[], Got]) -> Got:
+    def retry_when_full(self, do: Callable[[], Got]) -> Got:
         """Call `do`; on a full disk retry with the reserve released, then with the log emptied."""
         for make_room in (self._spend, self._empty_log):
             try:

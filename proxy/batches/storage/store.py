@@ -150,14 +150,14 @@ class Store(FileStore):
                 self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         return True
 
-    def jobs(self, batch: Batch, after: int, most: int) -> list[LineJob]:
+    def jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
         """Return the next lines without a result, after line number `after`."""
         rows = self.connection.execute(
             "SELECT number, custom_id, model, start, size FROM lines AS l "
             "WHERE batch = ? AND number > ? AND NOT EXISTS "
             "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
             "ORDER BY number LIMIT ?",
-            (batch.id, after, most),
+            (batch.id, after, limit),
         )
         lines: list[tuple[int, str, str]] = []
         places: list[tuple[int, int]] = []
@@ -222,13 +222,13 @@ class Store(FileStore):
             self._move(batch, status, now)
             self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _lines_left(self, batch: Batch, after: int = 0, most: int = -1) -> list[LineJob]:
+    def _lines_left(self, batch: Batch, after: int = 0, limit: int = -1) -> list[LineJob]:
         rows = self.connection.execute(
             "SELECT number, custom_id, model FROM lines AS l "
             "WHERE batch = ? AND number > ? AND NOT EXISTS "
             "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
             "ORDER BY number LIMIT ?",
-            (batch.id, after, most),
+            (batch.id, after, limit),
         )
         return [
             LineJob(batch.id, number, custom_id, model, b"") for number, custom_id, model in rows

@@ -43,7 +43,7 @@ class Breaker:
         self._tried_at: float | None = None
 
     @property
-    def spotless(self) -> bool:
+    def has_no_failures(self) -> bool:
         """Return whether none failed since the last success."""
         return self.closed and not self._failures
 
@@ -82,15 +82,15 @@ class Breaker:
         why: str = "",
     ) -> None:
         """Count a failure; open the breaker if it has too many."""
-        asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
+        pause_s = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
-        if self.closed and self._failures < FAILURES_TO_OPEN and not busy and asked is None:
+        if self.closed and self._failures < FAILURES_TO_OPEN and not busy and pause_s is None:
             return
-        if not self.closed and now < self.until and asked is None:
+        if not self.closed and now < self.until and pause_s is None:
             return  # sent before the opening
         rest = min(MIN_OPEN_S * 2.0 ** min(self._openings, 16), MAX_OPEN_S)
-        if asked is not None:
-            rest = min(asked, MAX_RETRY_AFTER_S)
+        if pause_s is not None:
+            rest = min(pause_s, MAX_RETRY_AFTER_S)
         # Requests sent before the opening fail too, and count once.
         if self.closed or self._tried_at is not None:
             self._openings += 1
@@ -102,19 +102,19 @@ class Breaker:
         self._tried_at = None
         self.until = max(self.until, now + rest)
 
-    def told(self) -> BreakerSnapshot:
+    def snapshot(self) -> BreakerSnapshot:
         tried_at = self._tried_at or 0.0
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
-    def take(self, told: BreakerSnapshot) -> None:
+    def take(self, snapshot: BreakerSnapshot) -> None:
         """Take the state of another process's breaker.
 
         The opening counts here too: a sum over processes would count one crash several times.
         """
         was_closed = self.closed
-        self.closed, self.busy, self.until = told[:3]
-        self._failures, self._openings, tried_at, self.why = told[3:]
+        self.closed, self.busy, self.until = snapshot[:3]
+        self._failures, self._openings, tried_at, self.why = snapshot[3:]
         self._tried_at = tried_at or None
         if was_closed and not self.closed:
             self.opened[BUSY if self.busy else FAILED] += 1

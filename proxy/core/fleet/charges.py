@@ -66,10 +66,10 @@ class Fleet:
         pace = worker.pace
         # remote prefills may appear late
         idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
-        before = worker.prefill_tokens + worker.strange_tokens
+        before = worker.prefill_tokens + worker.foreign_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
-            longs = worker.long_tokens + worker.strange_long
+            longs = worker.long_tokens + worker.foreign_long_tokens
             if longs and not ask.long:
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
@@ -84,7 +84,7 @@ class Fleet:
         kv_usage.take(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle and prefill:
-            worker.heard(now)
+            worker.note_progress(now)
         lease.trial = worker.breaker.sent(now)
 
     # Hand-overs
@@ -121,7 +121,7 @@ class Fleet:
         if first is None or first.released or lease.released:
             return
         worker = first.worker
-        worker.heard(now)
+        worker.note_progress(now)
         if now >= worker.pace.first_due:
             self._learn_prefill(first, first.decision.handover, now)
         if first.decision.handover is not None and first.decision.handover.tokens:
@@ -153,10 +153,10 @@ class Fleet:
         before, samples = lease.worker, lease.ask.samples
         if lease.trial:
             before.breaker.abandoned()
-        for each, sign in ((before, -1), (worker, 1)):
-            each.requests += sign
-            each.sequences += sign * samples
-            each.decode_tokens += sign * lease.decode_tokens
+        for owner, sign in ((before, -1), (worker, 1)):
+            owner.requests += sign
+            owner.sequences += sign * samples
+            owner.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         kv_usage.give(lease)
         worker.served = next(self.roster.numbers)
@@ -211,7 +211,7 @@ class Fleet:
         kv_usage.came(lease)
         self._unpin(lease)
         if lease.ask.computes:
-            lease.worker.heard(now)
+            lease.worker.note_progress(now)
         if lease.trial:
             self.health.succeeded(lease.worker)
         if not lease.prefill_tokens:
@@ -298,6 +298,6 @@ def _more(ask: RequestInfo, seen: int) -> int:
 
     The expected length again: otherwise long responses would seem nearest to their end.
     """
-    foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
-    more = foreseen - seen % foreseen
+    expected, limit = ask.expected_output * ask.samples, ask.output_tokens
+    more = expected - seen % expected
     return more if limit is None else max(min(more, limit * ask.samples - seen), 0)

@@ -58,11 +58,11 @@ class Ejections:
         "_moved",
         "_out",
         "_workers",
+        "listener",
         "panics",
         "resting",
         "started",
         "threshold",
-        "witness",
     )
 
     def __init__(
@@ -75,7 +75,7 @@ class Ejections:
         self.resting: set[Worker] = set()  # with an open breaker
         self.panics: set[Key] = set()
         self.started: dict[Key, int] = {}  # panics per pool
-        self.witness: BreakerListener | None = None
+        self.listener: BreakerListener | None = None
         self._workers = workers
         self._moved = moved
         self._clock = clock
@@ -89,7 +89,7 @@ class Ejections:
 
     def judged(self, worker: Worker, now: float) -> None:
         """Note a change of a breaker."""
-        resting, witness = self.resting, self.witness
+        resting, listener = self.resting, self.listener
         rested = worker in resting
         rests = not worker.breaker.closed and self._workers.get(worker.name) is worker
         if not (rests or rested):
@@ -98,13 +98,13 @@ class Ejections:
         if rests:
             resting.add(worker)
             worker.in_panic = key in self.panics
-            if witness is not None and not rested:
-                witness.rests(worker, now)
+            if listener is not None and not rested:
+                listener.rests(worker, now)
         else:
             resting.discard(worker)
             worker.in_panic = False
-            if witness is not None:
-                witness.is_back(worker)
+            if listener is not None:
+                listener.is_back(worker)
         out = self._out.setdefault(key, set())
         is_out = rests and not worker.breaker.busy
         if is_out != (worker in out):
@@ -117,8 +117,8 @@ class Ejections:
     def left(self, worker: Worker) -> None:
         """Forget a removed worker; `live_changed` must follow."""
         self.resting.discard(worker)
-        if self.witness is not None:
-            self.witness.has_left(worker)
+        if self.listener is not None:
+            self.listener.has_left(worker)
 
     def live_changed(self) -> None:
         self._live.clear()
@@ -140,22 +140,22 @@ class Ejections:
         """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
-            same = (each for each in self._workers.values() if key_of(each) == key)
+            same = (worker for worker in self._workers.values() if key_of(worker) == key)
             live = self._live[key] = sum(map(_is_live, same))
         out = sum(map(_is_live, self._out.get(key, ())))
         panics = live - out < self.threshold * live
         if panics == (key in self.panics):
             return
-        witness = self.witness
+        listener = self.listener
         if panics:
             self.panics.add(key)
             self.started[key] = self.started.get(key, 0) + 1
-            if witness is not None:
-                witness.panics(key, live, out, self._clock())
+            if listener is not None:
+                listener.panics(key, live, out, self._clock())
         else:
             self.panics.remove(key)
-            if witness is not None:
-                witness.heeds(key, live, out)
+            if listener is not None:
+                listener.heeds(key, live, out)
         for worker in self.resting:
             if key_of(worker) == key:
                 worker.in_panic = panics

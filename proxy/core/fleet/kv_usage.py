@@ -61,13 +61,13 @@ def give(lease: Lease) -> None:
     worker.kv_coming -= lease.kv_coming
     lease.kv_tokens = lease.kv_coming = 0
     if lease.holds is not None:
-        stems = worker.stems
-        before = stems.tokens
-        stems.let_go(lease.holds)
-        worker.kv_tokens -= before - stems.tokens
+        prefixes = worker.running_prefixes
+        before = prefixes.tokens
+        prefixes.let_go(lease.holds)
+        worker.kv_tokens -= before - prefixes.tokens
         lease.holds = None
         # Without sharing, the rest takes no more than its own size.
-        worker.kv_spare = max(worker.kv_spare, -stems.saved)
+        worker.kv_spare = max(worker.kv_spare, -prefixes.saved)
 
 
 def more(worker: Worker, now: float) -> int:
@@ -81,22 +81,22 @@ def shares(worker: Worker, ask: RequestInfo) -> int:
     prefix = ask.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
-    found = worker.stems.shared(prefix)
+    found = worker.running_prefixes.shared(prefix)
     return found - int(found * max(worker.pace.missing, worker.kv_apart))
 
 
 def _join(lease: Lease) -> None:
     ask, worker = lease.ask, lease.worker
-    prefix, stems = ask.prefix, worker.stems
+    prefix, prefixes = ask.prefix, worker.running_prefixes
     if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:
         return
     per_byte = ask.prompt_tokens / ask.prefix_bytes
-    before = stems.tokens
-    lease.holds, found = stems.hold(prefix, per_byte)
+    before = prefixes.tokens
+    lease.holds, found = prefixes.hold(prefix, per_byte)
     again = int(found * max(worker.pace.missing, worker.kv_apart))
     alone = again - int(COVERED[len(prefix)] * per_byte)
     lease.kv_tokens += alone
-    worker.kv_tokens += alone + stems.tokens - before
+    worker.kv_tokens += alone + prefixes.tokens - before
 
 
 def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
@@ -106,15 +106,17 @@ def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
     if not capacity or not gauges.kv_usage:
         return
     charged, inside = worker.kv_tokens, gauges.kv_usage * capacity
-    saved = worker.stems.saved
+    saved = worker.running_prefixes.saved
     if not queued:
-        told = inside + worker.decode_tokens + worker.kv_coming
-        worker.kv_spare = max(charged - int(told), 0)
+        estimate = inside + worker.decode_tokens + worker.kv_coming
+        worker.kv_spare = max(charged - int(estimate), 0)
     elif gauges.kv_usage > KV_FULL:
         there = max(gauges.running + gauges.waiting, 1)
-        told = inside * (1.0 + queued / max(gauges.running, 1)) * min(worker.sequences / there, 1.0)
+        estimate = (
+            inside * (1.0 + queued / max(gauges.running, 1)) * min(worker.sequences / there, 1.0)
+        )
         most = charged + saved * (1.0 - max(worker.pace.missing, worker.kv_apart))
-        worker.kv_spare = min(charged - int(min(told, most)), 0)
+        worker.kv_spare = min(charged - int(min(estimate, most)), 0)
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
         apart = worker.kv_apart - SHARING_LEARNING_RATE * worker.kv_spare / saved

@@ -81,7 +81,7 @@ class Lease:
     released: bool = False
     decoding: int = 0  # samples counted as decoding
     kv_coming: int = 0  # cache tokens charged until the first token
-    holds: PrefixNode | None = None  # end of the prompt in `Worker.stems`
+    holds: PrefixNode | None = None  # end of the prompt in `Worker.running_prefixes`
     prefill: Lease | None = None  # prefill leg of a hand-over
     sent: bool = True  # False on a decode worker until the prefill is done
     pins: bool = False  # the prefill worker holds blocks

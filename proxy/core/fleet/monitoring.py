@@ -114,16 +114,16 @@ class WorkerHealth:
             worker.worked_at = gauges.at
         worker.kv_capacity = gauges.kv_capacity_tokens or 0
         # The page is a moment old: only requests on two pages count as other clients'.
-        strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
-        worker.strangers = min(strangers, worker.strangers_before)
-        worker.strangers_before = strangers
+        foreign_requests = max(gauges.running + gauges.waiting - worker.sequences, 0)
+        worker.foreign_requests = min(foreign_requests, worker.foreign_requests_before)
+        worker.foreign_requests_before = foreign_requests
         # Charged prompts may be partly computed: this underestimates other clients' work.
         backlog = gauges.extra.get("backlog", 0.0)
-        strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
-        worker.strange_tokens = min(strange, worker.strange_tokens_before)
-        worker.strange_tokens_before = strange
+        foreign = max(backlog - worker.prefill_tokens, 0.0) if foreign_requests else 0.0
+        worker.foreign_tokens = min(foreign, worker.foreign_tokens_before)
+        worker.foreign_tokens_before = foreign
         longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
-        worker.strange_long = worker.strange_tokens * longs
+        worker.foreign_long_tokens = worker.foreign_tokens * longs
         slots.learn(worker, gauges)
         kv_usage.learn(worker, gauges, worker.queued_before)
         if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
@@ -144,8 +144,8 @@ class WorkerHealth:
         if worker.gauges is None:
             return
         worker.gauges = None
-        worker.strangers = worker.strangers_before = 0
-        worker.strange_tokens = worker.strange_tokens_before = worker.strange_long = 0.0
+        worker.foreign_requests = worker.foreign_requests_before = 0
+        worker.foreign_tokens = worker.foreign_tokens_before = worker.foreign_long_tokens = 0.0
         worker.kv_spare = 0
         slots.forget(worker)
         worker.reprice()
@@ -177,6 +177,6 @@ class WorkerHealth:
         worker.due_at = max(worker.due_at, due_at)
         self.roster.moved(worker)
 
-    def judged_elsewhere(self, worker: Worker, told: BreakerSnapshot) -> None:
-        worker.breaker.take(told)
+    def take_breaker(self, worker: Worker, snapshot: BreakerSnapshot) -> None:
+        worker.breaker.take(snapshot)
         self._judged(worker, self.roster.clock())

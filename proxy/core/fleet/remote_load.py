@@ -4,7 +4,7 @@ Other router processes made them, or the worker's predecessor. A worker's charge
 rules and limits do not depend on the number of processes. An increase acts as a charge, a decrease
 as a first token. A breaker's state is copied from its last writer.
 
-A new worker at a removed one's address is the same server, the heir of requests in flight.
+A new worker at a removed one's address is the same server, the successor for requests in flight.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class RemoteLoad(Protocol):
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
     """Return this process's charges in the order of `WorkerLoad`."""
-    theirs = worker.elsewhere
+    remote = worker.elsewhere
     return (
-        worker.requests - theirs[0],
-        worker.sequences - theirs[1],
-        worker.prefill_tokens - theirs[2],
-        worker.long_tokens - theirs[3],
-        worker.decode_tokens - theirs[4],
-        worker.kv_tokens - theirs[5],
-        worker.decoding - theirs[6],
-        worker.pinned - theirs[7],
-        worker.kv_coming - theirs[8],
-        worker.written - theirs[9],
+        worker.requests - remote[0],
+        worker.sequences - remote[1],
+        worker.prefill_tokens - remote[2],
+        worker.long_tokens - remote[3],
+        worker.decode_tokens - remote[4],
+        worker.kv_tokens - remote[5],
+        worker.decoding - remote[6],
+        worker.pinned - remote[7],
+        worker.kv_coming - remote[8],
+        worker.written - remote[9],
     )
 
 
@@ -59,14 +59,14 @@ def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
             worker.free_at = now + token_s * worker.prefill_tokens
 
 
-def inherit_load(heir: Worker, before: Worker) -> None:
-    """Charge the heir with its predecessor's requests."""
+def inherit_load(successor: Worker, before: Worker) -> None:
+    """Charge the successor with its predecessor's requests."""
     load = own(before)
-    had, heir.inherited = heir.inherited, load
-    if grown := _shift(heir, had, load):
-        token_s = heir.pace.token_s
-        after = before.free_at + token_s * (heir.prefill_tokens - load.prefill_tokens)
-        heir.free_at = max(heir.free_at + token_s * min(grown, 0), after)
+    had, successor.inherited = successor.inherited, load
+    if grown := _shift(successor, had, load):
+        token_s = successor.pace.token_s
+        after = before.free_at + token_s * (successor.prefill_tokens - load.prefill_tokens)
+        successor.free_at = max(successor.free_at + token_s * min(grown, 0), after)
 
 
 def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:

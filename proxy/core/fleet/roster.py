@@ -41,7 +41,7 @@ class Roster:
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self.leaving: set[Worker] = set()  # removed, with leases in flight
-        self._left: dict[str, Worker] = {}  # by URL, without an heir
+        self._left: dict[str, Worker] = {}  # by URL, without a successor
         self.numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -74,14 +74,14 @@ class Roster:
     def origin(self, model: str) -> Origin:
         """Return the loaded model, and the base model of an adapter."""
         live = (worker for worker in self.of(model) if worker.live)
-        told = (worker.origins[model] for worker in live if model in worker.origins)
-        return next(told, (None, None))
+        origins = (worker.origins[model] for worker in live if model in worker.origins)
+        return next(origins, (None, None))
 
     def serves(self, model: str) -> bool:
         """Return whether a model has workers or is expected."""
         return model in self._by_model
 
-    def all_told(self, model: str = "") -> bool:
+    def all_listed(self, model: str = "") -> bool:
         """Return whether no further worker may list this model."""
         return self.model_lists.are_complete(model, self._workers.values())
 
@@ -141,7 +141,7 @@ class Roster:
         worker.served = next(self.numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
-            before.heir = worker
+            before.successor = worker
             worker.due_at = before.due_at
             self.hand_down(before)
         return worker
@@ -166,9 +166,9 @@ class Roster:
             self._left[worker.url] = worker
 
     def hand_down(self, worker: Worker) -> None:
-        if (heir := worker.heir) is not None:
-            inherit_load(heir, worker)
-            self.moved(heir)
+        if (successor := worker.successor) is not None:
+            inherit_load(successor, worker)
+            self.moved(successor)
         if not (worker.requests or worker.pinned):
             self.leaving.discard(worker)
             if self._left.get(worker.url) is worker:
@@ -232,7 +232,7 @@ class Roster:
             worker.models = tuple(models) or (worker.model,)
             worker.origins = dict(origins or {})
             self.model_lists.add(worker.models)
-            worker.told_max_model_len = max_model_len
+            worker.reported_max_model_len = max_model_len
             worker.respecify(worker.spec)
             self._changed()
 

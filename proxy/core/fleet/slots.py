@@ -26,32 +26,32 @@ QUEUED_GAUGE = "queued"
 
 
 def learn(worker: Worker, gauges: Gauges) -> None:
-    """Learn from a page, after `strangers`."""
+    """Learn from a page, after `foreign_requests`."""
     queued = int(gauges.extra.get(QUEUED_GAUGE, gauges.waiting))
     worker.queued = min(queued, worker.queued_before)
     worker.queued_before = queued
     if worker.queued:
-        taken = worker.requests + worker.strangers
-        worker.seats = float(max(taken - worker.queued, gauges.running, 1))
+        taken = worker.requests + worker.foreign_requests
+        worker.slots = float(max(taken - worker.queued, gauges.running, 1))
     else:
-        worker.seats = SLOT_GROWTH_FACTOR * worker.seats + SLOT_GROWTH
+        worker.slots = SLOT_GROWTH_FACTOR * worker.slots + SLOT_GROWTH
 
 
 def forget(worker: Worker) -> None:
     worker.queued = worker.queued_before = 0
-    worker.seats = inf
+    worker.slots = inf
 
 
 def wait_s(worker: Worker, now: float) -> float:
     """Estimate the time to a free slot; inf if unknown."""
-    taken, seats = _taken(worker, now)
-    if taken < seats or not taken:
+    taken, slots = _taken(worker, now)
+    if taken < slots or not taken:
         return 0.0
     decoding = worker.decoding
     if not decoding or not worker.requests:
         return inf
     left = worker.decode_tokens / worker.requests
-    return (taken + 1.0 - seats) * left * worker.pace.step_s(decoding) / decoding
+    return (taken + 1.0 - slots) * left * worker.pace.step_s(decoding) / decoding
 
 
 def share_taken(worker: Worker, now: float) -> float:
@@ -61,7 +61,7 @@ def share_taken(worker: Worker, now: float) -> float:
     """
     here, gauges = worker.sequences, worker.gauges
     if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S:
-        here += worker.strangers
+        here += worker.foreign_requests
         if here and (worker.queued or gauges.kv_usage > KV_FULL):
             return 1.0
     return min(here / _taken(worker, now)[1], 1.0) if here else 0.0
@@ -74,9 +74,9 @@ def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
 
 def _taken(worker: Worker, now: float) -> tuple[int, float]:
     gauges = worker.gauges
-    seats = inf if worker.spec.seats is None else float(worker.spec.seats)
+    slots = inf if worker.spec.slots is None else float(worker.spec.slots)
     if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
-        return worker.requests, seats
-    taken = worker.requests + worker.strangers
-    seats = min(seats, worker.seats)
-    return taken, min(seats, taken) if gauges.kv_usage > KV_FULL else seats
+        return worker.requests, slots
+    taken = worker.requests + worker.foreign_requests
+    slots = min(slots, worker.slots)
+    return taken, min(slots, taken) if gauges.kv_usage > KV_FULL else slots

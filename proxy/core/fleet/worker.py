@@ -49,10 +49,14 @@ class Worker:
         "elsewhere",
         "failed_probes",
         "flat_price",
+        "foreign_long_tokens",
+        "foreign_requests",
+        "foreign_requests_before",
+        "foreign_tokens",
+        "foreign_tokens_before",
         "free_at",
         "gauges",
         "good_probes",
-        "heir",
         "in_panic",
         "index",
         "inherited",
@@ -80,21 +84,17 @@ class Worker:
         "queued",
         "queued_before",
         "ranked_in",
+        "reported_max_model_len",
         "reports_cache",
         "requests",
         "role",
-        "seats",
+        "running_prefixes",
         "sequences",
         "served",
         "shut",
+        "slots",
         "spec",
-        "stems",
-        "strange_long",
-        "strange_tokens",
-        "strange_tokens_before",
-        "strangers",
-        "strangers_before",
-        "told_max_model_len",
+        "successor",
         "trouble",
         "up",
         "up_since",
@@ -106,7 +106,7 @@ class Worker:
         self.index = index  # bit in the prefix index, reused after removal
         self.bit = 1 << index
         self.name = spec.name
-        self.told_max_model_len: int | None = None  # from /v1/models
+        self.reported_max_model_len: int | None = None  # from /v1/models
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
         self.origins: dict[str, Origin] = {}  # of `models`
@@ -123,12 +123,12 @@ class Worker:
         self.pace = LatencyModel()
         self.gauges: Gauges | None = None
         self.kv_capacity = 0  # 0: unknown
-        self.strangers = self.strangers_before = 0  # other clients' requests
+        self.foreign_requests = self.foreign_requests_before = 0  # other clients' requests
         # Of these requests, if reported.
-        self.strange_tokens = self.strange_tokens_before = self.strange_long = 0.0
+        self.foreign_tokens = self.foreign_tokens_before = self.foreign_long_tokens = 0.0
         self.reports_cache = False
         self.queued = self.queued_before = 0  # on the worker
-        self.seats = inf  # slots learnt from its queue
+        self.slots = inf  # slots learnt from its queue
 
         self.requests = 0
         self.sequences = 0  # prompts times samples
@@ -139,7 +139,7 @@ class Worker:
         self.kv_coming = 0  # before the first token
         self.kv_spare = 0  # charged but not held; negative: held but not charged
         self.kv_more = 0  # beyond the charges
-        self.stems = PrefixTree()  # prefixes of its requests
+        self.running_prefixes = PrefixTree()  # prefixes of its requests
         self.kv_apart = 0.0  # learnt share of prefixes that is not shared
         self.pinned = 0  # hand-overs not fetched yet
         self.decoding = 0  # after the first token
@@ -149,7 +149,7 @@ class Worker:
         self.due_at = 0.0  # next progress is due
         self.elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
         self.inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
-        self.heir: Worker | None = None  # new worker at its address after removal
+        self.successor: Worker | None = None  # new worker at its address after removal
 
         self.reprice()
 
@@ -166,7 +166,7 @@ class Worker:
         self.role = spec.role
         self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
         self.most = NO_LIMIT if spec.max_requests is None else spec.max_requests
-        lengths = [length for length in (spec.max_model_len, self.told_max_model_len) if length]
+        lengths = [length for length in (spec.max_model_len, self.reported_max_model_len) if length]
         self.max_model_len = min(lengths, default=None)
 
     def is_meant_by(self, spec: WorkerSpec) -> bool:
@@ -263,7 +263,7 @@ class Worker:
 
     def reprice(self) -> None:
         """Update the cost of a token in seconds, including delays to decoding requests."""
-        pace, others = self.pace, self.decoding + self.strangers
+        pace, others = self.pace, self.decoding + self.foreign_requests
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
         self.output_price = pace.each_s * others
@@ -279,11 +279,11 @@ class Worker:
         An overdue prefill is assumed to take as long again: the worker may hang.
         """
         pace = self.pace
-        strange = self.strange_tokens
-        if strange and not for_long:
-            strange -= (1.0 - pace.passing) * self.strange_long
+        foreign = self.foreign_tokens
+        if foreign and not for_long:
+            foreign -= (1.0 - pace.passing) * self.foreign_long_tokens
         if not self.prefill_tokens:
-            return pace.token_s * strange
+            return pace.token_s * foreign
         most = pace.token_s * self.prefill_tokens
         wait = self.free_at - now
         if wait > most:
@@ -294,16 +294,16 @@ class Worker:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
             wait += now - self.due_at
-        return wait + pace.token_s * strange
+        return wait + pace.token_s * foreign
 
-    def heard(self, now: float) -> None:
+    def note_progress(self, now: float) -> None:
         """Note progress, or a first prefill."""
         pace = self.pace
         self.due_at = (
-            now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.strange_tokens)
+            now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.foreign_tokens)
         )
-        if self.heir is not None:
-            self.heir.heard(now)
+        if self.successor is not None:
+            self.successor.note_progress(now)
 
 
 class Group:

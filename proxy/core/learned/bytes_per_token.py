@@ -73,22 +73,22 @@ class LearnedSizes:
         weight = min(text / FULL_WEIGHT_BYTES, 1.0)
         self._drift(weight, tools)
         fixed = self.fixed_var * prompts + self.both_var * text
-        each = self.both_var * prompts + self.byte_var * text
+        per_byte = self.both_var * prompts + self.byte_var * text
         tool = self.tool_var * tools
         size = self.per_byte * text + self.per_tool * tools
         noise = (NOISE_TOKENS * prompts + NOISE_SHARE * size) ** 2
-        var = fixed * prompts + each * text + tool * tools + noise
+        var = fixed * prompts + per_byte * text + tool * tools + noise
         off = tokens - self.fixed * prompts - size
         self._see_spread(abs(off) / (size + SPREAD_SLACK_TOKENS * prompts), weight, noise / var)
         self.seen += 1
         if self.seen > UNCLAMPED_PROMPTS:
-            most = MAX_DEVIATIONS * sqrt(var)
-            off = min(max(off, -most), most)
+            limit = MAX_DEVIATIONS * sqrt(var)
+            off = min(max(off, -limit), limit)
         by = off / var
-        self._move(fixed * by, each * by, tool * by, text, prompts)
+        self._move(fixed * by, per_byte * by, tool * by, text, prompts)
         self.fixed_var = max(self.fixed_var - fixed * fixed / var, 0.0)
-        self.both_var -= fixed * each / var
-        self.byte_var = max(self.byte_var - each * each / var, 0.0)
+        self.both_var -= fixed * per_byte / var
+        self.byte_var = max(self.byte_var - per_byte * per_byte / var, 0.0)
         self.tool_var = max(self.tool_var - tool * tool / var, 0.0)
 
     def _drift(self, weight: float, tools: int) -> None:
@@ -99,17 +99,17 @@ class LearnedSizes:
         if tools and self.tool_var < BYTE_VAR:
             self.tool_var += BYTE_DRIFT
 
-    def _move(self, fixed: float, each: float, tool: float, text: int, prompts: int) -> None:
+    def _move(self, fixed: float, per_byte: float, tool: float, text: int, prompts: int) -> None:
         if text < FULL_WEIGHT_BYTES:
             # A short text far off more likely has a large template.
-            most = self.per_byte * text / (FULL_WEIGHT_BYTES - text)
-            kept = min(max(each, -most), most)
-            fixed += (each - kept) * text / prompts
-            each = kept
+            limit = self.per_byte * text / (FULL_WEIGHT_BYTES - text)
+            kept = min(max(per_byte, -limit), limit)
+            fixed += (per_byte - kept) * text / prompts
+            per_byte = kept
         self.fixed = min(max(self.fixed + fixed, MIN_FIXED), MAX_FIXED)
-        least, most = 1.0 / MAX_BYTES_PER_TOKEN, 1.0 / MIN_BYTES_PER_TOKEN
-        self.per_byte = min(max(self.per_byte + each, least), most)
-        self.per_tool = min(max(self.per_tool + tool, 0.0), most)
+        minimum, maximum = 1.0 / MAX_BYTES_PER_TOKEN, 1.0 / MIN_BYTES_PER_TOKEN
+        self.per_byte = min(max(self.per_byte + per_byte, minimum), maximum)
+        self.per_tool = min(max(self.per_tool + tool, 0.0), maximum)
 
     def _see_spread(self, off: float, weight: float, chance: float) -> None:
         """Learn the mean error; `chance` excludes the expected part."""

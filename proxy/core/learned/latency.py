@@ -129,8 +129,8 @@ class LatencyModel:
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
         """Move towards another model."""
         for part in PARTS:
-            mine, theirs = getattr(self, part), getattr(other, part)
-            setattr(self, part, mine ** (1.0 - share) * theirs**share)
+            own_value, other_value = getattr(self, part), getattr(other, part)
+            setattr(self, part, own_value ** (1.0 - share) * other_value**share)
 
 
 def _blame(predicted: float, seconds: float, weight: float, seen: float) -> float:

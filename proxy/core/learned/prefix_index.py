@@ -3,7 +3,7 @@
 Idea: prompts are cut into blocks that grow with depth. Each hash is seeded with the previous one,
 so equal hashes mean equal prefixes. Each hash has a bit mask of workers.
 
-Memory: two generations of `MAX_GENERATION_HASHES` hashes, at most 16 MB. A full young generation
+Memory: two generations of `MAX_GENERATION_HASHES` hashes, at most 16 MB. A full new generation
 replaces the old one.
 
 Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB).
@@ -30,7 +30,7 @@ Matches = list[tuple[int, int]]  # block counts, and worker masks
 class PrefixIndex:
     def __init__(self, generation: int = MAX_GENERATION_HASHES) -> None:
         self._generation = generation
-        self._young: dict[int, int] = {}
+        self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
@@ -38,7 +38,7 @@ class PrefixIndex:
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._new) + len(self._old)
 
     def hashes(self, model: str, body: bytes, start: int = 0) -> tuple[int, ...]:
         """Hash the whole blocks of a prompt."""
@@ -65,10 +65,10 @@ class PrefixIndex:
     def matches(self, hashes: tuple[int, ...]) -> Matches:
         """Return the deepest matches first."""
         found: Matches = []
-        young, old = self._young, self._old
+        new, old = self._new, self._old
         alive = ~self._gone
         for depth, block in enumerate(hashes):
-            holders = alive & (young.get(block) or old.get(block, 0))
+            holders = alive & (new.get(block) or old.get(block, 0))
             if holders != alive:
                 if depth:
                     found.append((depth, alive))
@@ -81,23 +81,23 @@ class PrefixIndex:
         return found
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
-        young, old = self._young, self._old
+        new, old = self._new, self._old
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
-        if hashes and young.get(hashes[-1], 0) & bit:
+        if hashes and new.get(hashes[-1], 0) & bit:
             return  # with its earlier blocks
         for block in hashes:
-            holders = young.get(block)
+            holders = new.get(block)
             if holders is None:
                 holders = old.get(block, 0)
             elif holders & bit:
                 continue
-            young[block] = holders | bit
+            new[block] = holders | bit
         if self.others_record is not None:
             self.others_record(hashes, worker)
-        if len(young) > self._generation:
-            self._old, self._young = young, {}
+        if len(new) > self._generation:
+            self._old, self._new = new, {}
 
     def forget(self, worker: int) -> None:
         """Drop a worker that was removed or restarted."""
@@ -105,7 +105,7 @@ class PrefixIndex:
 
     def _sweep(self) -> None:
         keep, self._gone = ~self._gone, 0
-        for generation in (self._young, self._old):
+        for generation in (self._new, self._old):
             for block, holders in list(generation.items()):
                 if left := holders & keep:
                     generation[block] = left

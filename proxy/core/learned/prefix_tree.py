@@ -49,46 +49,46 @@ class PrefixTree:
 
     def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
         """Add a request; return its last node and the tokens held before."""
-        stem, depth, last, found = self._root, 0, len(blocks), 0
+        node, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last:
-            below = stem.below.get(blocks[depth])
+            below = node.below.get(blocks[depth])
             if below is None:
                 tokens = int(COVERED[last] * per_byte) - int(COVERED[depth] * per_byte)
-                below = stem.below[blocks[depth]] = PrefixNode(stem, blocks, depth, last, tokens)
+                below = node.below[blocks[depth]] = PrefixNode(node, blocks, depth, last, tokens)
                 self.tokens += tokens
                 self.saved += found
                 return below, found
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
                 at = _alike(below.blocks, blocks, depth + 1, min(end, last))
-                below = below.split(stem, at)
+                below = below.split(node, at)
             below.holders += 1
             found += below.tokens
-            stem, depth = below, below.end
+            node, depth = below, below.end
         self.saved += found
-        return stem, found
+        return node, found
 
     def shared(self, blocks: tuple[int, ...]) -> int:
         """Return the held tokens of a prefix."""
-        stem, depth, last, found = self._root, 0, len(blocks), 0
-        while depth < last and (below := stem.below.get(blocks[depth])) is not None:
+        node, depth, last, found = self._root, 0, len(blocks), 0
+        while depth < last and (below := node.below.get(blocks[depth])) is not None:
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
                 return found + below.share(_alike(below.blocks, blocks, depth + 1, min(end, last)))
             found += below.tokens
-            stem, depth = below, end
+            node, depth = below, end
         return found
 
-    def let_go(self, stem: PrefixNode) -> None:
+    def let_go(self, node: PrefixNode) -> None:
         """Remove a request that ends at this node."""
-        while (above := stem.above) is not None:
-            stem.holders -= 1
-            if stem.holders:
-                self.saved -= stem.tokens
+        while (above := node.above) is not None:
+            node.holders -= 1
+            if node.holders:
+                self.saved -= node.tokens
             else:
-                self.tokens -= stem.tokens
-                del above.below[stem.blocks[stem.begin]]
-            stem = above
+                self.tokens -= node.tokens
+                del above.below[node.blocks[node.begin]]
+            node = above
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:

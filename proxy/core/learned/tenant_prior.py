@@ -13,32 +13,32 @@ from __future__ import annotations
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.media_tokens import KINDS
 
-MAX_VOTERS = 15  # the latest
-MAX_VOTES_BETWEEN_MEDIANS = 64
+MAX_PRIOR_TENANTS = 15  # the latest
+MAX_UPDATES_BETWEEN_MEDIANS = 64
 
 
 class TenantPrior:
-    __slots__ = ("_common", "_due", "_voters", "_votes", "base")
+    __slots__ = ("_common", "_due", "_tenants", "_updates", "base")
 
     def __init__(self) -> None:
         self.base = LearnedSizes()  # first values, or without tenants
-        self._voters: dict[str, LearnedSizes] = {}
-        self._votes = 0
+        self._tenants: dict[str, LearnedSizes] = {}
+        self._updates = 0
         self._due = 1
         self._common = self.base
 
-    def vote(self, tenant: str, own: LearnedSizes) -> None:
-        voters = self._voters
-        voters.pop(tenant, None)
-        voters[tenant] = own
-        if len(voters) > MAX_VOTERS:
-            del voters[next(iter(voters))]
-        self._votes += 1
+    def update(self, tenant: str, own: LearnedSizes) -> None:
+        tenants = self._tenants
+        tenants.pop(tenant, None)
+        tenants[tenant] = own
+        if len(tenants) > MAX_PRIOR_TENANTS:
+            del tenants[next(iter(tenants))]
+        self._updates += 1
 
     def common(self) -> LearnedSizes:
         """Return the median. Read-only."""
-        if self._votes >= self._due:
-            self._due = self._votes + min(self._votes // 8 + 1, MAX_VOTES_BETWEEN_MEDIANS)
+        if self._updates >= self._due:
+            self._due = self._updates + min(self._updates // 8 + 1, MAX_UPDATES_BETWEEN_MEDIANS)
             self._common = self._median()
         return self._common
 
@@ -48,22 +48,22 @@ class TenantPrior:
     @property
     def bytes_per_token(self) -> float | None:
         """Return the text rate, if known."""
-        if self.base.weight or any(voter.weight for voter in self._voters.values()):
+        if self.base.weight or any(sizes.weight for sizes in self._tenants.values()):
             return self.common().bytes_per_token
         return None
 
     def _median(self) -> LearnedSizes:
         base = self.base
-        prompts = [each for each in self._voters.values() if each.seen]
-        outputs = [each for each in self._voters.values() if each.outputs]
+        prompts = [rates for rates in self._tenants.values() if rates.seen]
+        outputs = [rates for rates in self._tenants.values() if rates.outputs]
         found = _copy(base)
-        found.fixed = _middle([each.fixed for each in prompts], base.fixed)
-        found.per_byte = _middle([each.per_byte for each in prompts], base.per_byte)
-        found.per_tool = _middle([each.per_tool for each in prompts], base.per_tool)
-        found.output = _middle([each.output for each in outputs], base.output)
+        found.fixed = _middle([rates.fixed for rates in prompts], base.fixed)
+        found.per_byte = _middle([rates.per_byte for rates in prompts], base.per_byte)
+        found.per_tool = _middle([rates.per_tool for rates in prompts], base.per_tool)
+        found.output = _middle([rates.output for rates in outputs], base.output)
         for kind in KINDS:
-            voters = [each.media for each in self._voters.values() if each.media.seen[kind]]
-            sizes = [media.means[kind] for media in voters]
+            media = [rates.media for rates in self._tenants.values() if rates.media.seen[kind]]
+            sizes = [counts.means[kind] for counts in media]
             found.media.take(kind, _middle(sizes, base.media.means[kind]))
         return found
 
@@ -75,6 +75,6 @@ def _copy(learnt: LearnedSizes) -> LearnedSizes:
     return found
 
 
-def _middle(votes: list[float], base: float) -> float:
-    ordered = sorted([*votes, *[base] * (1 + len(votes) % 2)])
+def _middle(values: list[float], base: float) -> float:
+    ordered = sorted([*values, *[base] * (1 + len(values) % 2)])
     return ordered[len(ordered) // 2]

@@ -29,14 +29,14 @@ def update_breaker(
     """Update the breaker; only a trial may close it."""
     worker = lease.worker
     if outcome not in INCONCLUSIVE and lease.ask.computes:
-        worker.heard(now)
+        worker.note_progress(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.health.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
         if lease.trial:
             worker.breaker.abandoned()
             fleet.roster.moved(worker)
-    elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
+    elif not worker.breaker.has_no_failures and (lease.trial or worker.breaker.closed):
         fleet.health.succeeded(worker)
 
 

@@ -35,9 +35,9 @@ def forbidden_field(param: str) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
-def model_not_served(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
-    """Refuse an unknown model; `all_told`: all model lists are known."""
-    return (unknown_model if all_told else not_known_yet)(model, known)
+def model_not_served(model: str, known: Iterable[str], *, all_listed: bool) -> Refusal:
+    """Refuse an unknown model; `all_listed`: all model lists are known."""
+    return (unknown_model if all_listed else not_known_yet)(model, known)
 
 
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
@@ -61,9 +61,9 @@ def _listed(models: Iterable[str]) -> str:
 def too_long(ask: RequestInfo, limit: int) -> Refusal:
     about = "" if ask.counted else "about "
     output = ask.output_tokens or 0
-    asked = f"you requested {about}{ask.largest_prompt + output} tokens "
+    requested = f"you requested {about}{ask.largest_prompt + output} tokens "
     message = (
-        f"This model's maximum context length is {limit} tokens. However, {asked}"
+        f"This model's maximum context length is {limit} tokens. However, {requested}"
         f"({about}{ask.largest_prompt} in the prompt, {output} for the output). "
         "Please reduce the length of the prompt or of the output."
     )

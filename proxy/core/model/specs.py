@@ -20,7 +20,7 @@ class WorkerSpec:
     max_requests: int | None = None  # in flight
     api_key: str | None = field(default=None, repr=False)
     tls: WorkerTlsConfig | None = None
-    seats: int | None = None  # sequences at once; None: unknown
+    slots: int | None = None  # sequences at once; None: unknown
 
 
 @dataclass(slots=True)

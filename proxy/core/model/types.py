@@ -90,7 +90,7 @@ class RequestInfo:
     pinned: str = ""  # worker that holds its stored response
     whole: str = ""  # why it cannot be split; empty if it can
     least_output: bool = False  # the body has `min_tokens`
-    said: frozenset[str] | None = None  # names of the body's fields, if it may be split
+    field_names: frozenset[str] | None = None  # names of the body's fields, if it may be split
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
     salt: str = ""  # of its cached prefixes
@@ -123,8 +123,8 @@ class RequestInfo:
     @property
     def budget(self) -> int:
         """Return all expected tokens."""
-        each = self.expected_output if self.output_tokens is None else self.output_tokens
-        return self.prompt_tokens + each * self.samples
+        output = self.expected_output if self.output_tokens is None else self.output_tokens
+        return self.prompt_tokens + output * self.samples
 
 
 class Outcome(StrEnum):

@@ -91,7 +91,7 @@ class ShareFloor:
         standings[tenant] = standing
         heappush(heap, (standing, next(self._numbers), tenant))
         if len(heap) > 2 * len(standings) + SPARE_HEAP_ENTRIES:
-            self._heap = [(at, next(self._numbers), each) for each, at in standings.items()]
+            self._heap = [(at, next(self._numbers), other) for other, at in standings.items()]
             heapify(self._heap)
 
     def drop(self, tenant: Tenant) -> None:
@@ -159,9 +159,9 @@ class ShareCounters:
 
     def _lowest(self, rank: Rank) -> float:
         for tenant in self._watch.take():
-            for each, floor in self._floors.items():
+            for floor_rank, floor in self._floors.items():
                 if tenant in floor:
-                    floor.put(tenant, tenant.settled(each))
+                    floor.put(tenant, tenant.settled(floor_rank))
         return self._floors[rank].least(self.floors[rank])
 
     def _count(self, tenant: Tenant, rank: Rank) -> None:

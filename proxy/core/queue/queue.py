@@ -117,8 +117,8 @@ class Queue:
             return []
         elsewhere = others.has_more((self.length, self.bytes, self.tokens))
         over = [
-            0 if theirs else there - most
-            for there, most, theirs in zip(self._total(), self._limits(), elsewhere, strict=True)
+            0 if skip else total - limit
+            for total, limit, skip in zip(self._total(), self._limits(), elsewhere, strict=True)
         ]
         if max(over) <= 0:
             return []

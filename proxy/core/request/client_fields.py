@@ -6,7 +6,7 @@ duplicates: the last counts, as in vLLM.
 Unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params`, `ec_transfer_params`: 400 (see `steering`).
-- A `request_id` with addresses, for the p2p-nccl connector: 400; `X-Request-Id`: replaced.
+- A `request_id` with addresses, for older vLLM's P2pNcclConnector: 400; `X-Request-Id`: replaced.
 
 With tenants:
 
@@ -37,7 +37,7 @@ PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
-# Addresses for the p2p-nccl connector follow these.
+# In a request id, a worker's address for P2pNcclConnector follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 # Other bodies have no field for a salt.
@@ -77,14 +77,20 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
 
 def repeated(fields: Mapping[str, Any], body: bytes) -> str:
     """Return the first repeated member of `ONCE`, or ""."""
-    said = [name for name in ONCE if name in fields]
-    return next((name for name in said if times(body, name) > 1), "")
+    present = [name for name in ONCE if name in fields]
+    return next((name for name in present if times(body, name) > 1), "")
 
 
 def _id_names_addresses(body: bytes) -> bool:
-    ids = (body[each.value : each.end] for each in members(body) if each.name == ID.encode())
+    found = (member for member in members(body) if member.name == ID.encode())
+    ids = (body[member.value : member.end] for member in found)
     # Escapes in an id are suspicious.
-    return any(b"\\" in one or any(mark in one for mark in ADDRESSES) for one in ids)
+    return any(b"\\" in text or has_address(text) for text in ids)
+
+
+def has_address(request_id: bytes) -> bool:
+    """Return whether a worker with P2pNcclConnector would read an address from a request id."""
+    return any(mark in request_id for mark in ADDRESSES)
 
 
 def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
@@ -105,7 +111,7 @@ def is_true(value: object) -> bool:
     return value is True or (type(value) in (str, int, float) and str(value).lower() in TRUE)
 
 
-def tells_usage(fields: Mapping[str, Any]) -> bool:
+def has_usage_option(fields: Mapping[str, Any]) -> bool:
     """Return whether a client requests usage, or has options that a worker refuses."""
     options = fields.get(OPTIONS)
     if options is None:

@@ -109,7 +109,7 @@ def _value_end(masked: bytes, start: int) -> int:
         return scalar.end() if scalar else start
     if first == OPENING[0]:
         close = masked.find(b"]", start)
-        if not any(masked.find(each, start + 1, close) >= 0 for each in (b'"', b"[", b"{")):
+        if not any(masked.find(mark, start + 1, close) >= 0 for mark in (b'"', b"[", b"{")):
             return close + 1  # numbers: lists as long as prompts
     depth, at, jump = 1, start + 1, JUMP.match
     while depth:
@@ -173,10 +173,10 @@ def _end_of_short(body: bytes, start: int) -> int:
 
 
 def _named(
-    body: bytes, names: Mapping[bytes, tuple[str, bytes]], said: Set[str] | None
+    body: bytes, names: Mapping[bytes, tuple[str, bytes]], field_names: Set[str] | None
 ) -> list[JsonMember]:
-    if said is not None:
-        names = {key: each for key, each in names.items() if each[0] in said}
+    if field_names is not None:
+        names = {key: name for key, name in names.items() if name[0] in field_names}
         found = _found(body, names) if names else []
         if found is not None:
             return found
@@ -191,7 +191,7 @@ def _named(
             return []
         if body[first - 1] != BACKSLASH:
             there = _walk(body, first, masked(body))
-    return [each for each in there or members(body) if each.name in names]
+    return [member for member in there or members(body) if member.name in names]
 
 
 def times(body: bytes, name: str) -> int:
@@ -201,7 +201,7 @@ def times(body: bytes, name: str) -> int:
 def spliced(
     body: bytes,
     fields: Mapping[str, bytes | None],
-    said: Set[str] | None = None,
+    field_names: Set[str] | None = None,
     found: list[JsonMember] | None = None,
 ) -> bytes:
     """Set members to JSON text, or remove those with None.
@@ -217,7 +217,7 @@ def spliced(
     at = 0
     there: set[str] = set()
     text: bytes | None = None
-    for key, start, value, end in _named(body, names, said) if found is None else found:
+    for key, start, value, end in _named(body, names, field_names) if found is None else found:
         name = names[key][0]
         there.add(name)
         text = fields[name]

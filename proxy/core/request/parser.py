@@ -28,10 +28,10 @@ from proxy.core.request.client_fields import (
     ClientFields,
     forbidden,
     forbidden_form,
+    has_usage_option,
     is_true,
     repeated,
     salt_in,
-    tells_usage,
 )
 from proxy.core.request.json_edit import check
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask, too_many
@@ -183,12 +183,12 @@ class RequestParser:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
             if not ask.whole:
-                ask.said = _member_names(fields, ask.fields)
+                ask.field_names = _member_names(fields, ask.fields)
         if ask.fields is not None or (self.splits and not ask.whole):
             found = check(body, mask)  # it will be edited
             if found is not None and (changed := ask.fields) is not None:
                 names = {name.encode() for name in changed}
-                ask.found = [each for each in found if each.name in names]
+                ask.found = [member for member in found if member.name in names]
         return ask
 
     def _apply_tenant(
@@ -209,7 +209,7 @@ class RequestParser:
         if ask.stream:
             # Beam search streams nothing before its end.
             ask.stream = not is_true(fields.get("use_beam_search"))
-            if ask.route in WITH_OPTIONS and not tells_usage(fields):
+            if ask.route in WITH_OPTIONS and not has_usage_option(fields):
                 changed[OPTIONS] = WITH_USAGE
         own = salt_in(fields) if SALT in fields else ""
         if not tenant.spec.salted and not (own and tenant.beside_salted):
@@ -235,7 +235,9 @@ class RequestParser:
                 return known[0]
             return refusals.bad_request("The body must name a `model`.", "model")
         if type(named) is str:
-            return refusals.model_not_served(named, known, all_told=self._roster.all_told(named))
+            return refusals.model_not_served(
+                named, known, all_listed=self._roster.all_listed(named)
+            )
         return refusals.bad_request("`model` must be a string.", "model")
 
     def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
@@ -248,7 +250,7 @@ class RequestParser:
             return refusals.no_response(route.response_id)
         roster = self._roster
         worker, models = roster.get(holder), roster.models()
-        live = (each for each in models if roster.pool(each).all)
+        live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
         ask = self._sizer.ask(route, model, {}, 0, request_id, tenant)
         ask.pinned = holder

@@ -25,28 +25,28 @@ class ResponseOwners:
         return self._count
 
     def __iter__(self) -> Iterator[tuple[str, str, Tenant | None]]:
-        for tenant, theirs in self._of.items():
-            for response_id, worker in theirs.items():
+        for tenant, own in self._of.items():
+            for response_id, worker in own.items():
                 yield response_id, worker, tenant
 
     def holder(self, response_id: str, tenant: Tenant | None) -> str:
         """Return the worker of a tenant's response, or ""."""
-        theirs = self._of.get(tenant)
-        return "" if theirs is None else theirs.get(response_id, "")
+        own = self._of.get(tenant)
+        return "" if own is None else own.get(response_id, "")
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None) -> None:
-        theirs = self._of.setdefault(tenant, {})
-        self._count += response_id not in theirs
-        theirs[response_id] = worker
+        own = self._of.setdefault(tenant, {})
+        self._count += response_id not in own
+        own[response_id] = worker
         if self._count > MAX_RESPONSES:
-            self._forget(tenant if len(theirs) * len(self._of) > MAX_RESPONSES else self._most())
+            self._forget(tenant if len(own) * len(self._of) > MAX_RESPONSES else self._most())
 
     def _most(self) -> Tenant | None:
         return max(self._of, key=lambda tenant: len(self._of[tenant]))
 
     def _forget(self, tenant: Tenant | None) -> None:
-        theirs = self._of[tenant]
-        del theirs[next(iter(theirs))]
-        if not theirs:
+        own = self._of[tenant]
+        del own[next(iter(own))]
+        if not own:
             del self._of[tenant]
         self._count -= 1

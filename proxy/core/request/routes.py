@@ -10,7 +10,7 @@ from proxy.core.model.route_table import CANCEL_RESPONSE, GET_RESPONSE, ROUTES, 
 from proxy.core.model.types import Reason, Refusal
 
 RESPONSES = "/v1/responses/"
-# No escapes, no leading dot: workers get the path unchanged. P2P NCCL ids contain addresses.
+# No escapes, no leading dot: workers get the path unchanged.
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 
 

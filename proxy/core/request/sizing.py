@@ -69,7 +69,7 @@ class Sizer:
             if len(known) >= MAX_RATES_PER_TENANT:
                 del known[next(iter(known))]
         known[key] = own
-        prior.vote(tenant.name, own)
+        prior.update(tenant.name, own)
         return own
 
     def ask(
@@ -245,10 +245,10 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     return output, samples
 
 
-def _samples(said: object) -> int:
+def _samples(value: object) -> int:
     """Return the samples; unclear text may mean any number to a worker."""
-    found = count(said)
-    if found is None and type(said) is str:
+    found = count(value)
+    if found is None and type(value) is str:
         return MAX_SAMPLES
     return found or 1
 

@@ -30,7 +30,7 @@ def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
     if NOTED.isdisjoint(fields):  # nearly always
         return ""
     # Anything but one sample: two would share single-use parameters.
-    if any(count(said) != 1 for name in SAMPLES if (said := fields.get(name)) is not None):
+    if any(count(value) != 1 for name in SAMPLES if (value := fields.get(name)) is not None):
         return "samples"
     if fields.get("background"):
         return "stored"

@@ -73,8 +73,8 @@ def count(value: object) -> int | None:
         return min(value, MAX_TOKENS) if value >= 0 else None
     if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
         return int(min(value, MAX_TOKENS))
-    if type(value) is str and len(value) < MAX_NUMBER_CHARS and (said := NUMBER.fullmatch(value)):
-        return min(int(said[1]), MAX_TOKENS)
+    if type(value) is str and len(value) < MAX_NUMBER_CHARS and (digits := NUMBER.fullmatch(value)):
+        return min(int(digits[1]), MAX_TOKENS)
     return int(value) if type(value) is bool else None
 
 
@@ -102,12 +102,12 @@ def _walked(value: JSON) -> int:
     """Return the length of all texts, plus 2 per other value."""
     found, left = 0, [value]
     while left:
-        each = left.pop()
-        found += len(each) if type(each) is str else 2
-        if type(each) is list:
-            left += each
-        elif type(each) is dict:
-            left += each.values()
+        item = left.pop()
+        found += len(item) if type(item) is str else 2
+        if type(item) is list:
+            left += item
+        elif type(item) is dict:
+            left += item.values()
     return found
 
 
@@ -241,9 +241,9 @@ def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
     documents = body.get("documents")
     if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
         documents = more.get("documents")
-    for each in (body.get("tools"), documents):
-        if each:
-            extent.tools += _loose(each)
+    for item in (body.get("tools"), documents):
+        if item:
+            extent.tools += _loose(item)
     extent.text += extent.tools
 
 
@@ -306,7 +306,7 @@ def _completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
     # Each blob is a prompt, besides text and token ids.
     blobs = embedded if type(embedded) is list else [embedded]
     seen = blobs[: extent.looks]  # `_many` charges them to `looks`
-    prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in seen]
+    prompts: list[JSON] = [{"type": EMBEDDED, "data": item} for item in seen]
     if unseen := len(blobs) - len(seen):
         _guess(extent, blobs[len(seen) :])
     if type(prompt) is list and prompt and type(prompt[0]) is not int:

@@ -85,7 +85,7 @@ class Adaptive(Rule):
 
     def rank(self, worker: Worker) -> float:
         usual = worker.prompt_price * USUAL_PROMPT + worker.output_price * USUAL_OUTPUT
-        ahead = worker.prefill_tokens + worker.strange_tokens
+        ahead = worker.prefill_tokens + worker.foreign_tokens
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
@@ -107,7 +107,7 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
     uncached: list[float] = []
     for worker in candidates:
         cost = worker.flat_price + worker.prompt_price * prompt + worker.output_price * output
-        if worker.prefill_tokens or worker.strange_tokens:
+        if worker.prefill_tokens or worker.foreign_tokens:
             cost += worker.wait_s(now, for_long=long)
         if worker.kv_capacity:
             cost += kv_wait_s(worker, ask, prompt + output)

@@ -73,7 +73,7 @@ class HandoverOffer:
 
     def wait_s(self, worker: Worker, view: View) -> float:
         """Return how long the worker's own prefills outlast the prefill leg."""
-        if not (worker.prefill_tokens or worker.strange_tokens):
+        if not (worker.prefill_tokens or worker.foreign_tokens):
             return 0.0
         return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)
 
@@ -89,7 +89,7 @@ class HandoverOffer:
             token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
         prefill_s = token_s * tokens
         lost_s = max(prefill_s - here.step_s(worker.decoding), PREFILL_STALL_SHARE * prefill_s)
-        others_s = lost_s * (worker.decoding + worker.strangers)
+        others_s = lost_s * (worker.decoding + worker.foreign_requests)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
         tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
         return more_s + tide_s + min(slots.wait_s(worker, view.now), self.prefill_s)
@@ -116,7 +116,7 @@ class HandoverOffer:
         now = view.now
         if self.links.is_shut(self.prefill, worker, now):
             return False
-        if worker.prefill_tokens or worker.strange_tokens:
+        if worker.prefill_tokens or worker.foreign_tokens:
             transfer_s += worker.wait_s(now, for_long=view.ask.long)
         return transfer_s <= self.within_s
 

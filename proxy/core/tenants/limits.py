@@ -97,7 +97,7 @@ class RemoteUsage(Protocol):
     def running(self) -> int:
         """Return their requests in flight."""
 
-    def told(self, running: int) -> None:
+    def publish(self, running: int) -> None:
         """Publish this process's number."""
 
 
@@ -146,7 +146,7 @@ class TenantUsage:
         others = None if most is None else self.others
         if others is not None:
             # Publish first: two concurrent processes see each other, though both may fail.
-            others.told(self.running + 1)
+            others.publish(self.running + 1)
             self.elsewhere = others.running()
         if most is not None and self.running + self.elsewhere >= most:
             breach = self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
@@ -155,7 +155,7 @@ class TenantUsage:
         if breach is None:
             self.running += 1
         elif others is not None:
-            others.told(self.running)
+            others.publish(self.running)
         return breach
 
     def spent(self, now: float) -> LimitExceeded | None:
@@ -190,7 +190,7 @@ class TenantUsage:
     def _count(self, more: int) -> None:
         self.running += more
         if self.others is not None and self._limits.concurrency is not None:
-            self.others.told(self.running + self._held)
+            self.others.publish(self.running + self._held)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
         most = self._limits.max_prompt_tokens

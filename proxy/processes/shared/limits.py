@@ -52,7 +52,7 @@ class LimitsPeer:
     def changed(self) -> set[int] | None:
         """Return the changed rows; None if all rows must be read."""
         sheet = self.sheet
-        self.changes, rows = sheet.told(self.changes, TENANT_CHANGES)
+        self.changes, rows = sheet.changed_since(self.changes, TENANT_CHANGES)
         if (life := sheet.count(LIFE)) != self.life:
             self.life = life
             return None
@@ -62,15 +62,15 @@ class LimitsPeer:
 class SharedUsage:
     """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
 
-    def __init__(self, row: int, own: ProcessSheet, theirs: Sequence[ProcessSheet]) -> None:
+    def __init__(self, row: int, own: ProcessSheet, remote: Sequence[ProcessSheet]) -> None:
         self._row = row
         self._own = own
-        self._theirs = theirs
+        self._remote = remote
 
     def running(self) -> int:
-        return sum(sheet.read_running(self._row) for sheet in self._theirs)
+        return sum(sheet.read_running(self._row) for sheet in self._remote)
 
-    def told(self, running: int) -> None:
+    def publish(self, running: int) -> None:
         self._own.write_running(self._row, running)
 
 
@@ -88,13 +88,13 @@ class SharedLimits:
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
         self._written: dict[Tenant, TenantRow] = {}
-        self._theirs: dict[Tenant, Sums] = {}  # `_sums` of all other processes, as last read
+        self._remote: dict[Tenant, Sums] = {}  # `_sums` of all other processes, as last read
         self._floors: tuple[float, ...] = ()
         self._tenant_of: dict[int, Tenant] = {}  # by row
         self._watch = ChangedTenants()
         self._next = self._next_full_read = 0.0
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         if self._edition != self._tenants.edition:
             self._arrange()
         for tenant in self._watch.take():
@@ -105,12 +105,12 @@ class SharedLimits:
         if floors != self._floors:
             self._floors = floors
             self._sheet.write_floors(floors)
-            self._sheet.tell(FLOORS_ROW, TENANT_CHANGES)
+            self._sheet.mark_changed(FLOORS_ROW, TENANT_CHANGES)
 
     def _write(self, tenant: Tenant, row: int, taken: TenantRow) -> None:
         self._written[tenant] = taken
         self._sheet.write_usage(row, taken)
-        self._sheet.tell(row, TENANT_CHANGES)
+        self._sheet.mark_changed(row, TENANT_CHANGES)
 
     def take(self, now: float) -> None:
         if self._edition != self._tenants.edition:
@@ -146,12 +146,12 @@ class SharedLimits:
             for rank, lift in enumerate(peer_row.lifts):
                 tenant.lifted_to(rank, lift)
         self._turns.waits_elsewhere(tenant, waits)
-        theirs = (
+        remote = (
             tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
         )
-        if theirs != (known := self._theirs[tenant]):
-            self._theirs[tenant] = theirs
-            grown = [total - before for total, before in zip(theirs, known, strict=True)]
+        if remote != (known := self._remote[tenant]):
+            self._remote[tenant] = remote
+            grown = [total - before for total, before in zip(remote, known, strict=True)]
             for rank in Rank:
                 settled, unsettled = grown[rank], grown[len(Rank) + rank]
                 tenant.charged_elsewhere(settled + unsettled, unsettled, rank)
@@ -174,7 +174,7 @@ class SharedLimits:
             if tenant not in self._rows:
                 self._begin(tenant, row)
         for tenant in self._rows.keys() - rows.keys():
-            del self._written[tenant], self._theirs[tenant]
+            del self._written[tenant], self._remote[tenant]
             tenant.watches.discard(self._watch)
             tenant.ledger.others = None
             self._turns.waits_elsewhere(tenant, 0)
@@ -185,14 +185,14 @@ class SharedLimits:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
-        theirs = [peer.sheet for peer in self._peers]
-        tenant.ledger.others = SharedUsage(row, self._sheet, theirs)
+        remote = [peer.sheet for peer in self._peers]
+        tenant.ledger.others = SharedUsage(row, self._sheet, remote)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
             tenant.charged_elsewhere(share, 0.0, rank)
             tenant.lifted_to(rank, before.lifts[rank])
-        self._theirs[tenant] = NONE
+        self._remote[tenant] = NONE
         tenant.watches.add(self._watch)
         self._write(tenant, row, _row_of(tenant))
         self._take(tenant, row)

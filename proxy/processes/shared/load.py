@@ -45,7 +45,7 @@ class LoadPeer:
 class SharedPart(Protocol):
     """Other state that is shared in the same turns."""
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Write changes; called at the end of a turn with changes."""
 
     def take(self, now: float) -> None:
@@ -121,9 +121,9 @@ class SharedLoad:
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
         self._changed.add(worker)
-        self.speak()
+        self.schedule()
 
-    def speak(self) -> None:
+    def schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
             self._soon(self.flush)
@@ -133,28 +133,28 @@ class SharedLoad:
         sheet = self.sheet
         self._scheduled = False
         for part in self.parts:
-            part.tell()
+            part.publish()
         for worker in changed:
             row = self._rows.get(worker)
             if row is None:
                 continue
             load = own_numbers(worker)
             sheet.write_load(row, load, worker.due_at)
-            if not worker.breaker.spotless or self._breakers[worker][1] is not NEW_BREAKER:
+            if not worker.breaker.has_no_failures or self._breakers[worker][1] is not NEW_BREAKER:
                 self._write_breaker(worker, row)
-            sheet.tell(row)
+            sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
 
     def _write_breaker(self, worker: Worker, row: int) -> None:
-        told = worker.breaker.told()
-        if told != self._breakers[worker][1]:
+        snapshot = worker.breaker.snapshot()
+        if snapshot != self._breakers[worker][1]:
             now = self._clock()
-            self._breakers[worker] = now, told
-            self.sheet.write_breaker(row, now, told)
+            self._breakers[worker] = now, snapshot
+            self.sheet.write_breaker(row, now, snapshot)
             self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
 
-    def tell_written(self) -> None:
+    def publish_written(self) -> None:
         """Write generated tokens; no decision depends on them at once."""
         for worker in self._rows:
             if worker.requests != worker.elsewhere.requests:
@@ -172,11 +172,11 @@ class SharedLoad:
         for peer in self.peers:
             sheet = peer.sheet
             if read_all or sheet.changes != peer.read:
-                peer.read, told = sheet.told(peer.read)
-                if told is None:
+                peer.read, changed = sheet.changed_since(peer.read)
+                if changed is None:
                     read_all = True
                 else:
-                    rows |= told
+                    rows |= changed
                 if (breaks := sheet.count(BREAKS)) != peer.breaks:
                     peer.breaks = breaks
                     breakers = True
@@ -225,16 +225,16 @@ class SharedLoad:
             worker.due_at = due_at
 
     def _take_breaker(self, worker: Worker, row: int) -> None:
-        at, told = 0.0, NEW_BREAKER
+        at, snapshot = 0.0, NEW_BREAKER
         for peer in self.peers:
             state = peer.sheet.read_breaker(row)
             if state[0] > at:
-                at, told = state
+                at, snapshot = state
         if at > self._breakers[worker][0] and worker not in self._changed:
-            self._breakers[worker] = at, told
-            if told != worker.breaker.told():
+            self._breakers[worker] = at, snapshot
+            if snapshot != worker.breaker.snapshot():
                 self.changes += 1
-                self._fleet.health.judged_elsewhere(worker, told)
+                self._fleet.health.take_breaker(worker, snapshot)
 
 
 class WorkerRows:

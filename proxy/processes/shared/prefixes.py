@@ -18,7 +18,7 @@ class PrefixPeer:
         self.sheet = sheet
         self._life = self._read = 0
 
-    def news(self) -> list[tuple[int, tuple[int, ...]]]:
+    def new_entries(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the entries since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life, self._read = life, 0
@@ -44,9 +44,9 @@ class SharedPrefixes:
         row = None if worker is None else self._sharing.row(worker)
         if row is not None:
             self._new.append((row, hashes))
-            self._sharing.speak()
+            self._sharing.schedule()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""
         new, self._new = self._new, []
         for row, hashes in new:
@@ -55,7 +55,7 @@ class SharedPrefixes:
     def take(self, now: float) -> None:  # noqa: ARG002
         self._taking = True
         for peer in self._peers:
-            for row, hashes in peer.news():
+            for row, hashes in peer.new_entries():
                 worker = self._sharing.worker(row)
                 if worker is not None:
                     self._fleet.roster.prefixes.record(hashes, worker.index)

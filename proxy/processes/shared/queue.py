@@ -56,7 +56,7 @@ class SharedQueues:
         """Write the queue's state at the end of this turn."""
         self._moved = True
         self.came.set()
-        self._sharing.speak()
+        self._sharing.schedule()
 
     def before(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
@@ -65,7 +65,7 @@ class SharedQueues:
         if rank > BATCH and self._higher(place[0]):
             return True  # batch waits for all sizes of its model
         at, above = place_of(place), list(Rank)[:rank]
-        return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
+        return any(sheet.read_front(at, higher).waits for sheet in self._sheets for higher in above)
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
         """Return for each amount whether another process has more than this one.
@@ -98,11 +98,11 @@ class SharedQueues:
             return False
         if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
             return self._hold()
-        theirs = (
+        remote = (
             (aged.get(rank, IN_ORDER), (rank, front.virtual, front.since))
             for rank, front in self._fronts_at(place)
         )
-        if min(theirs, default=(order, turn)) >= (order, turn):
+        if min(remote, default=(order, turn)) >= (order, turn):
             self._passed.pop(place, None)
             return False
         waited_s = now - self._passed.setdefault(place, now)
@@ -124,7 +124,7 @@ class SharedQueues:
                 if (front := sheet.read_front(at, rank)).waits:
                     yield rank, front
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Write the queue's length and the first request of each place."""
         if not self._moved:
             return

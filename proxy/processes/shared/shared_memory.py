@@ -181,9 +181,9 @@ class ProcessSheet:
         requests: int = ONE_COUNT.unpack_from(self._memory, self._rows + row * ROW_BYTES)[0]
         return requests
 
-    def write_breaker(self, row: int, at: float, told: BreakerSnapshot) -> None:
+    def write_breaker(self, row: int, at: float, snapshot: BreakerSnapshot) -> None:
         """Write a breaker's state and its time."""
-        closed, busy, until, failures, openings, tried_at, why = told
+        closed, busy, until, failures, openings, tried_at, why = snapshot
         flags = closed | busy << 1 | _number_of(why) << 2
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         # The time is written last, so that an old state is never read with a new time.
@@ -211,14 +211,14 @@ class ProcessSheet:
         """The number of changes since the start."""
         return self.count(CHANGES)
 
-    def tell(self, row: int, ring: int = CHANGES) -> None:
+    def mark_changed(self, row: int, ring: int = CHANGES) -> None:
         """Add a row to a ring of changes, after the row was written."""
         memory, start = self._memory, self._start
         changes = ONE_COUNT.unpack_from(memory, start + ring * WORD)[0]
         _store(memory, start + (RINGS[ring] + changes % RING) * WORD, ONE_COUNT.pack(row))
         _store(memory, start + ring * WORD, ONE_COUNT.pack(changes + 1))
 
-    def told(self, since: int, ring: int = CHANGES) -> tuple[int, set[int] | None]:
+    def changed_since(self, since: int, ring: int = CHANGES) -> tuple[int, set[int] | None]:
         """Return the number of changes, and the rows changed since the last reading.
 
         The rows are None if all rows may have changed.
@@ -228,8 +228,8 @@ class ProcessSheet:
             return now, None
         start = self._start + RINGS[ring] * WORD
         rows = {
-            ONE_COUNT.unpack_from(self._memory, start + each % RING * WORD)[0]
-            for each in range(since, now)
+            ONE_COUNT.unpack_from(self._memory, start + index % RING * WORD)[0]
+            for index in range(since, now)
         }
         # Entries that were overwritten during the loop are invalid.
         return (now, rows) if self.count(ring) - since <= RING else (now, None)

@@ -46,7 +46,7 @@ class SharedTraffic:
         self._peers = [TrafficPeer(peer.sheet) for peer in sharing.peers]
         self._next = 0.0
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Do nothing: `take` also writes."""
 
     def take(self, now: float) -> None:

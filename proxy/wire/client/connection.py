@@ -48,7 +48,7 @@ class ClientConnection(asyncio.Protocol):
         "_arrival",
         "_closing",
         "_exchange",
-        "_last_words",
+        "_final_refusal",
         "_leaving",
         "_reader",
         "_reading_paused",
@@ -69,7 +69,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader = parser_for(wire)
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
-        self._last_words: Refusal | None = None  # sent after earlier responses
+        self._final_refusal: Refusal | None = None  # sent after earlier responses
         self._leaving = False
         self._closing = Closing()
         self._taking = False
@@ -94,12 +94,12 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse requests and serve them in order."""
-        if self._leaving or self._last_words is not None:
+        if self._leaving or self._final_refusal is not None:
             return
         try:
             self._reader.feed(data)
         except RefusedError as error:
-            self._last_words = error.refusal
+            self._final_refusal = error.refusal
         if self._exchange is None:
             self._arrival.got(len(data))
             self._take_turns(self._wire.clock())
@@ -146,7 +146,7 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = None
         if not keep_alive:
             self.leave(now)
-        elif self._reader.ready or self._taking or self._leaving or self._last_words is not None:
+        elif self._reader.ready or self._taking or self._leaving or self._final_refusal is not None:
             self._take_turns(now)
         elif self.writable:
             self._rest(now)
@@ -166,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         self._wire.outbox.flush()
         self._transport.close()
 
-    def dismiss(self, now: float) -> None:
+    def close_for_drain(self, now: float) -> None:
         """Close, with a refusal for a partly received request."""
         idle = self._reader.state is ParserState.NOTHING
         if idle or self._leaving or self._exchange is not None:
@@ -224,8 +224,8 @@ class ClientConnection(asyncio.Protocol):
                 self._read_no_more()
         elif not self.writable:
             self._read_no_more()
-        elif self._last_words is not None:
-            self._refuse_and_close(now, self._last_words)
+        elif self._final_refusal is not None:
+            self._refuse_and_close(now, self._final_refusal)
         else:
             self._rest(now)
 
@@ -270,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader.wait()
             except RefusedError as error:
                 self._reader.drop()
-                self._last_words = error.refusal
+                self._final_refusal = error.refusal
 
     def _read_on(self) -> None:
         if self._reading_paused:

@@ -95,7 +95,7 @@ def model(roster: Roster, name: str, tenant: Tenant | None = None) -> bytes | Re
         model_name for model_name in roster.models() if tenant is None or tenant.may_use(model_name)
     ]
     if not roster.serves(name):
-        return refusals.model_not_served(name, known, all_told=roster.all_told())
+        return refusals.model_not_served(name, known, all_listed=roster.all_listed())
     if name not in known:
         return refusals.not_allowed(name, known)
     served = roster.contexts()

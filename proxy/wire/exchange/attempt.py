@@ -67,13 +67,13 @@ class Attempt:
         "connection",
         "handover",
         "lease",
-        "patience_s",
         "response",
+        "timeout_s",
     )
 
     def __init__(self, owner: AttemptOwner, lease: Lease) -> None:
         self.connection: WorkerConnection | None = None
-        self.patience_s = inf
+        self.timeout_s = inf
         self.lease: Lease | None = lease  # None once the attempt has failed
         self.handover: TwoLegExchange | None = None
         self._owner = owner
@@ -100,7 +100,7 @@ class Attempt:
             handover.prefill(now, self)
             return
         owner.enter(SENT)
-        self.patience_s = response_timeout_s(lease, wire.settings.first_byte_s)
+        self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.of(lease.worker)
         pool.send(now, self, to_worker(request, pool, request.body, request.id))
 
@@ -254,7 +254,7 @@ class Attempt:
 
     # Failures
 
-    def late(self, now: float) -> float:
+    def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds for a slow worker."""
         lease, handover = self.lease, self.handover
         if lease is None:

@@ -84,13 +84,13 @@ def fast_path(
 
 def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
     """Return True if `pass_whole` may handle the response."""
-    asked = owner.request.head
+    request_head = owner.request.head
     return (
         head.length is not None
-        and asked.keep_alive
+        and request_head.keep_alive
         and not owner.wire.leaving
-        and not asked.explain
-        and not asked.http_1_0
+        and not request_head.explain
+        and not request_head.http_1_0
         and owner.suspect is None
         and not owner.route.stores
     )

@@ -146,8 +146,8 @@ class RequestRecord:
             metrics.traced(done, trace.id)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
-        for tell in metrics.at_end:
-            tell(self, now, route, status, reason)
+        for callback in metrics.at_end:
+            callback(self, now, route, status, reason)
         if ask is not None:
             metrics.recent.add(ask, decision, done)
 

@@ -22,7 +22,7 @@ class TokenizeRequest:
     """A request to `/tokenize`; `done` receives the count or None."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
-    patience_s = inf
+    timeout_s = inf
 
     def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:
         self.deadline = deadline
@@ -56,7 +56,7 @@ class TokenizeRequest:
         elif len(self._answer) > MAX_RESPONSE_BYTES:
             self.expire(now)
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         """Allow no extra time."""
         return 0.0
 

@@ -39,7 +39,7 @@ def _is_quiet(text: bytes, at: int, end: int) -> bool:
         return RESULT_EVENT.match(text, at, end) is None
     if text.startswith(b":", at):
         return True
-    return any(says.match(text, at, end) for says in (ROLE, COHERE))
+    return any(pattern.match(text, at, end) for pattern in (ROLE, COHERE))
 
 
 def says_failed(text: bytes) -> bool:

@@ -39,11 +39,11 @@ class PrefillOwner(Protocol):
 class PrefillLeg:
     """One prefill request."""
 
-    __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "patience_s")
+    __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "timeout_s")
 
-    def __init__(self, owner: PrefillOwner, patience_s: float) -> None:
+    def __init__(self, owner: PrefillOwner, timeout_s: float) -> None:
         self.connection: WorkerConnection | None = None
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self.begun_at = inf  # end of the prefill
         self._owner = owner
         self._pieces: list[bytes] = []
@@ -97,7 +97,7 @@ class PrefillLeg:
             deadline = self.connection.deadline
             self.connection.deadline = min(deadline, self.begun_at + MAX_BODY_S)
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:

@@ -33,7 +33,7 @@ class BlockRelease:
     """Frees one prefill's blocks through a decode worker, with retries."""
 
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
-    patience_s = inf
+    timeout_s = inf
 
     def __init__(self, wire: WireContext, body: bytes, authorization: bytes) -> None:
         self.connection: WorkerConnection | None = None
@@ -69,7 +69,7 @@ class BlockRelease:
         else:
             self.send_elsewhere(now, self._tried[-1])
 
-    def late(self, now: float) -> float:  # noqa: ARG002
+    def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
     def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002

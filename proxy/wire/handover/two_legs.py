@@ -124,7 +124,7 @@ class TwoLegExchange:
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
         late_s = decode_timeout_s(lease, connector.within_s if holds else inf) - spent_s
-        exchange.patience_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
+        exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
         body = decode_body(connector, self._pair, taken, lease.ask, request.body)

@@ -44,7 +44,7 @@ class ResponseReceiver(Protocol):
     """The receiver of a response; `received(ended=True)` or `lost` is the last call."""
 
     connection: WorkerConnection | None
-    patience_s: float  # until the response begins
+    timeout_s: float  # until the response begins
 
     def begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head."""
@@ -52,8 +52,8 @@ class ResponseReceiver(Protocol):
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of the body; may be empty."""
 
-    def late(self, now: float) -> float:
-        """Return the extra seconds to wait after `patience_s`."""
+    def extra_wait_s(self, now: float) -> float:
+        """Return the extra seconds to wait after `timeout_s`."""
 
     def lost(self, now: float, trouble: WorkerError) -> None:
         """Handle a failed connection."""
@@ -122,7 +122,7 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport is None:
             self.deadline = now + self._pool.settings.connect_s
             return
-        self.deadline = now + caller.patience_s
+        self.deadline = now + caller.timeout_s
         self._pool.outbox.write(self._transport, *request)
 
     @property
@@ -159,12 +159,12 @@ class WorkerConnection(asyncio.Protocol):
             self._paused = False
             # Without a response yet, an earlier response caused the pause.
             waits = None if self._begun else self.caller
-            self.deadline = now + (waits.patience_s if waits else self._pool.settings.idle_s)
+            self.deadline = now + (waits.timeout_s if waits else self._pool.settings.idle_s)
             self._transport.resume_reading()
 
     def expire(self, now: float) -> None:
         waits = None if self._begun or self._transport is None else self.caller
-        if waits is not None and (more_s := waits.late(now)) > 0:
+        if waits is not None and (more_s := waits.extra_wait_s(now)) > 0:
             self.deadline = now + more_s
         else:
             self.fail(now, WorkerError.TIMEOUT)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from proxy.errors import ConfigError
-from proxy.setup.app import specs
+from proxy.setup.settings import specs
 from vllm_sched.cli.fleet import fleet, up, wiring
 from vllm_sched.cli.main import main
 from vllm_sched.workers import launch, transfer
@@ -59,7 +59,7 @@ def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "seats"),
+    ("args", "slots"),
     [
         (["--max-num-seqs=16"], 16),
         (["--max_num_seqs", "8", "--max-num-seqs=16"], 16),
@@ -69,14 +69,14 @@ def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_the_router_knows_how_many_seats_a_worker_is_launched_with(
-    tmp_path: Path, args: list[str], seats: int | None
+    tmp_path: Path, args: list[str], slots: int | None
 ) -> None:
     whole = {"name": "g", "launch": {"args": args}}
     config = fleet.read(written(tmp_path, end("prefill", *args), end("decode", *args), whole))
-    assert [(spec.seats, spec.max_requests) for spec in specs(config)] == [(seats, None)] * 3
+    assert [(spec.slots, spec.max_requests) for spec in specs(config)] == [(slots, None)] * 3
     said = [wiring.wiring_of(config, each).said for each in config.workers]
-    told = f", {seats} slots for hand-overs and other requests"
-    assert [each.endswith(told) for each in said] == [False, seats is not None, False]
+    told = f", {slots} slots for hand-overs and other requests"
+    assert [each.endswith(told) for each in said] == [False, slots is not None, False]
 
 
 def test_one_that_says_what_all_load_agrees_with_one_that_does_not(tmp_path: Path) -> None:
@@ -310,16 +310,14 @@ def test_those_of_one_model_may_not_though_only_one_names_it(tmp_path: Path) -> 
     assert "workers[1].launch.args: --block-size 64" in line
 
 
-def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_connector_that_vllm_lacks_is_reported_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listens = {"p": "127.0.0.1:21001", "d": "127.0.0.1:21002"}
-    told = {"connector": "p2p-nccl", "addresses": listens}
-    path = written(tmp_path, end("prefill"), end("decode"), transfer=told)
-    assert main(["up", str(path)]) == 2
+    monkeypatch.setattr(transfer, "_factory", lambda: '"ExampleConnector" "NixlPushConnector"')
+    assert main(["up", str(written(tmp_path, end("prefill"), end("decode")))]) == 2
     line = capsys.readouterr().err
-    assert "transfer: 'p2p-nccl': the vLLM installed here has no P2pNcclConnector" in line
-    assert "choose from nixl, shared-storage" in line
+    assert "transfer: 'nixl': the vLLM installed here has no NixlConnector" in line
+    assert "choose from shared-storage" in line
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Office:
         """Let time pass, for batches and for the router."""
         self.ahead += seconds
         self.site.skip(seconds)
-        self.batches.lane.tell()
+        self.batches.lane.wake()
 
     async def upload(self, lines: Iterable[object]) -> str:
         """Upload lines, each as it is if it is text; return the file's id."""

@@ -166,7 +166,7 @@ async def test_batches_of_a_tenant_that_is_gone_are_held_until_it_is_back(office
     await office.open()
     served = len(office.site.served())
     for _ in range(5):
-        office.batches.lane.tell()
+        office.batches.lane.wake()
         await office.batches.lane.turn()
     found = present(await office.batches.keeper(lambda store: store.batch("ann", batch.id)))
     assert (found.status, found.completed, found.failed) == ("in_progress", 0, 0)
@@ -253,7 +253,7 @@ async def test_what_has_no_room_is_not_taken_on(start: Start, tmp_path: Path) ->
     ]
     await office.batches.keeper(lambda store: [store.add_batch(each) for each in both])
     for _ in range(3):
-        office.batches.lane.tell()
+        office.batches.lane.wake()
         await office.batches.lane.turn()
     # The first one's lines, which are kept beside its file, left no room for the second's.
     seen = [await office.client.batches.retrieve(each.id) for each in both]
@@ -279,7 +279,7 @@ async def test_requests_for_files_are_so_many_at_once(
 ) -> None:
     monkeypatch.setattr(api, "MAX_REQUESTS_PER_TENANT", 1)
     busy = threading.Event()  # the store is, until the others were refused
-    desk_of = present(office.site.wire.desk)
+    desk_of = present(office.site.wire.extension)
     desk_of.store._thread.submit(busy.wait, 60)
     asks = {asyncio.ensure_future(office.client.files.list()) for _ in range(4)}
     try:

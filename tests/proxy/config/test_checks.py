@@ -73,8 +73,6 @@ NIXL = {"transfer": "nixl"}
           for above in (500, 0, "auto")
           for transfer in ("nixl", {"connector": "nixl", "mode": "push"}, "lmcache")),
         ([at(1)], {"routing": {"disaggregate_above": "auto"}}),
-        (PAIR, {"transfer": {"connector": "p2p-nccl",
-                             "addresses": {"w1": "a:1", "w2": "b.c:21001"}}}),
         (PAIR, {"transfer": {"connector": "lmcache", "addresses": {"w2": "a:1:2"}}}),
     ],
 )  # fmt: skip
@@ -130,7 +128,7 @@ ABOVE = "routing.disaggregate_above"
              "transfer.addresses.w9"),
             ({"connector": "mooncake", "addresses": {"w1": "http://a:65536"}},
              "transfer.addresses.w1"),
-            ({"connector": "p2p-nccl", "addresses": {"w1": "a:1"}}, "transfer.addresses"),
+            ("p2p-nccl", "transfer.connector"),
             ("nixxl", "transfer.connector"),
             ({"connector": "nixl", "lanes": 2}, "transfer.lanes"),
         )),

@@ -150,6 +150,14 @@ def idle(workers: Iterable[Worker]) -> bool:
     """Whether nothing is charged to any of them."""
     return all(
         not any((w.requests, w.sequences, w.prefill_tokens, w.long_tokens, w.decode_tokens))
-        and not any((w.kv_tokens, w.kv_coming, w.stems.tokens, w.stems.saved, w.decoding))
+        and not any(
+            (
+                w.kv_tokens,
+                w.kv_coming,
+                w.running_prefixes.tokens,
+                w.running_prefixes.saved,
+                w.decoding,
+            )
+        )
         for w in workers
     )

@@ -373,7 +373,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in there)
             assert worker.decode_tokens == sum(lease.decode_tokens for lease in there)
             alone = sum(lease.kv_tokens for lease in there)
-            assert worker.kv_tokens == alone + sum(each.stems.tokens for each in line)
+            assert worker.kv_tokens == alone + sum(each.running_prefixes.tokens for each in line)
             assert worker.kv_coming == sum(lease.kv_coming for lease in there)
             assert worker.sequences == sum(lease.ask.samples for lease in there if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in there)

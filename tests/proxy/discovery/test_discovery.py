@@ -58,12 +58,14 @@ class Site:
 
     def start(self, text: str = POOLS) -> None:
         """Begin with a fleet file."""
-        from proxy.setup.app import _spec, specs
+        from proxy.setup.settings import specs, worker_spec
 
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.roster.add(spec)
-        self.discovery = Discovery(self.fleet.roster, config, keys_of(config), _spec, self._source)
+        self.discovery = Discovery(
+            self.fleet.roster, config, keys_of(config), worker_spec, self._source
+        )
 
     def _source(self, _: DiscoveryConfig, pool: PoolConfig) -> FakeSource:
         self.sources.append(FakeSource(pool.name))
@@ -151,9 +153,11 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     site.discovery.pools[0].update({**endpoints("s-1"), **endpoints("s-2", ready=False)})
     other = Site(fleet=site.fleet)
     other.sources, config = [], parse(POOLS, "fleet.yaml")
-    from proxy.setup.app import _spec
+    from proxy.setup.settings import worker_spec
 
-    other.discovery = Discovery(other.fleet.roster, config, keys_of(config), _spec, other._source)
+    other.discovery = Discovery(
+        other.fleet.roster, config, keys_of(config), worker_spec, other._source
+    )
     other.discovery.adopt(site.discovery.known())
     workers = list(other.fleet.roster)
     other.update("s-1", "s-2")  # the other pool has yet to be heard of
@@ -187,12 +191,12 @@ def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
     site.start(POOLS.replace("model: other", "model: tiny"))
     site.update("s-1")
     site.fleet.health.probe_ok("s-1", 1.0)
-    assert site.fleet.roster.all_told()
+    assert site.fleet.roster.all_listed()
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert site.draining("s-2")
-    assert not site.fleet.roster.all_told()
+    assert not site.fleet.roster.all_listed()
     site.fleet.roster.drain("s-2")  # an operator
-    assert site.fleet.roster.all_told()
+    assert site.fleet.roster.all_listed()
 
 
 def test_what_an_operator_drained_stays_so(site: Site) -> None:

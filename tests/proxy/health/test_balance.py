@@ -153,10 +153,10 @@ def test_a_decode_worker_with_a_queue_is_busy(waiting: int, short: str, wanted: 
     assert shown.decode.wanted == pytest.approx(wanted, abs=0.1)  # half as many as run
 
 
-@pytest.mark.parametrize("seats", [4, 16, None])
-def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) -> None:
+@pytest.mark.parametrize("slots", [4, 16, None])
+def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(slots: int | None) -> None:
     """Whoever finds none waits in the router: not a page shows it."""
-    second = replace(spec("d0", Role.DECODE), seats=seats)
+    second = replace(spec("d0", Role.DECODE), slots=slots)
     here = router_of(
         spec("p0", Role.PREFILL), second, transfer=True, disaggregate_above=1, queue_wait_s=1e6
     )
@@ -164,19 +164,19 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
     for lease in leases[:4]:
         here.leases.prefilled(placed(lease), 0.0, None)
         here.leases.first_token(placed(lease), 0.0)
-    if seats == 4:
+    if slots == 4:
         waits(leases[4])
     for worker in here.fleet.roster:
         worker.pace = LatencyModel()  # what took no time here taught that it takes none
     [shown] = watched(here, 200).shown()
-    busy = {4: 1.0, 16: 0.25, None: 0.0}[seats]
+    busy = {4: 1.0, 16: 0.25, None: 0.0}[slots]
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)
-    assert shown.short == ("decode" if seats == 4 else "prefill")
+    assert shown.short == ("decode" if slots == 4 else "prefill")
 
 
 def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then() -> None:
     """Prefill alone is short, however many of them the prefill worker has."""
-    decode = replace(spec("d0", Role.DECODE), seats=4, max_requests=8)
+    decode = replace(spec("d0", Role.DECODE), slots=4, max_requests=8)
     here = router_of(spec("p0", Role.PREFILL), decode, transfer=True, disaggregate_above=1)
     here.fleet.health.set_gauges("d0", Gauges(0.0, 0, kv_capacity_tokens=5000))
     for _ in range(4):

@@ -24,7 +24,7 @@ def test_every_trouble_has_its_words() -> None:
 def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
-    fleet.roster.ejections.witness = BreakerLog()
+    fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
         now = 0.0
         for _ in range(30):
@@ -44,7 +44,7 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
 def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     one, other = fleet.roster
-    fleet.roster.ejections.witness = BreakerLog()
+    fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
             fleet.health.failed(one, second, 0.5, busy=True, why="429")
@@ -62,7 +62,7 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
     now = 0.0
     fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
     fleet.roster.ejections.set_threshold(0.5)
-    fleet.roster.ejections.witness = BreakerLog()
+    fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
             now = float(second)
@@ -84,12 +84,12 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
 def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
-    fleet.roster.ejections.witness = witness = BreakerLog()
+    fleet.roster.ejections.listener = log = BreakerLog()
     fleet.health.failed(worker, 0.0, 20.0)
-    assert worker in witness._open
+    assert worker in log._open
     fleet.roster.remove("a")
-    assert not witness._open
-    assert not witness._logged_at
+    assert not log._open
+    assert not log._logged_at
 
 
 def test_operators_are_told_when_it_is_asked_again() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.http.head_cache import get_to_know
+from proxy.http.head_cache import learn_head
 from proxy.http.response_parser import ResponseParser
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-LENGTH: %b\r\nX-Y: z\r\n\r\n"
 
 
 def test_the_digits_of_a_known_head_are_found() -> None:
-    known = get_to_know(HEAD % b"3" + b"abc", b"3")
+    known = learn_head(HEAD % b"3" + b"abc", b"3")
     assert known is not None
     data = HEAD % b"12" + b"x" * 12
     assert known.digits_in(data) == b"12"
@@ -33,14 +33,14 @@ def test_the_digits_of_a_known_head_are_found() -> None:
     ],
 )
 def test_anything_else_is_another_head(data: bytes) -> None:
-    known = get_to_know(HEAD % b"3" + b"abc", b"3")
+    known = learn_head(HEAD % b"3" + b"abc", b"3")
     assert known is not None
     assert known.digits_in(data) == b""
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: 3\r\n", b""])
 def test_a_head_without_a_length_is_not_known(head: bytes) -> None:
-    assert get_to_know(head, b"3") is None
+    assert learn_head(head, b"3") is None
 
 
 def answer(reader: ResponseParser, *pieces: bytes) -> tuple[object, ...]:

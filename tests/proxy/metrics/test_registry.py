@@ -173,8 +173,8 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
 
 
 def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router) -> None:
-    for name, seats in (("d0", 4), ("d1", None)):
-        spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", seats=seats)
+    for name, slots in (("d0", 4), ("d1", None)):
+        spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", slots=slots)
         worker = router.fleet.roster.add(spec)
         labels = of_worker(router, name)
         assert value(metrics, "proxy_worker_seats_taken_ratio", **labels) is None
@@ -182,7 +182,7 @@ def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router)
         for _ in range(3):
             router.fleet.charge(ask(), Decision(worker, Reason.ONLY_CHOICE), 1.0)
         taken = value(metrics, "proxy_worker_seats_taken_ratio", **labels)
-        assert taken == (0.75 if seats else 0)
+        assert taken == (0.75 if slots else 0)
 
 
 def test_gaps_and_retries(metrics: Metrics) -> None:

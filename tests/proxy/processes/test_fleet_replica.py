@@ -21,7 +21,7 @@ from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.shared import load as sharing_module
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.setup.app import _spec
+from proxy.setup.settings import worker_spec
 from tests.proxy.core.making import spec
 
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
@@ -37,7 +37,7 @@ class Process:
         self.later: list[Callable[[], None]] = []
         self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.later.append)
         self.fleet.roster.others = self.sharing
-        discovery = Discovery(self.fleet.roster, CONFIG, {}, _spec)
+        discovery = Discovery(self.fleet.roster, CONFIG, {}, worker_spec)
         self.mirror = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
 
     def up(self, name: str) -> Worker:
@@ -115,15 +115,15 @@ def test_all_wait_for_who_never_comes_up_for_as_long(pair: tuple[Process, Proces
     leader.now += MAX_MODEL_LIST_WAIT_S - 1
     other.now = leader.now  # a process that was started anew
     pass_on(leader, other)
-    assert (leader.fleet.roster.all_told(), other.fleet.roster.all_told()) == (False, False)
+    assert (leader.fleet.roster.all_listed(), other.fleet.roster.all_listed()) == (False, False)
     other.now = leader.now = leader.now + 1
-    assert (leader.fleet.roster.all_told(), other.fleet.roster.all_told()) == (True, True)
+    assert (leader.fleet.roster.all_listed(), other.fleet.roster.all_listed()) == (True, True)
     leader.fleet.roster.add(spec("late"))
     pass_on(leader, other)
-    assert not other.fleet.roster.all_told()
+    assert not other.fleet.roster.all_listed()
     leader.fleet.roster.drain("late")
     pass_on(leader, other)
-    assert other.fleet.roster.all_told()
+    assert other.fleet.roster.all_listed()
 
 
 def test_what_is_stated_of_one_may_change(pair: tuple[Process, Process]) -> None:

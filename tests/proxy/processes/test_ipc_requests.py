@@ -27,7 +27,7 @@ class Asked:
         self.children = [self._child(index) for index in indices]
 
     def _child(self, index: int) -> Child:
-        channel = SimpleNamespace(say=lambda message: self.heard.append((index, message)))
+        channel = SimpleNamespace(send=lambda message: self.heard.append((index, message)))
         return cast("Child", SimpleNamespace(index=index, channel=channel))
 
     async def under_way(
@@ -100,7 +100,7 @@ async def test_who_is_late_is_left_out_and_named(
     def answers(_: Any) -> None:
         questions.answered(1, number, "in time")
 
-    asked.children[1].channel = cast("Any", SimpleNamespace(say=answers))
+    asked.children[1].channel = cast("Any", SimpleNamespace(send=answers))
     with caplog.at_level(logging.WARNING):
         found = await questions.put(IpcQuestion(number, "page", True), asked.children)
     assert found == {1: "in time"}

@@ -37,8 +37,8 @@ class Line:
     """What a member says to its supervisor."""
 
     def __init__(self) -> None:
-        self.said: asyncio.Queue[Message] = asyncio.Queue()
-        self.say = self.said.put_nowait
+        self.sent: asyncio.Queue[Message] = asyncio.Queue()
+        self.send = self.sent.put_nowait
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_what_can_t_be_answered_ends_no_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said = cast("Line", member._channel).said
+    sent = cast("Line", member._channel).sent
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -83,16 +83,16 @@ async def test_what_can_t_be_answered_ends_no_process(
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         *whose, name = place.split(".")
         patch.setattr(attrgetter(".".join(whose))(member.app), name, fails)
-        member.heard(IpcQuestion(1, what, given))
+        member.handle(IpcQuestion(1, what, given))
         await asyncio.gather(*member._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # for who is told of its end
     assert f"process 0 cannot answer: {what}" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert not member.ended.is_set()
     assert not member.failed
-    assert await said.get() == IpcNoAnswer(1)
-    member.heard(IpcQuestion(2, "page"))
-    answer = await said.get()
+    assert await sent.get() == IpcNoAnswer(1)
+    member.handle(IpcQuestion(2, "page"))
+    answer = await sent.get()
     assert isinstance(answer, IpcAnswer)
     assert answer.number == 2
 
@@ -101,15 +101,15 @@ async def test_nor_does_what_can_t_be_told_on() -> None:
     """Which is found as late as it is written."""
     table, keys = SharedTable.make(1), SecretKeys.read(CONFIG, "fleet.yaml")
     ours, theirs = socket.socketpair()
-    heard: asyncio.Queue[Message] = asyncio.Queue()
-    there = await Channel.open(ours, heard.put_nowait, lost)
+    handled: asyncio.Queue[Message] = asyncio.Queue()
+    there = await Channel.open(ours, handled.put_nowait, lost)
     here = await Channel.open(theirs, deaf, lost)
     member = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
     recent = member.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())
-    member.heard(IpcQuestion(1, "decisions", (1, {})))
-    assert await asyncio.wait_for(heard.get(), 5.0) == IpcNoAnswer(1)
+    member.handle(IpcQuestion(1, "decisions", (1, {})))
+    assert await asyncio.wait_for(handled.get(), 5.0) == IpcNoAnswer(1)
     assert not member.ended.is_set()
     for channel in (here, there):
         channel.close()
@@ -119,20 +119,20 @@ async def test_nor_does_what_can_t_be_told_on() -> None:
 async def test_nor_does_a_message_that_can_t_be_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Be it one that came with the first, before there was anybody to hear it."""
     ours, theirs = socket.socketpair()
-    heard: list[Message] = []
+    handled: list[Message] = []
 
     def hear(message: Message) -> None:
-        heard.append(message)
+        handled.append(message)
         raise ZeroDivisionError
 
     there = await Channel.open(ours, deaf, lost)
     here = await Channel.open(theirs, hear, lost)
     with caplog.at_level(logging.ERROR):
         here.take(Stop())
-        there.say(Drain())
-        there.say(Stop())
-        await eventually(lambda: len(heard) == 3)
-    assert heard == [Stop(), Drain(), Stop()]
+        there.send(Drain())
+        there.send(Stop())
+        await eventually(lambda: len(handled) == 3)
+    assert handled == [Stop(), Drain(), Stop()]
     assert caplog.text.count("a message of another process") == 3
     for channel in (here, there):
         channel.close()

@@ -82,20 +82,20 @@ async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() 
     kept = Supervisor(config(), None)
     for index, heard in told.items():
         child = Child(index, cast("Process", SimpleNamespace(pid=index)))
-        child.channel = cast("Channel", SimpleNamespace(say=heard.append))
+        child.channel = cast("Channel", SimpleNamespace(send=heard.append))
         child.serving = index == 0
         kept._children[index] = child
     leader = kept._children[0]
-    kept._heard(leader, IpcQuestion(1, "logs", (True, {"": "debug"})))
-    kept._heard(leader, IpcQuestion(2, "logs", (None, {"proxy": "error"})))
-    kept._heard(leader, IpcQuestion(3, "logs", (False, {})))
+    kept._handle(leader, IpcQuestion(1, "logs", (True, {"": "debug"})))
+    kept._handle(leader, IpcQuestion(2, "logs", (None, {"proxy": "error"})))
+    kept._handle(leader, IpcQuestion(3, "logs", (False, {})))
     assert told[1] == [
         IpcQuestion(0, "logs", (True, {"": "debug"})),
         IpcQuestion(0, "logs", (True, {"": "debug", "proxy": "error"})),
         IpcQuestion(0, "logs", (False, {"": "debug", "proxy": "error"})),
     ]
-    kept._heard(leader, ConfigReloaded(config(), SecretKeys({}, None, {})))
-    kept._heard(leader, IpcQuestion(4, "logs", (None, {"proxy": "info"})))
+    kept._handle(leader, ConfigReloaded(config(), SecretKeys({}, None, {})))
+    kept._handle(leader, IpcQuestion(4, "logs", (None, {"proxy": "info"})))
     assert told[1][-1] == IpcQuestion(0, "logs", (None, {"proxy": "info"}))
     for task in kept._tasks:
         task.cancel()
@@ -234,7 +234,7 @@ async def test_a_failed_watch_ends_its_process(caplog: pytest.LogCaptureFixture)
     stub: Any = member
     stub._tasks, stub.ended, stub.failed = set(), asyncio.Event(), False
     stub.app = SimpleNamespace(open_admin=lambda _: None)
-    stub._channel = SimpleNamespace(say=lambda _: None)
+    stub._channel = SimpleNamespace(send=lambda _: None)
     stub._watch = watch
     async with asyncio.timeout(5):
         await member.run(stub)
@@ -250,7 +250,7 @@ async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None
     stub._replica = SimpleNamespace(take=lambda _: None)
     added = replace(spec("added"), api_key="of-this-worker")
     known = KnownWorker(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
-    member.heard(WorkersChanged((known,)))
+    member.handle(WorkersChanged((known,)))
     record = logging.makeLogRecord({"msg": "sent of-this-worker"})
     assert stub.app.logs.line_of(record, "").endswith(b"sent ***\n")
 

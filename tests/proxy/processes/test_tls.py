@@ -113,7 +113,7 @@ async def follower(authority: Authority) -> AsyncIterator[ServerProcess]:
     class Line:
         """Hears what is said, and does nothing."""
 
-        def say(self, message: object) -> None: ...
+        def send(self, message: object) -> None: ...
 
     member = ServerProcess(begin, 1, table.fd, cast("Channel", Line()))
     yield member
@@ -128,7 +128,7 @@ async def test_who_finds_no_certificate_takes_the_rest_and_says_so(
     assert tls is not None
     tls.key_file.write_text("half a k")
     with caplog.at_level(logging.WARNING):
-        follower.heard(ConfigReloaded(config, SecretKeys.read(config, "fleet.yaml")))
+        follower.handle(ConfigReloaded(config, SecretKeys.read(config, "fleet.yaml")))
     assert follower.app.config is config
     assert follower.app._keys.tenants == SecretKeys.read(config, "fleet.yaml").tenants
     assert f"router.tls.key_file: {str(tls.key_file)!r}: has no private key" in caplog.text

@@ -1,4 +1,4 @@
-"""Keys from the fleet file, from files and from the environment; and what the core is told."""
+"""Tenants and their keys, from the fleet file, key files and the environment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.config import FleetConfig, RoutingConfig, parse
+from proxy.config import FleetConfig, parse
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenants
 from proxy.errors import ConfigError
-from proxy.setup.app import App, router_settings, wire_settings
-from proxy.setup.tenancy import admission_settings, read_keys, take_tenants
+from proxy.setup.app import App
+from proxy.setup.tenancy import read_keys, take_tenants
 
 KEYS = [f"sk-vs-{letter * 20}" for letter in "abcd"]
 
@@ -121,37 +121,6 @@ def test_what_the_core_is_told() -> None:
     assert not one.spec.salted
     take_tenants(tenants, fleet(tenant, isolate_caches=True), {})
     assert next(iter(tenants)).spec.salted
-
-
-def test_targets_of_classes() -> None:
-    assert admission_settings(fleet()) is None
-    one = admission_settings(fleet(admission={"ttft_s": 5.0, "interactive_ttft_s": 2.0}))
-    assert one is not None
-    assert one.ttft_s == {Rank.INTERACTIVE: 2.0, Rank.STANDARD: 5.0, Rank.BATCH: 5.0}
-    alone = admission_settings(fleet(admission={"standard_ttft_s": 3.0}))
-    assert alone is not None
-    assert alone.ttft_s == {Rank.STANDARD: 3.0}
-
-
-def test_settings_reach_the_router() -> None:
-    config = fleet(
-        {"name": "a", "key_hashes": [hashed(KEYS[0])]},
-        client_fields=["priority"],
-        pass_priority=True,
-        fairness={"output_weight": 4.0},
-        admission={"ttft_s": 1.0},
-        queue={"max_tokens": 1000},
-        max_collected_bytes=100 << 20,
-    )
-    config = config.model_copy(update={"routing": RoutingConfig(panic_threshold=0.25)})
-    settings = router_settings(config)
-    assert (settings.client_priority, settings.client_arguments) == (True, False)
-    assert settings.pass_priority
-    assert settings.fairness.output_weight == 4.0
-    assert settings.admission is not None
-    assert settings.queue_tokens == 1000
-    assert settings.panic_threshold == 0.25
-    assert wire_settings(config).max_collected_bytes == 100 << 20
 
 
 def write(file: Path, *tenants: dict[str, Any], **router: Any) -> None:

@@ -304,10 +304,10 @@ async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyP
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
-    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
+    async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         return [each.live.notes.part(each.now, wanted) for each in sites]
 
-    leader.ask_all = ask_all
+    leader.collect_all = collect_all
     for site in sites:
         site.end(site.request())  # before anybody looks
     viewer = look(leader)
@@ -337,10 +337,10 @@ async def crew(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibl
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
 
-    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
+    async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         return [each.live.notes.part(sites[0].now, wanted) for each in sites]
 
-    leader.ask_all = ask_all
+    leader.collect_all = collect_all
     viewer = look(leader)
     yield sites, viewer
     leader.close()
@@ -428,11 +428,11 @@ async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None
 
 
 async def test_a_process_that_does_not_answer_is_left_out(site: Site) -> None:
-    async def ask_all(wanted: UpdateRequest) -> list[LiveUpdate]:
+    async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
         del wanted
         raise TimeoutError
 
-    site.live.ask_all = ask_all
+    site.live.collect_all = collect_all
     viewer = look(site.live)
     site.request()
     await site.beat()

@@ -127,7 +127,6 @@ def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None
     ("connector", "settings", "paired"),
     [
         ("nixl", {"mode": "push"}, True),
-        ("p2p-nccl", {"addresses": {"p0": "10.0.0.1:21001", "d0": "10.0.0.2:22001"}}, True),
         ("nixl", {}, False),
         ("shared-storage", {"path": "/kv"}, False),
     ],
@@ -167,7 +166,7 @@ def test_to_know_a_bodys_names_changes_neither_leg(connector: str, route: str, m
     one.route, one.least_output = route, "min_tokens" in more
     taken = PrefillResult(b'{"c":3}')
     plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
-    one.said = frozenset(json.loads(body))
+    one.field_names = frozenset(json.loads(body))
     known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
     assert known == plain
 

@@ -58,10 +58,10 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
         address=config.transfer.addresses.get(worker.name),
         lease_s=config.transfer.lease_s,
     )
-    if worker.role != "decode" or worker.seats is None:
+    if worker.role != "decode" or worker.slots is None:
         return made
     return replace(
-        made, said=f"{made.said}, {worker.seats} slots for hand-overs and other requests"
+        made, said=f"{made.said}, {worker.slots} slots for hand-overs and other requests"
     )
 
 

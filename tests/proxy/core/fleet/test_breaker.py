@@ -48,8 +48,8 @@ def test_it_knows_what_opened_it_last() -> None:
     assert breaker.why == "502"
     breaker.sent(MIN_OPEN_S)
     breaker.failed(MIN_OPEN_S, why="connect")
-    other.take(breaker.told())
-    assert (other.why, other.told()) == ("connect", breaker.told())
+    other.take(breaker.snapshot())
+    assert (other.why, other.snapshot()) == ("connect", breaker.snapshot())
     breaker.succeeded()
     assert breaker.why == ""
 
@@ -95,10 +95,10 @@ def test_a_trial_that_tells_nothing_bars_nobody_for_long() -> None:
 @pytest.mark.parametrize("busy", [True, False])
 def test_what_another_process_opened_is_counted_once_by_its_cause(*, busy: bool) -> None:
     there, here = Breaker(), Breaker()
-    here.take(there.told())
+    here.take(there.snapshot())
     assert here.opened == {FAILED: 0, BUSY: 0}
     for _ in range(FAILURES_TO_OPEN):
         there.failed(0.0, 5.0, busy=busy)
     for _ in range(2):
-        here.take(there.told())
+        here.take(there.snapshot())
     assert here.opened == {FAILED: int(not busy), BUSY: int(busy)}

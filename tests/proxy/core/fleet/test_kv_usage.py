@@ -66,7 +66,7 @@ def test_those_who_begin_alike_are_charged_for_that_once() -> None:
     worker = worker_of(here, "a")
     alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
-    assert worker.stems.saved == 119 * (COVERED[BLOCKS] // 4)
+    assert worker.running_prefixes.saved == 119 * (COVERED[BLOCKS] // 4)
     assert not worker.full
     assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
     here.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
@@ -254,7 +254,7 @@ def test_what_a_page_says_of_a_cache(
     [worker] = members(fleet_of(spec("a")))
     worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
     worker.decode_tokens, worker.kv_coming = 50, 30
-    worker.pace.missing, worker.kv_apart, worker.stems.saved = 0.25, 0.1, 1000
+    worker.pace.missing, worker.kv_apart, worker.running_prefixes.saved = 0.25, 0.1, 1000
     learn(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
     assert (worker.kv_spare, worker.kv_more) == (spare, more)
     assert worker.kv_apart == pytest.approx(apart)

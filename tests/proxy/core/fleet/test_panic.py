@@ -154,7 +154,7 @@ class Heard:
 
 def test_a_panic_is_told_once_and_so_is_its_end() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
-    router.fleet.roster.ejections.witness = heard = Heard()
+    router.fleet.roster.ejections.listener = heard = Heard()
     for name in "abc":
         fails(router, name)
     assert heard.said == [("panics", ("m", False), 3, 2)]

@@ -86,17 +86,17 @@ def test_breakers_are_as_whoever_judged_last_says() -> None:
     here, there = worker_of(ours, "a"), worker_of(theirs, "a")
     for _ in range(3):
         theirs.fleet.health.failed(there, 5.0)
-    ours.fleet.health.judged_elsewhere(here, there.breaker.told())
+    ours.fleet.health.take_breaker(here, there.breaker.snapshot())
     assert not here.breaker.closed
     assert here in ours.fleet.roster.ejections.resting
     assert not here.takes(5.1)
     lease = placed(ours.submit(ask(), 6.0))  # the one on trial
     assert lease.trial
-    theirs.fleet.health.judged_elsewhere(there, here.breaker.told())
+    theirs.fleet.health.take_breaker(there, here.breaker.snapshot())
     assert not there.takes(6.0)  # nor is another sent from there
     ours.leases.first_token(lease, 6.1)
-    theirs.fleet.health.judged_elsewhere(there, here.breaker.told())
-    assert there.breaker.spotless
+    theirs.fleet.health.take_breaker(there, here.breaker.snapshot())
+    assert there.breaker.has_no_failures
     assert there not in theirs.fleet.roster.ejections.resting
     assert there.takes(6.1)
 

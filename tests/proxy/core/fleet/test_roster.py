@@ -92,7 +92,7 @@ class Waiting:
     def later(self, seconds: float, model: str = "") -> bool:
         """Let time pass; return whether nobody may still say by then that it serves a model."""
         self.now += seconds
-        return self.fleet.roster.all_told(model)
+        return self.fleet.roster.all_listed(model)
 
 
 def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
@@ -248,9 +248,9 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
     lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
-    assert worker.strange_tokens == 0  # one page may only be late
+    assert worker.foreign_tokens == 0  # one page may only be late
     fleet.health.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
-    assert worker.strange_tokens == 8000
+    assert worker.foreign_tokens == 8000
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # past half the longs'
     assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(
@@ -273,15 +273,20 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
             Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
         )
     fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
-    assert (worker.strangers, worker.queued, worker.seats) == (6, 2, 6)
+    assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
     fleet.health.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
-    assert (worker.gauges, worker.strangers, worker.queued, worker.seats) == (None, 0, 0, math.inf)
+    assert (worker.gauges, worker.foreign_requests, worker.queued, worker.slots) == (
+        None,
+        0,
+        0,
+        math.inf,
+    )
     assert worker.wait_s(0.0, for_long=True) == own
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
     fleet.health.set_gauges("a", Gauges(40.0, running=8))
-    assert worker.strangers == 0  # which takes two pages again
+    assert worker.foreign_requests == 0  # which takes two pages again
 
 
 def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
@@ -343,19 +348,19 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     for name in "bc":
         fleet.roster.replace([replace(spec("a"), name=name), spec("x")])
         fleet.health.probe_ok(name, 0.0)
-    heir, other = worker_of(router, "c"), worker_of(router, "x")
-    assert own(heir) == own(before)
-    assert heir.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
+    successor, other = worker_of(router, "c"), worker_of(router, "x")
+    assert own(successor) == own(before)
+    assert successor.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
     assert placed(router.submit(ask(2000), 0.1)).worker is other  # which has half of that to do
     fleet.first_token(lease, 0.4)
-    assert heir.wait_s(0.4, for_long=False) == 0.0
-    assert heir.decoding == 2
-    assert heir.prompt_price == pytest.approx(before.prompt_price)
+    assert successor.wait_s(0.4, for_long=False) == 0.0
+    assert successor.decoding == 2
+    assert successor.prompt_price == pytest.approx(before.prompt_price)
     fleet.tokens(lease, 100)
-    assert heir.decode_tokens == before.decode_tokens == 500
+    assert successor.decode_tokens == before.decode_tokens == 500
     fleet.release(lease)
-    assert idle([heir, before])
-    assert heir.free_at <= 0.4
+    assert idle([successor, before])
+    assert successor.free_at <= 0.4
     assert not fleet.roster.leaving
 
 
@@ -365,13 +370,13 @@ def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
     before = worker_of(router, "a")
     first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
     router.fleet.roster.replace([replace(spec("a"), name="b")])
-    heir = worker_of(router, "b")
+    successor = worker_of(router, "b")
     overdue = before.due_at + 5.0
-    assert heir.wait_s(overdue, for_long=False) > 5.0
+    assert successor.wait_s(overdue, for_long=False) > 5.0
     router.leases.first_token(first, overdue)
-    assert heir.wait_s(overdue, for_long=False) == pytest.approx(before.pace.token_s * 5000)
+    assert successor.wait_s(overdue, for_long=False) == pytest.approx(before.pace.token_s * 5000)
     router.leases.finish(second, overdue, Outcome.DONE)
-    assert heir.wait_s(overdue, for_long=False) == 0.0
+    assert successor.wait_s(overdue, for_long=False) == 0.0
 
 
 def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
@@ -381,10 +386,10 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     lease = fleet.charge(ask(), made, 0.0)
     fleet.hand_over(lease, 0.1)
     fleet.roster.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
-    heir = present(fleet.roster.get("q"))
-    assert (heir.requests, heir.pinned) == (0, 1)
+    successor = present(fleet.roster.get("q"))
+    assert (successor.requests, successor.pinned) == (0, 1)
     fleet.first_token(lease, 0.2)
-    assert heir.pinned == 0
+    assert successor.pinned == 0
     assert not fleet.roster.leaving
     fleet.release(lease)
 
@@ -394,7 +399,7 @@ class Seen:
 
     def __init__(self, fleet: Fleet) -> None:
         self.said: list[tuple[str, str, str]] = []
-        fleet.roster.ejections.witness = self
+        fleet.roster.ejections.listener = self
 
     def rests(self, worker: Worker, now: float) -> None:
         """Note who."""
@@ -430,9 +435,9 @@ def test_what_another_process_made_of_a_breaker_is_told_too() -> None:
     other = Breaker()
     other.failed(1.0, busy=True, why="503")
     for _ in range(2):
-        fleet.health.judged_elsewhere(a, other.told())
+        fleet.health.take_breaker(a, other.snapshot())
     other.succeeded()
-    fleet.health.judged_elsewhere(a, other.told())
+    fleet.health.take_breaker(a, other.snapshot())
     assert seen.said == [("rests", "a", "503 at 0"), ("is back", "a", "")]
 
 

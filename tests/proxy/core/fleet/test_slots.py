@@ -54,24 +54,24 @@ def test_what_was_learnt_of_a_bad_moment_is_forgotten() -> None:
     here = router()
     handed(here, 8)
     page(here, 1.0, 1, 7)
-    assert page(here, 2.0, 1, 7).seats == 1.0
-    assert page(here, 3.0, 8).seats == 2.25
+    assert page(here, 2.0, 1, 7).slots == 1.0
+    assert page(here, 3.0, 8).slots == 2.25
     for second in range(4, 60):
         page(here, float(second), 8)
-    assert worker_of(here, "d0").seats > 100_000
+    assert worker_of(here, "d0").slots > 100_000
 
 
 # What comes of it
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("strangers", [0, 200])
-def test_nothing_is_prefilled_for_who_has_no_seat(rule: str, strangers: int) -> None:
+@pytest.mark.parametrize("foreign_requests", [0, 200])
+def test_nothing_is_prefilled_for_who_has_no_seat(rule: str, foreign_requests: int) -> None:
     """Be it that others, of whom the router knows nothing, have them."""
     here = router(policy=rule)
     leases = handed(here, 4)
     for second in (1.0, 2.0, 3.0):
-        page(here, second, 4, strangers or 1)
+        page(here, second, 4, foreign_requests or 1)
     ticket = waits(here.submit(ask(LONG), 3.0))
     assert worker_of(here, "p0").requests == 0
     assert here.due(3.0) == []
@@ -155,7 +155,7 @@ def test_where_one_is_full_by_its_page_another_takes_it(rule: str) -> None:
 
 def stated(most: int, **settings: Any) -> Router:
     """Make one with a decode worker of which it is known how many seats it has."""
-    second = replace(spec("d0", D), seats=most)
+    second = replace(spec("d0", D), slots=most)
     settings = {"disaggregate_above": 1000} | settings
     return router_of(spec("p0", P), second, transfer=True, **settings)
 

@@ -80,7 +80,7 @@ def test_a_thousand_that_go_at_once_are_as_good_as_one() -> None:
             return super().items()
 
     index = PrefixIndex()
-    blocks = index._young = Counted()
+    blocks = index._new = Counted()
     for worker in range(1000):
         index.record((worker,), worker)
     for worker in range(1000):

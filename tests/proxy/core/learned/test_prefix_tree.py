@@ -37,62 +37,64 @@ def held(chain: tuple[int, ...], holders: Counter[int]) -> int:
 def test_each_block_is_counted_once_while_anybody_holds_it(
     prompts: list[tuple[int, int]], going: Random
 ) -> None:
-    stems = PrefixTree()
+    tree = PrefixTree()
     ends: dict[tuple[int, ...], list[PrefixNode]] = {}
     holders: Counter[int] = Counter()
     for chain in chains(prompts):
-        shared = stems.shared(chain)
-        stem, found = stems.hold(chain, 1.0)
+        shared = tree.shared(chain)
+        node, found = tree.hold(chain, 1.0)
         assert found == shared == held(chain, holders)
         holders.update(chain)
-        ends.setdefault(chain, []).append(stem)
-        agrees(stems, holders, ends)
+        ends.setdefault(chain, []).append(node)
+        agrees(tree, holders, ends)
     leaving = [chain for chain, some in ends.items() for _ in some]
     going.shuffle(leaving)
     for chain in leaving:
-        stems.let_go(ends[chain].pop())
+        tree.let_go(ends[chain].pop())
         holders.subtract(chain)
-        agrees(stems, holders, ends)
-    assert not stems._root.below
+        agrees(tree, holders, ends)
+    assert not tree._root.below
 
 
 def agrees(
-    stems: PrefixTree, holders: Counter[int], ends: dict[tuple[int, ...], list[PrefixNode]]
+    tree: PrefixTree,
+    holders: Counter[int],
+    ends: dict[tuple[int, ...], list[PrefixNode]],
 ) -> None:
     """Compare with what each block's holders say."""
     sizes = {block: BLOCKS[n] for chain in ends for n, block in enumerate(chain)}
-    assert stems.tokens == sum(sizes[block] for block, number in holders.items() if number)
+    assert tree.tokens == sum(sizes[block] for block, number in holders.items() if number)
     more = {block: number - 1 for block, number in holders.items() if number > 1}
-    assert stems.saved == sum(sizes[block] * number for block, number in more.items())
+    assert tree.saved == sum(sizes[block] * number for block, number in more.items())
 
 
 def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> None:
-    stems = PrefixTree()
+    tree = PrefixTree()
     long = tuple(range(ALL))
-    stem, _ = stems.hold(long, 0.25)
-    assert (stem.begin, stem.end) == (0, ALL)
-    other, found = stems.hold((*long[:30], -1, -2), 0.25)
+    node, _ = tree.hold(long, 0.25)
+    assert (node.begin, node.end) == (0, ALL)
+    other, found = tree.hold((*long[:30], -1, -2), 0.25)
     assert found == COVERED[30] // 4
-    assert other.above is stem.above
-    assert (present(stem.above).end, stem.begin, other.begin) == (30, 30, 30)
-    stems.let_go(stem)
-    assert stems.tokens == COVERED[32] // 4
+    assert other.above is node.above
+    assert (present(node.above).end, node.begin, other.begin) == (30, 30, 30)
+    tree.let_go(node)
+    assert tree.tokens == COVERED[32] // 4
 
 
 @pytest.mark.parametrize("depth", [1, 2, 31, 32, ALL - 1, ALL])
 def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
-    stems = PrefixTree()
-    whole, _ = stems.hold(tuple(range(ALL)), 1.0)
-    part, found = stems.hold(tuple(range(depth)), 1.0)
+    tree = PrefixTree()
+    whole, _ = tree.hold(tuple(range(ALL)), 1.0)
+    part, found = tree.hold(tuple(range(depth)), 1.0)
     assert (part is whole, found) == (depth == ALL, COVERED[depth])
-    stems.let_go(whole)
-    assert stems.tokens == COVERED[depth]
-    stems.let_go(part)
-    assert (stems.tokens, stems.saved) == (0, 0)
+    tree.let_go(whole)
+    assert tree.tokens == COVERED[depth]
+    tree.let_go(part)
+    assert (tree.tokens, tree.saved) == (0, 0)
 
 
 def test_who_brought_it_says_how_many_tokens_it_is() -> None:
-    stems = PrefixTree()
-    stems.hold((1, 2), 0.25)
-    assert stems.hold((1, 3), 0.5)[1] == 128
-    assert (stems.tokens, stems.saved) == (128 + 128 + 256, 128)
+    tree = PrefixTree()
+    tree.hold((1, 2), 0.25)
+    assert tree.hold((1, 3), 0.5)[1] == 128
+    assert (tree.tokens, tree.saved) == (128 + 128 + 256, 128)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.core.learned.bytes_per_token import LearnedSizes
-from proxy.core.learned.tenant_prior import MAX_VOTERS
+from proxy.core.learned.tenant_prior import MAX_PRIOR_TENANTS
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.request.sizing import MAX_RATES_PER_TENANT, MIN_SAMPLES_LEARNED, Sizer
 from proxy.core.tenants.limits import Limits
@@ -98,9 +98,9 @@ def test_what_is_kept_is_bounded_and_no_tenant_takes_anothers_room() -> None:
     assert len(many.learnt) == MAX_RATES_PER_TENANT
     assert ("often", CHAT) in many.learnt
     assert few.learnt["m", CHAT].seen == 60
-    for number in range(3 * MAX_VOTERS):
+    for number in range(3 * MAX_PRIOR_TENANTS):
         taught(sizer, tenant(f"t{number}"), 2.0, 1)
-    assert len(sizer.prior("m", CHAT)._voters) == MAX_VOTERS
+    assert len(sizer.prior("m", CHAT)._tenants) == MAX_PRIOR_TENANTS
 
 
 def test_the_median_is_made_anew_seldom() -> None:
@@ -114,8 +114,10 @@ def test_the_median_is_made_anew_seldom() -> None:
     assert made < 100
 
 
-def test_the_voter_that_was_silent_longest_goes() -> None:
+def test_the_tenant_that_was_silent_longest_goes() -> None:
     prior, rates = Sizer().prior("m", CHAT), LearnedSizes()
-    for number in (*range(MAX_VOTERS), 0, MAX_VOTERS):
-        prior.vote(f"t{number}", rates)
-    assert [*prior._voters] == [f"t{number}" for number in (*range(2, MAX_VOTERS), 0, MAX_VOTERS)]
+    for number in (*range(MAX_PRIOR_TENANTS), 0, MAX_PRIOR_TENANTS):
+        prior.update(f"t{number}", rates)
+    assert [*prior._tenants] == [
+        f"t{number}" for number in (*range(2, MAX_PRIOR_TENANTS), 0, MAX_PRIOR_TENANTS)
+    ]

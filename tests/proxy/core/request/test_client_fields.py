@@ -13,6 +13,7 @@ from proxy.core.request.client_fields import (
     ClientFields,
     forbidden,
     forbidden_form,
+    has_address,
     repeated,
 )
 from proxy.core.request.json_edit import spliced
@@ -120,6 +121,16 @@ def test_an_id_in_the_body_that_names_addresses(body: str) -> None:
         assert found(body, tenants=tenants) == "request_id"
         assert found(body, ClientFields(kv_transfer=True), tenants=tenants) == ""
     assert found('{"request_id": "mine", "prompt": "___prefill_addr_"}') == ""
+
+
+@pytest.mark.parametrize("request_id", [b"", b"abc", b"prefill_addr", b"cmpl-___x_decode"])
+def test_other_ids_have_no_address(request_id: bytes) -> None:
+    assert not has_address(request_id)
+
+
+@pytest.mark.parametrize("request_id", [b"x___prefill_addr_a:1", b"___decode_addr_b:2_"])
+def test_half_an_address_is_enough(request_id: bytes) -> None:
+    assert has_address(request_id)
 
 
 def test_forms() -> None:

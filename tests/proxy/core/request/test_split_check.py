@@ -86,13 +86,13 @@ def test_whether_it_says_min_tokens_is_known(router: Router) -> None:
 
 def test_the_names_of_its_members_are_known_where_it_can_be(router: Router) -> None:
     one = sized(router, chat("hi", stream=True))
-    assert one.said == chat("hi", stream=True).keys()
-    assert sized(router, chat("hi", n=2)).said is None
+    assert one.field_names == chat("hi", stream=True).keys()
+    assert sized(router, chat("hi", n=2)).field_names is None
 
 
 def test_fleets_without_a_transfer_do_not_ask() -> None:
     whole = sized(router_of(spec("w0")), chat("hi", n=2))
-    assert (whole.whole, whole.said) == ("", None)
+    assert (whole.whole, whole.field_names) == ("", None)
 
 
 def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) -> None:
@@ -102,6 +102,6 @@ def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) 
     one = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
     assert isinstance(one, RequestInfo)
     assert one.fields is not None
-    assert one.said == json.loads(spliced(body, one.fields)).keys()
-    assert {"cache_salt", "stream_options"} <= one.said
-    assert "priority" not in one.said
+    assert one.field_names == json.loads(spliced(body, one.fields)).keys()
+    assert {"cache_salt", "stream_options"} <= one.field_names
+    assert "priority" not in one.field_names

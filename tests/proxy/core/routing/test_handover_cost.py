@@ -315,9 +315,9 @@ def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
             tried |= {leg.worker}
     assert len(set(names)) == 3
     assert names[2] == "d0"
-    failures = [not w.breaker.spotless for w in here.fleet.roster if w.role is P]
+    failures = [not w.breaker.has_no_failures for w in here.fleet.roster if w.role is P]
     assert sorted(failures) == [False, True, True]
-    assert worker_of(here, "d0").breaker.spotless
+    assert worker_of(here, "d0").breaker.has_no_failures
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED, Outcome.CLIENT_GONE])

@@ -111,19 +111,19 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
     crew.look()
     lease = placed(submit(crew, 0))
     others = others_of(crew, 0)
-    say = others.told
-    said: list[int] = []
+    publish = others.publish
+    published: list[int] = []
     answers: list[Lease | Ticket | Refusal] = []
 
-    def told(running: int) -> None:
-        said.append(running)
-        say(running)
+    def publish_first(running: int) -> None:
+        published.append(running)
+        publish(running)
         answers.append(come(crew, 1))
 
-    monkeypatch.setattr(others, "told", told)
+    monkeypatch.setattr(others, "publish", publish_first)
     again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, avoid=lease.worker, after=lease)
     types = [type(answer) for answer in answers]
-    assert set(said) == ({1} if well else {1, 0})
+    assert set(published) == ({1} if well else {1, 0})
     assert type(again) is (Lease if well else Refusal)
     # Where nobody is left to be asked, the place is let go at the end, and once.
     assert types == [Refusal] * (len(types) - (not well)) + [Lease] * (not well)

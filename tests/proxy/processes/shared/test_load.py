@@ -99,7 +99,7 @@ def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
     crew.routers[1].leases.first_token(trial, crew.now)
     crew.tell()
     crew.look()
-    assert all(crew.worker(index, "a").breaker.spotless for index in range(3))
+    assert all(crew.worker(index, "a").breaker.has_no_failures for index in range(3))
     assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
 
 
@@ -259,9 +259,9 @@ def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> 
     lease = crew.submit(0)
     crew.look()
     for _ in range(RING):
-        crew.sharings[0].sheet.tell(1)
+        crew.sharings[0].sheet.mark_changed(1)
     crew.finish(0, lease)
-    crew.sharings[0].sheet.tell(1)
+    crew.sharings[0].sheet.mark_changed(1)
     crew.look()
     assert idle(members(crew.routers[1].fleet))
 

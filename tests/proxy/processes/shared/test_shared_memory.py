@@ -87,16 +87,16 @@ def test_each_writes_beside_the_others(table: SharedTable) -> None:
 def test_changes_are_told_until_a_round_is_missed(table: SharedTable, ring: int) -> None:
     sheet = table.sheet(1)
     for other in RINGS.keys() - {ring}:
-        sheet.tell(3, other)
-    assert sheet.told(0, ring) == (0, set())
+        sheet.mark_changed(3, other)
+    assert sheet.changed_since(0, ring) == (0, set())
     for row in (5, 9, 5):
-        sheet.tell(row, ring)
-    assert sheet.told(0, ring) == (3, {5, 9})
-    assert sheet.told(2, ring) == (3, {5})
+        sheet.mark_changed(row, ring)
+    assert sheet.changed_since(0, ring) == (3, {5, 9})
+    assert sheet.changed_since(2, ring) == (3, {5})
     for row in range(RING):
-        sheet.tell(row, ring)
-    assert sheet.told(3, ring) == (RING + 3, set(range(RING)))
-    assert sheet.told(2, ring) == (RING + 3, None)
+        sheet.mark_changed(row, ring)
+    assert sheet.changed_since(3, ring) == (RING + 3, set(range(RING)))
+    assert sheet.changed_since(2, ring) == (RING + 3, None)
 
 
 def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
@@ -104,15 +104,15 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
 ) -> None:
     sheet, other = table.sheet(1), table.sheet(2)
     sheet.write_load(4, LOAD, 1.0)
-    sheet.tell(4)
+    sheet.mark_changed(4)
     other.write_load(4, LOAD, 1.0)
     table.clear(1)
     assert sheet.read_load(4) == (WorkerLoad(), 0.0)
     assert other.read_load(4)[0] == LOAD
-    assert sheet.told(1)[1] is None
+    assert sheet.changed_since(1)[1] is None
     now = sheet.changes
-    sheet.tell(8)  # whoever comes after it
-    assert sheet.told(now) == (now + 1, {8})
+    sheet.mark_changed(8)  # whoever comes after it
+    assert sheet.changed_since(now) == (now + 1, {8})
 
 
 def test_what_tenants_were_served_stays_when_a_process_goes(table: SharedTable) -> None:
@@ -140,12 +140,13 @@ def test_another_process_sees_it(table: SharedTable) -> None:
         "import sys; from proxy.processes.shared.shared_memory import SharedTable;"
         "from proxy.core.fleet.remote_load import WorkerLoad;"
         "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2);"
-        "s.write_load(7, WorkerLoad(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
+        "s.write_load(7, WorkerLoad(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5);"
+        "s.mark_changed(7)"
     )
     table.sheet(0).write_load(7, WorkerLoad(requests=41), 0.0)
     os.set_inheritable(table.fd, True)
     subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
-    assert table.sheet(2).told(0) == (1, {7})
+    assert table.sheet(2).changed_since(0) == (1, {7})
     assert table.sheet(2).read_load(7) == (WorkerLoad(requests=42), 2.5)
 
 

@@ -46,7 +46,7 @@ async def test_one_that_closes_as_a_request_is_put_on_it(start: Start, size: int
         assert len(site.fake.served) == before + 1
         await eventually(lambda: len(site.fake.open) == 1)
     assert site.fake.faults == []
-    assert site.worker().breaker.spotless
+    assert site.worker().breaker.has_no_failures
     assert site.metrics.retries == {}
 
 
@@ -67,7 +67,7 @@ async def test_a_request_that_was_read_is_not_resent(
     site.always(first_ends)
     assert (await client.ask(chat())).status == (200 if workers > 1 else 502)
     assert len(ended) == len(set(ended)) == workers
-    assert not site.worker(ended[0]).breaker.spotless
+    assert not site.worker(ended[0]).breaker.has_no_failures
 
 
 async def test_a_cancelled_one_is_not_used_again(site: Site) -> None:

@@ -65,7 +65,7 @@ async def leaving(site: Site) -> AsyncIterator[None]:
 
 async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -> None:
     """They ask now and then; what they send until they have heard must not be refused."""
-    site = await start(wire={"notice_s": 60.0})
+    site = await start(wire={"drain_notice_s": 60.0})
     client, prober = await site.client(), await site.client()
     assert (await prober.ask(get("/ready"))).status == 200
     async with leaving(site):
@@ -95,7 +95,7 @@ ANSWERS = {
 @pytest.mark.parametrize("used", [False, True])
 async def test_kept_connections_are_told_to_close(start: Start, name: str, used: bool) -> None:
     """Behind a balancer of connections it would else be there when nothing is served any more."""
-    site = await start(wire={"notice_s": 60.0})
+    site = await start(wire={"drain_notice_s": 60.0})
 
     async def judge(call: Call) -> None:
         refuses = b'"no"' in call.body
@@ -114,7 +114,7 @@ async def test_kept_connections_are_told_to_close(start: Start, name: str, used:
 
 async def test_a_stream_that_began_before_the_notice_is_no_reason_to_close(start: Start) -> None:
     """Its head said nothing of it; whatever is asked next hears."""
-    site = await start(wire={"notice_s": 60.0})
+    site = await start(wire={"drain_notice_s": 60.0})
     site.fake.then(scripts.stream(2, gap_s=0.02))
     client = await site.send(chat(stream=True))
     head = await client.head()
@@ -185,7 +185,7 @@ async def test_a_connection_is_closed_once_its_last_answer_is_there(start: Start
 
 
 async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
-    site = await start(wire={"notice_s": 60.0})
+    site = await start(wire={"drain_notice_s": 60.0})
     port = site.port
     await asyncio.wait_for(site.wire.drain(0.2), DEADLINE_S)
     assert site.wire.draining
@@ -210,7 +210,7 @@ async def test_an_idle_connection_that_is_dismissed_hears_nothing(site: Site) ->
     client = await site.client()
     await eventually(lambda: site.wire.clients)
     [connection] = site.wire.clients
-    connection.dismiss(site.clock())
+    connection.close_for_drain(site.clock())
     assert await client.closed() == b""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.config import parse
 from proxy.core.tenants.tenants import TenantSpec
-from proxy.setup.app import wire_settings
+from proxy.setup.settings import wire_settings
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import request
 

@@ -68,7 +68,7 @@ async def test_it_is_said_once_why_and_when_it_is_over(
     script, why = ILL[name]
     caplog.set_level(logging.INFO)
     site = await start(Fake("w0"), Fake("w1"), router=TURNS, wire={"first_byte_s": 0.2})
-    site.fleet.roster.ejections.witness = BreakerLog()
+    site.fleet.roster.ejections.listener = BreakerLog()
     site.fakes["w0"].always(script)
     site.stand_still()
 
@@ -97,7 +97,7 @@ async def test_a_refused_connection_is_logged(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = await start(Fake("w0"), Fake("w1"), router=TURNS)
-    site.fleet.roster.ejections.witness = BreakerLog()
+    site.fleet.roster.ejections.listener = BreakerLog()
     await site.fakes["w0"].refuse()
     site.stand_still()
     await ask(site, 10)
@@ -167,7 +167,7 @@ async def test_a_request_no_worker_survives_is_held_against_none(start: Start) -
     for _ in range(8):
         assert (await site.ask(chat("poison"))).status == 500
         assert (await site.ask(chat())).status == 200
-    assert all(worker.breaker.spotless for worker in site.fleet.roster)
+    assert all(worker.breaker.has_no_failures for worker in site.fleet.roster)
 
 
 async def test_the_only_worker_is_not_shut_for_a_500(start: Start) -> None:

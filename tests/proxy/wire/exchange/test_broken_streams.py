@@ -115,7 +115,7 @@ async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_
     answer = await client.ask(request(ANY_BODY, path=path))
     assert answer.body == begin + last
     assert (await client.ask(chat())).status == 200
-    assert site.worker().breaker.spotless
+    assert site.worker().breaker.has_no_failures
     await site.settled()
 
 
@@ -135,7 +135,7 @@ async def test_half_of_a_large_last_event_is_a_broken_stream(site: Site, end: st
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
     await site.settled()
-    assert not site.worker().breaker.spotless
+    assert not site.worker().breaker.has_no_failures
 
 
 UNFRAMED = scripts.head(200, (b"content-type", scripts.SSE))
@@ -179,7 +179,9 @@ async def test_unframed_without_done_is_cut(
     if old:
         assert await client.closed() == b""
     assert len(site.served()) == 1
-    assert not any(worker.breaker.spotless for worker in site.fleet.roster if worker.name == "w0")
+    assert not any(
+        worker.breaker.has_no_failures for worker in site.fleet.roster if worker.name == "w0"
+    )
 
 
 @pytest.mark.parametrize("path", DONE_PATHS)
@@ -192,7 +194,7 @@ async def test_unframed_with_done_is_whole(site: Site, path: str, end: bytes) ->
     answer = await client.ask(to(path))
     assert answer.body == b"".join(FIRST) + scripts.DONE + end
     assert (await client.ask(chat())).status == 200
-    assert site.worker().breaker.spotless
+    assert site.worker().breaker.has_no_failures
 
 
 async def test_last_words_may_be_cut_from_what_stands_before_them(site: Site) -> None:

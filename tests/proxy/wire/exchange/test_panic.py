@@ -54,7 +54,7 @@ async def test_a_bad_tenant_leaves_others_served(
 ) -> None:
     caplog.set_level(logging.INFO)
     site = await attacked(start)
-    site.fleet.roster.ejections.witness = BreakerLog()
+    site.fleet.roster.ejections.listener = BreakerLog()
     found = await mixed(site, 15)
     assert found[200] >= 0.9 * found.total()
     said = [each.getMessage() for each in caplog.records]

@@ -289,7 +289,7 @@ async def test_a_router_without_room_for_a_connection_blames_no_worker(
     assert site.metrics.connects_failed == 5
     assert site.metrics.retries == {}
     for fake in fakes:
-        assert site.worker(fake.name).breaker.spotless
+        assert site.worker(fake.name).breaker.has_no_failures
     site.always(scripts.answer(200, b"{}"))
     assert (await client.ask(chat("x" * 100))).status == 200
     await site.settled()
@@ -384,7 +384,7 @@ async def test_a_larger_worker_is_asked(start: Start, words: str, stream: bool) 
     assert answer.status == 200
     assert [call.connection.worker.name for call in site.served()] == ["short", "long"]
     assert site.served()[0].body == site.served()[1].body
-    assert site.worker("short").breaker.spotless
+    assert site.worker("short").breaker.has_no_failures
 
 
 async def test_it_is_asked_though_the_refusal_comes_in_pieces(start: Start) -> None:

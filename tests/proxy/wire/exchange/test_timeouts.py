@@ -130,7 +130,7 @@ async def test_one_that_takes_twice_the_usual_is_not_begun_anew(slow: Slow) -> N
     assert (answer.status, answer.error()["code"]) == (504, "unfinished")
     [call] = slow.site.served()
     await call.was_lost()
-    assert slow.site.worker(slow.busy).breaker.spotless
+    assert slow.site.worker(slow.busy).breaker.has_no_failures
 
 
 @pytest.mark.parametrize("how", ["down", "hung", "long ago", "a stream", "nothing to compute"])
@@ -146,7 +146,7 @@ async def test_elsewhere_it_is_begun_anew(slow: Slow, how: str) -> None:
     slow.gates[slow.other].set()
     assert (await slow.asked).status == 200
     assert len(slow.site.served()) == 2
-    assert not slow.site.worker(slow.busy).breaker.spotless
+    assert not slow.site.worker(slow.busy).breaker.has_no_failures
 
 
 async def test_the_first_byte_of_a_head_that_drips(start: Start) -> None:

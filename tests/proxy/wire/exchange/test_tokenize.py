@@ -72,7 +72,7 @@ def test_an_answer_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 def test_no_answer() -> None:
     late, lost, dropped = Question(), Question(), Question()
-    assert late.count.late(9.0) == 0.0
+    assert late.count.extra_wait_s(9.0) == 0.0
     late.count.expire(9.0)
     lost.count.lost(4.0, WorkerError.RESET)
     dropped.count.drop()

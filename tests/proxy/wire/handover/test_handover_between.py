@@ -102,7 +102,7 @@ async def test_one_that_would_fetch_it_too_late_is_spared(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1, transfer_within_s=24.0)
 
     def change(site: Site, name: str) -> None:
-        site.worker(name).strange_tokens = 1e9
+        site.worker(name).foreign_tokens = 1e9
 
     body = chat_body()
     answer, _ = await meanwhile(here, body, change)

@@ -246,7 +246,7 @@ async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start
     await here.serves()
     assert here.legs()[2:] == ["prefill p0", "decode d0"]
     assert len(here.site.fakes["d0"].connections) == 2
-    assert here.site.worker("d0").breaker.spotless
+    assert here.site.worker("d0").breaker.has_no_failures
 
 
 async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(start: Start) -> None:

@@ -58,7 +58,7 @@ class Listener:
     """A caller that remembers what it heard."""
 
     drops: bool = False
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     connection: WorkerConnection | None = None
     heard: list[object] = field(default_factory=list)
     more_s: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Listener:
         del now
         self.heard.append((body, ended))
 
-    def late(self, now: float) -> float:
+    def extra_wait_s(self, now: float) -> float:
         del now
         return self.more_s.pop(0) if self.more_s else 0.0
 
@@ -304,12 +304,12 @@ def test_but_not_between_two_pieces(pool: Quick) -> None:
     assert listener.heard[-1] is WorkerError.TIMEOUT
 
 
-@pytest.mark.parametrize("patience_s", [7.0, 600.0, inf])
-def test_a_worker_has_as_long_as_its_caller_says(pool: Quick, patience_s: float) -> None:
-    listener = Listener(patience_s=patience_s)
+@pytest.mark.parametrize("timeout_s", [7.0, 600.0, inf])
+def test_a_worker_has_as_long_as_its_caller_says(pool: Quick, timeout_s: float) -> None:
+    listener = Listener(timeout_s=timeout_s)
     pool.send(pool.now, listener, (b"request",))
     assert listener.connection is not None
-    assert listener.connection.deadline == pool.now + patience_s
+    assert listener.connection.deadline == pool.now + timeout_s
 
 
 def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick) -> None:
@@ -333,7 +333,7 @@ def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Q
     listener, connection, _ = pool.asked()
     connection.pause()
     connection.resume(110.0)
-    assert connection.deadline == 110 + listener.patience_s
+    assert connection.deadline == 110 + listener.timeout_s
     connection.data_received(HEAD + b"a")
     assert connection.deadline == pool.now + SETTINGS.idle_s
 

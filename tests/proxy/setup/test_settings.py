@@ -1,0 +1,47 @@
+"""Settings of the core and the data path, from the fleet file."""
+
+from __future__ import annotations
+
+import yaml
+
+from proxy.config import parse
+from proxy.config.tenants import AdmissionConfig
+from proxy.core.tenants.tenants import Rank
+from proxy.setup.settings import admission_settings, router_settings, wire_settings
+
+
+def test_targets_of_classes() -> None:
+    assert admission_settings(AdmissionConfig()) is None
+    one = admission_settings(AdmissionConfig(ttft_s=5.0, interactive_ttft_s=2.0))
+    assert one is not None
+    assert one.ttft_s == {Rank.INTERACTIVE: 2.0, Rank.STANDARD: 5.0, Rank.BATCH: 5.0}
+    alone = admission_settings(AdmissionConfig(standard_ttft_s=3.0))
+    assert alone is not None
+    assert alone.ttft_s == {Rank.STANDARD: 3.0}
+
+
+def test_settings_reach_the_router() -> None:
+    tenant = {"name": "a", "key_hashes": [f"sha256:{'0' * 64}"]}
+    router = {
+        "client_fields": ["priority"],
+        "pass_priority": True,
+        "fairness": {"output_weight": 4.0},
+        "admission": {"ttft_s": 1.0},
+        "queue": {"max_tokens": 1000},
+        "max_collected_bytes": 100 << 20,
+        "drain_notice_s": 7.0,
+        "timeouts": {"idle_s": 8.0},
+    }
+    workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
+    data = {"model": "m", "workers": workers, "tenants": [tenant], "router": router}
+    config = parse(yaml.safe_dump(data | {"routing": {"panic_threshold": 0.25}}), "fleet.yaml")
+    settings = router_settings(config)
+    assert (settings.client_priority, settings.client_arguments) == (True, False)
+    assert settings.pass_priority
+    assert settings.fairness.output_weight == 4.0
+    assert settings.admission is not None
+    assert settings.queue_tokens == 1000
+    assert settings.panic_threshold == 0.25
+    wire = wire_settings(config)
+    assert wire.max_collected_bytes == 100 << 20
+    assert (wire.drain_notice_s, wire.idle_s) == (7.0, 8.0)
