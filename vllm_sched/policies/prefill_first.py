@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.types import (
     EngineFacts,
     LaneCount,
@@ -54,6 +55,11 @@ class PrefillFirst(Policy):
         self._left: int | None = None  # prefill tokens left in this step; None = no limit
         self._paused_steps = 0
         self._releases = 0
+
+    def fluid_effects(self) -> FluidEffects:
+        """Return the pauses; without pauses, the fluid engine's own chunked prefill applies."""
+        pause_s = 0.0 if self.prefills_lead else self.settings.max_pause_s
+        return FluidEffects(longest_pause_s=pause_s)
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._left = None

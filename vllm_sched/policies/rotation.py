@@ -16,6 +16,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -76,6 +77,9 @@ class Rotation(Policy):
         self._kept_for: dict[str, int] = {}  # tokens reserved for each overdue prefill
         self._kept = 0  # their sum
         self._released: set[str] = set()  # overdue prefills that got a turn
+
+    def fluid_effects(self) -> FluidEffects:
+        return FluidEffects(ignored=True)
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}

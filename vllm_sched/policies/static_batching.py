@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import BatchAdmission, FluidEffects
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -56,6 +57,9 @@ class StaticBatching(Policy):
 
     def resolved(self) -> dict[str, object]:
         return super().resolved() | {"size": self.size}
+
+    def fluid_effects(self) -> FluidEffects:
+        return FluidEffects(batches=BatchAdmission(self.size, self.settings.max_wait_s))
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         return MEMBER if request.num_preemptions else NEXT
