@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, EndpointOptions
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions
 from vllm_sched.bench.client.player import TIMEOUT_S
+from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
