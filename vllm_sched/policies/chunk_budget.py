@@ -53,8 +53,6 @@ FLUID_MARGIN: Final = 1.05
 
 
 class ChunkBudgetSettings(Settings):
-    """Settings of `chunk_budget`."""
-
     itl_ms: float = Field(
         100.0, gt=0, description="gap between two tokens that a step with prefill may cause"
     )
@@ -68,8 +66,6 @@ class ChunkBudgetSettings(Settings):
 
 
 class ChunkBudget(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "chunk_budget"
     settings_type: ClassVar[type[Settings]] = ChunkBudgetSettings
     settings: ChunkBudgetSettings

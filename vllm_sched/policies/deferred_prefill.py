@@ -53,8 +53,6 @@ EMPTY: Final = LaneCount()
 
 
 class DeferredPrefillSettings(Settings):
-    """Settings of `deferred_prefill`."""
-
     departures: int | Literal["auto"] = Field(
         "auto", description="departures that a hold waits for; auto = chosen from measured costs"
     )
@@ -69,8 +67,6 @@ class DeferredPrefillSettings(Settings):
 
 
 class DeferredPrefill(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
     held_reasons = ("departures", "probe", "itl")

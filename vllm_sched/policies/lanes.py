@@ -43,8 +43,6 @@ EMPTY: Final = LaneCount()
 
 
 class LanesSettings(Settings):
-    """Settings of `lanes`."""
-
     reserve_slots: float = Field(
         0.125, ge=0, le=1, description="share of the slots that batch leaves free"
     )
@@ -71,8 +69,6 @@ class LanesSettings(Settings):
 
 
 class Lanes(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "lanes"
     settings_type: ClassVar[type[Settings]] = LanesSettings
     held_reasons = ("others_wait", "others_prefill", "reserve")

@@ -55,8 +55,6 @@ EMPTY = LaneCount()
 
 
 class LongPromptSettings(Settings):
-    """Settings of `long_prompt`."""
-
     max_num_partial_prefills: int | None = Field(
         None,
         ge=1,
@@ -109,8 +107,6 @@ class LongPromptSettings(Settings):
 
 
 class LongPrompt(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
     held_reasons = ("long_limit", "shorts_first")

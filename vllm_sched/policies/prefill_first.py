@@ -29,8 +29,6 @@ MAX_PAUSED_STEPS: Final = 1000
 
 
 class PrefillFirstSettings(Settings):
-    """Settings of `prefill_first`."""
-
     pause_decodes: bool = Field(
         True,
         description="no decoding while a prompt is in prefill; false = decodes get the rest",
@@ -39,8 +37,6 @@ class PrefillFirstSettings(Settings):
 
 
 class PrefillFirst(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "prefill_first"
     settings_type: ClassVar[type[Settings]] = PrefillFirstSettings
     settings: PrefillFirstSettings

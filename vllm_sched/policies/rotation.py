@@ -35,8 +35,6 @@ AFTER_NEWCOMERS: Final = 0.5
 
 
 class RotationSettings(Settings):
-    """Settings of `rotation`."""
-
     chunk: int = Field(0, ge=0, description="minimum tokens of a turn; 0 = the whole step")
     order: Literal["rotate", "shortest"] = Field(
         "rotate", description="rotate = round robin; shortest = fewest tokens left first"
@@ -47,8 +45,6 @@ class RotationSettings(Settings):
 
 
 class Rotation(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "rotation"
     settings_type: ClassVar[type[Settings]] = RotationSettings
     held_reasons = ("kv_of_prefills",)

@@ -30,8 +30,6 @@ NEXT, MEMBER = "next", "member"
 
 
 class StaticBatchingSettings(Settings):
-    """Settings of `static_batching`."""
-
     size: int = Field(0, ge=0, description="maximum requests in a batch; 0 = max_num_seqs")
     max_wait_s: float = Field(
         60.0, gt=0, description="wait after which a request joins the running batch"
@@ -39,8 +37,6 @@ class StaticBatchingSettings(Settings):
 
 
 class StaticBatching(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "static_batching"
     settings_type: ClassVar[type[Settings]] = StaticBatchingSettings
     held_reasons = ("batch_full", "batch_running")

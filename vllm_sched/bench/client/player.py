@@ -34,8 +34,6 @@ BUSY_LIMIT: Final = 0.8
 
 @dataclass
 class RunProgress:
-    """The progress of a run."""
-
     began: float = field(default_factory=time.perf_counter)
     sent: int = 0
     done: int = 0
