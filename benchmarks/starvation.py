@@ -24,20 +24,20 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
 from vllm_sched.bench.compare.compare import ProgressReporter, running
-from vllm_sched.bench.compare.runner import request_body
+from vllm_sched.bench.compare.runner import NO_REUSE, request_body
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.bench.results.engine_trace import PREFILL, WAITING
@@ -54,6 +54,7 @@ SLOTS, CROWD = 64, 48  # places in the worker, and shorts that are not done at a
 NEVER_S = 1e6
 LATE_S = 1.0  # that a step, and what the machine does meanwhile, may add to a bound
 SOON_S = 0.05  # by which clocks may differ
+TIMEOUT_S = 600.0  # longer than any scene
 LOOK_S, REST_S = 0.2, 1.0  # the worker writes its page as often; between two rounds
 LONG_ENOUGH = 2.5  # bounds that one is looked at without any
 WIDTH = 110  # in a file
@@ -170,22 +171,21 @@ def added_up(page: str, name: str, **labels: str) -> float:
 class Page:
     """Looks at /metrics, and keeps what is told."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, scene: Scene) -> None:
-        self._session, self._url, self._scene = session, f"{url}/metrics", scene
+    def __init__(self, wire: Wire, scene: Scene) -> None:
+        self._wire = wire
         self.told = Told()
         self._lane = scene.shorts.lane or "short"
         self._policy = next(iter(scene.policies))
 
     async def look(self) -> Told:
         """Look once."""
-        async with self._session.get(self._url) as answer:
-            page = await answer.text()
+        page = (await self._wire.get("/metrics", TIMEOUT_S)).decode()
         told = self.told
         ours = {"policy": self._policy}  # where two hold somebody, both release him
         released = added_up(page, "vllm_sched_starvation_releases_total", **ours)
-        if answer.status != 200 or released < told.released:
+        if released < told.released:
             raise VllmSchedError(
-                f"{self._url}: {answer.status}, starvation_releases fell to {released:g}:\n"
+                f"{self._wire.address}/metrics: starvation_releases fell to {released:g}:\n"
                 f"{page[:500]}"
             )
         told.released = released
@@ -204,8 +204,8 @@ class Page:
 class Clients:
     """Those of one worker."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
-        self._session, self._url, self._model = session, f"{url}/v1/completions", model
+    def __init__(self, wire: Wire, model: str, seed: int) -> None:
+        self._wire, self._model = wire, model
         self._dice = random.Random(seed)
         self.answered = 0
 
@@ -213,11 +213,7 @@ class Clients:
         """Ask once, and wait for the end."""
         prompt = self._dice.choices(TOKEN_IDS, k=asked.prompt_tokens)
         body = request_body(self._model, prompt, asked.output_tokens, asked.lane)
-        headers = {"Content-Type": "application/json"} | ({"X-Request-Id": name} if name else {})
-        async with self._session.post(self._url, data=body, headers=headers) as answer:
-            text = await answer.text()
-            if answer.status != 200:
-                raise VllmSchedError(f"the worker answered {answer.status}: {text[:500]}")
+        await self._wire.stream(COMPLETIONS, body, lambda _: None, TIMEOUT_S, request_id=name)
         self.answered += 1
 
     async def go_on(self, asked: Asked) -> None:
@@ -261,12 +257,10 @@ async def given_up(tasks: Sequence[asyncio.Task[None]]) -> None:
 async def play(scene: Scene, each: Worker, trace: Path, rounds: int, look_s: float) -> Played:
     """Play the rounds on one worker; each until all were let in, or for so long."""
     names: dict[str, str] = {}
-    # None is kept: a worker closes idle ones, just when somebody asks again.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        clients = Clients(session, each.url, str(tiny_model()), seed=1)
+    with closing(Wire(Address.parse(each.url), NO_REUSE)) as wire:
+        clients = Clients(wire, str(tiny_model()), seed=1)
         async with flooded(clients, scene):
-            page = Page(session, each.url, scene)
+            page = Page(wire, scene)
             await page.look()
             for number in range(1, rounds + 1):
                 come = {f"round{number}-{at}": held for at, held in enumerate(scene.held)}
@@ -408,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             found, wrong = asyncio.run(survey(given, console, Path(folder)))
-    except (VllmSchedError, aiohttp.ClientError) as error:
+    except (VllmSchedError, WireError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
     for each in wrong:

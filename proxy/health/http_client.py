@@ -7,20 +7,16 @@ A client library would take twice the time per probe on the event loop that rela
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
 from typing import cast
 from urllib.parse import urlsplit
 
-import httptools
-
 from proxy.config import WorkerTlsConfig
 from proxy.errors import ProxyError
+from proxy.http.response_parser import ResponseError, ResponseParser
 from proxy.net.resolver import connect
 from proxy.net.tls import to_worker
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-FRAMING = frozenset([b"content-length", b"transfer-encoding"])
-BODILESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 Answer = tuple[int, bytes]  # status and body
 
@@ -43,7 +39,7 @@ class HttpClient:
         self._line: HttpConnection | None = None
 
     async def get(self, path: str, max_bytes: int) -> Answer:
-        """Return the response, of at most `most` bytes.
+        """Return the response, of at most `max_bytes` bytes.
 
         Raises `ProbeResponseError`, `TlsError`, `OSError`, or `ValueError` for an invalid host.
         """
@@ -81,16 +77,11 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, tls: object) -> None:
         self.tls = tls
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = ResponseParser()
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer | None] | None = None
         self._max_bytes = 0
-        self._begin()
-
-    def _begin(self) -> None:
         self._came = 0  # bytes
-        self._has_head = self._is_framed = False
-        self._pieces: list[bytes] = []
 
     @property
     def is_usable(self) -> bool:
@@ -101,8 +92,8 @@ class HttpConnection(asyncio.Protocol):
         """Return the response; None if the connection ended before its first byte."""
         if self._transport is None:
             return None
-        self._begin()
-        self._max_bytes = max_bytes
+        self._parser.expect()
+        self._max_bytes, self._came = max_bytes, 0
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
@@ -121,24 +112,28 @@ class HttpConnection(asyncio.Protocol):
             self.close()
             return
         self._came += len(data)
+        parser = self._parser
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._fail("it switched protocols")
-        except httptools.HttpParserError as error:
+            parser.feed(data)
+        except ResponseError as error:
             self._fail(f"its response is not HTTP: {error}")
-        if self._answer is not None and self._came > self._max_bytes:
+            return
+        if self._came > self._max_bytes:
             self._fail(f"its response has more than {self._max_bytes} bytes")
+        elif parser.ended:
+            self._end()
+            if not parser.reusable:
+                self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End a response that has no length; fail any other."""
         self._transport = None
-        if self._has_head and not self._is_framed and error is None:
-            self._done()
+        if error is None and self._parser.finish():
+            self._end()
         elif self._came:
             self._fail("its response is incomplete")
         else:
-            self._finish(None)
+            self._set(None)
 
     def _fail(self, why: str) -> None:
         answer = self._answer
@@ -146,40 +141,12 @@ class HttpConnection(asyncio.Protocol):
         if answer is not None and not answer.done():
             answer.set_exception(ProbeResponseError(why))
 
-    def _done(self) -> None:
-        self._finish((self._parser.get_status_code(), b"".join(self._pieces)))
+    def _end(self) -> None:
+        head = self._parser.head
+        if head is not None:
+            self._set((head.status, b"".join(self._parser.pieces)))
 
-    def _finish(self, result: Answer | None) -> None:
+    def _set(self, result: Answer | None) -> None:
         answer, self._answer = self._answer, None
         if answer is not None and not answer.done():
             answer.set_result(result)
-
-    # Callbacks of the parser
-
-    def on_message_begin(self) -> None:
-        if self._answer is None:
-            self.close()
-
-    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002
-        """Note whether the response has a length."""
-        if name.lower() in FRAMING:
-            self._is_framed = True
-
-    def on_headers_complete(self) -> None:
-        """Note the begin of a response other than 1xx."""
-        status = self._parser.get_status_code()
-        self._has_head = status >= HTTPStatus.OK
-        self._is_framed = self._is_framed or status in BODILESS
-
-    def on_body(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-
-    def on_message_complete(self) -> None:
-        """End the response, unless it is a 1xx."""
-        if not self._has_head:
-            self._is_framed = False
-            return
-        keep = self._parser.should_keep_alive()
-        self._done()
-        if not keep:
-            self.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -25,6 +25,7 @@ from benchmarks.starvation import (
     waits_of,
     wrongs,
 )
+from vllm_sched.bench.client.wire import Address, Wire
 from vllm_sched.bench.results.engine_trace import PREFILL, WAITING, Phase
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.policies.registry import build
@@ -109,11 +110,12 @@ async def test_a_page_that_tells_less_than_before_is_no_page() -> None:
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        page = Page(session, str(server.make_url("/")).rstrip("/"), SCENES["lanes"])
-        assert (await page.look()).released == 2
-        with pytest.raises(VllmSchedError, match="fell to 1"):
-            await page.look()
+    async with TestServer(app) as server:
+        with closing(Wire(Address.parse(str(server.make_url("/"))), {})) as wire:
+            page = Page(wire, SCENES["lanes"])
+            assert (await page.look()).released == 2
+            with pytest.raises(VllmSchedError, match="fell to 1"):
+                await page.look()
 
 
 def test_a_scene_becomes_lines() -> None:

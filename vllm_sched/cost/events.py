@@ -38,8 +38,9 @@ def play(
     """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)
     slots = regime.slots
-    outputs = _outputs(rng, requests + slots, regime.mean_output)
-    lengths = [1.0] * (requests + slots) if alike else _lengths(rng, requests + slots)
+    count = requests + slots
+    outputs = _outputs(rng, count, regime.mean_output)
+    lengths = [1.0] * count if alike else [-math.log(u) for u in _even(rng, count)]
     ends: defaultdict[int, list[float]] = defaultdict(list)  # admission times, by last step
     for output in outputs[:slots]:
         ends[output - 1].append(0.0)
@@ -96,10 +97,6 @@ def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:
     log_rest = math.log1p(-1 / mean)
     drawn = [math.ceil(math.log(u) / log_rest) for u in _even(rng, count)]
     return [max(each, 1) for each in drawn]
-
-
-def _lengths(rng: random.Random, count: int) -> list[float]:
-    return [-math.log(u) for u in _even(rng, count)]
 
 
 def _even(rng: random.Random, count: int) -> list[float]:

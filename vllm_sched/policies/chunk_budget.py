@@ -27,6 +27,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies.chunks.measured_chunk import GROWTH, MeasuredChunk
 from vllm_sched.policies.chunks.prediction_error import PredictionError
 from vllm_sched.policies.chunks.prefill_seconds import PrefillSeconds
+from vllm_sched.policies.fluid_effects import FluidEffects, MixedStepLimit
 from vllm_sched.policies.types import (
     EngineFacts,
     LaneCount,
@@ -47,11 +48,11 @@ MAX_EXTRAPOLATION: Final = 2.0
 # Maximum gap that uses the decodes' lead, in gaps.
 MAX_GAPS: Final = 4.0
 MAX_STEPS_IN_FLIGHT: Final = 256
+# Of `itl_ms` over the fluid engine's longest step.
+FLUID_MARGIN: Final = 1.05
 
 
 class ChunkBudgetSettings(Settings):
-    """Settings of `chunk_budget`."""
-
     itl_ms: float = Field(
         100.0, gt=0, description="gap between two tokens that a step with prefill may cause"
     )
@@ -65,8 +66,6 @@ class ChunkBudgetSettings(Settings):
 
 
 class ChunkBudget(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "chunk_budget"
     settings_type: ClassVar[type[Settings]] = ChunkBudgetSettings
     settings: ChunkBudgetSettings
@@ -102,6 +101,16 @@ class ChunkBudget(Policy):
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._prefill: PrefillSeconds | None = None  # None = only the budget limits prefill
         self._requests_wait = False
+
+    def fluid_effects(self) -> FluidEffects:
+        settings = self.settings
+        if settings.chunk is not None:
+            limit = MixedStepLimit(chunk=settings.chunk)
+        else:
+            limit = MixedStepLimit(
+                step_s=settings.itl_ms / 1000 / FLUID_MARGIN, min_chunk=settings.min_chunk
+            )
+        return FluidEffects(mixed_steps=limit)
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step

@@ -27,6 +27,7 @@ from vllm_sched.policies.deferral.hold import ENDS, End, Hold
 from vllm_sched.policies.deferral.lengths import RequestLengths
 from vllm_sched.policies.deferral.prefill_time import PrefillTime
 from vllm_sched.policies.deferral.threshold import DepartureThreshold
+from vllm_sched.policies.fluid_effects import AdmissionHold, FluidEffects
 from vllm_sched.policies.prefix_lookups import PrefixLookups
 from vllm_sched.policies.types import (
     FIRST_CLASS,
@@ -52,8 +53,6 @@ EMPTY: Final = LaneCount()
 
 
 class DeferredPrefillSettings(Settings):
-    """Settings of `deferred_prefill`."""
-
     departures: int | Literal["auto"] = Field(
         "auto", description="departures that a hold waits for; auto = chosen from measured costs"
     )
@@ -68,8 +67,6 @@ class DeferredPrefillSettings(Settings):
 
 
 class DeferredPrefill(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
     held_reasons = ("departures", "probe", "itl")
@@ -108,6 +105,14 @@ class DeferredPrefill(Policy):
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._prefill_time = PrefillTime(self.fit)
         self._probing = False
+
+    def fluid_effects(self) -> FluidEffects:
+        settings = self.settings
+        departures, max_s = settings.departures, settings.max_delay_ms / 1000
+        return FluidEffects(
+            hold=AdmissionHold(None if departures == "auto" else departures, max_s, self._itl_s),
+            longest_pause_s=max_s if settings.exclusive else 0.0,
+        )
 
     @property
     def threshold(self) -> int:

@@ -19,6 +19,7 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.service.overdue import OverdueTurns
 from vllm_sched.policies.service.running import RunningLanes
 from vllm_sched.policies.service.shares import Allowance, StepShares
@@ -42,8 +43,6 @@ EMPTY: Final = LaneCount()
 
 
 class LanesSettings(Settings):
-    """Settings of `lanes`."""
-
     reserve_slots: float = Field(
         0.125, ge=0, le=1, description="share of the slots that batch leaves free"
     )
@@ -70,8 +69,6 @@ class LanesSettings(Settings):
 
 
 class Lanes(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "lanes"
     settings_type: ClassVar[type[Settings]] = LanesSettings
     held_reasons = ("others_wait", "others_prefill", "reserve")
@@ -103,6 +100,9 @@ class Lanes(Policy):
         self._others_in_prefill = False
         self._one_is_late = False  # the front of a lane has waited for max_wait_s
         self._shares = StepShares(facts.max_num_batched_tokens)
+
+    def fluid_effects(self) -> FluidEffects:
+        return FluidEffects(ignored=True)
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
         lane = wishes.get("lane")

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from vllm_sched.cost.pace import StepPace
 from vllm_sched.errors import UsageError
+from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
 from vllm_sched.policies.long_prompts.division import (
     DivisionRules,
     NoLongChunk,
@@ -27,7 +28,13 @@ from vllm_sched.policies.long_prompts.division import (
     StepPrompts,
 )
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
-from vllm_sched.policies.long_prompts.pacing import LongPacing
+from vllm_sched.policies.long_prompts.pacing import (
+    QUIET_S,
+    QUIET_STRETCH,
+    SHORTEST_STEP_S,
+    STAND_BACK,
+    LongPacing,
+)
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -47,14 +54,7 @@ DEFAULT_SHARING = 4
 EMPTY = LaneCount()
 
 
-def default_threshold(max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Return V0's threshold, but at least a step's budget."""
-    return max(int(max_model_len * V0_THRESHOLD_SHARE), max_num_batched_tokens)
-
-
 class LongPromptSettings(Settings):
-    """Settings of `long_prompt`."""
-
     max_num_partial_prefills: int | None = Field(
         None,
         ge=1,
@@ -107,8 +107,6 @@ class LongPromptSettings(Settings):
 
 
 class LongPrompt(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
     held_reasons = ("long_limit", "shorts_first")
@@ -132,9 +130,9 @@ class LongPrompt(Policy):
         self._places_overdue = max(settings.sharing, self._places + 1)
         self.pace = StepPace()
         self._pacing = LongPacing(settings.long_step_stretch)
-        self._lookups = LongPromptLookups(
-            threshold or default_threshold(facts.max_model_len, budget)
-        )
+        # V0's threshold, but at least a step's budget.
+        default = max(int(facts.max_model_len * V0_THRESHOLD_SHARE), budget)
+        self._lookups = LongPromptLookups(threshold or default)
         self._rules = DivisionRules(
             settings.sharing, settings.long_prefill_share, self._lookups, self._pacing
         )
@@ -152,6 +150,26 @@ class LongPrompt(Policy):
 
     def resolved(self) -> dict[str, object]:
         return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
+
+    def fluid_effects(self) -> FluidEffects:
+        settings = self.settings
+        if not self._active:
+            return FluidEffects()
+        share = settings.long_prefill_share
+        return FluidEffects(
+            longs=LongPromptLimits(
+                above_tokens=self._lookups.threshold,
+                places=settings.max_long_partial_prefills,
+                prompts_per_step=settings.sharing,
+                share=None if share == "auto" else share,
+                stretch=settings.long_step_stretch,
+                max_wait_s=settings.max_wait_s,
+                min_step_s=SHORTEST_STEP_S,
+                quiet_s=QUIET_S,
+                quiet_stretch=QUIET_STRETCH,
+                max_short_steps=STAND_BACK,
+            )
+        )
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of long or of short prompts; cached tokens do not count."""

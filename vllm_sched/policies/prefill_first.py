@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.types import (
     EngineFacts,
     LaneCount,
@@ -28,8 +29,6 @@ MAX_PAUSED_STEPS: Final = 1000
 
 
 class PrefillFirstSettings(Settings):
-    """Settings of `prefill_first`."""
-
     pause_decodes: bool = Field(
         True,
         description="no decoding while a prompt is in prefill; false = decodes get the rest",
@@ -38,8 +37,6 @@ class PrefillFirstSettings(Settings):
 
 
 class PrefillFirst(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "prefill_first"
     settings_type: ClassVar[type[Settings]] = PrefillFirstSettings
     settings: PrefillFirstSettings
@@ -54,6 +51,11 @@ class PrefillFirst(Policy):
         self._left: int | None = None  # prefill tokens left in this step; None = no limit
         self._paused_steps = 0
         self._releases = 0
+
+    def fluid_effects(self) -> FluidEffects:
+        """Return the pauses; without pauses, the fluid engine's own chunked prefill applies."""
+        pause_s = 0.0 if self.prefills_lead else self.settings.max_pause_s
+        return FluidEffects(longest_pause_s=pause_s)
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._left = None

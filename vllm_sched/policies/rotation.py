@@ -16,6 +16,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -34,8 +35,6 @@ AFTER_NEWCOMERS: Final = 0.5
 
 
 class RotationSettings(Settings):
-    """Settings of `rotation`."""
-
     chunk: int = Field(0, ge=0, description="minimum tokens of a turn; 0 = the whole step")
     order: Literal["rotate", "shortest"] = Field(
         "rotate", description="rotate = round robin; shortest = fewest tokens left first"
@@ -46,8 +45,6 @@ class RotationSettings(Settings):
 
 
 class Rotation(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "rotation"
     settings_type: ClassVar[type[Settings]] = RotationSettings
     held_reasons = ("kv_of_prefills",)
@@ -76,6 +73,9 @@ class Rotation(Policy):
         self._kept_for: dict[str, int] = {}  # tokens reserved for each overdue prefill
         self._kept = 0  # their sum
         self._released: set[str] = set()  # overdue prefills that got a turn
+
+    def fluid_effects(self) -> FluidEffects:
+        return FluidEffects(ignored=True)
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from vllm_sched.policies.fluid_effects import BatchAdmission, FluidEffects
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -29,8 +30,6 @@ NEXT, MEMBER = "next", "member"
 
 
 class StaticBatchingSettings(Settings):
-    """Settings of `static_batching`."""
-
     size: int = Field(0, ge=0, description="maximum requests in a batch; 0 = max_num_seqs")
     max_wait_s: float = Field(
         60.0, gt=0, description="wait after which a request joins the running batch"
@@ -38,8 +37,6 @@ class StaticBatchingSettings(Settings):
 
 
 class StaticBatching(Policy):
-    """See the module docstring."""
-
     name: ClassVar[str] = "static_batching"
     settings_type: ClassVar[type[Settings]] = StaticBatchingSettings
     held_reasons = ("batch_full", "batch_running")
@@ -56,6 +53,9 @@ class StaticBatching(Policy):
 
     def resolved(self) -> dict[str, object]:
         return super().resolved() | {"size": self.size}
+
+    def fluid_effects(self) -> FluidEffects:
+        return FluidEffects(batches=BatchAdmission(self.size, self.settings.max_wait_s))
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         return MEMBER if request.num_preemptions else NEXT

@@ -27,6 +27,7 @@ from typing import ClassVar, Final, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from vllm_sched.cost.step_time import Chunk, StepShape
+from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.kv_cache import KvCache
 
 
@@ -186,6 +187,10 @@ class Policy:
     def resolved(self) -> dict[str, object]:
         """Return the effective settings, for the log."""
         return self.settings.model_dump()
+
+    def fluid_effects(self) -> FluidEffects | None:
+        """Return the effects on the simulator's fluid engine, which refuses a policy with None."""
+        return None
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
         """Note a new request and its client's `vllm_xargs`."""

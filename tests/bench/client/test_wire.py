@@ -139,7 +139,7 @@ async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
         got_first.set()
 
     async with talking_to(handler) as wire:
-        await wire.stream("/", b"", lambda *header: seen.append(header), on_body, 5)
+        await wire.stream("/", b"", on_body, 5, on_header=lambda *header: seen.append(header))
     assert seen == [
         (b"x-route", b"s0; x"),
         (b"transfer-encoding", b"chunked"),

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.present import present
-from vllm_sched.bench.compare.runner import EventReader, RequestTimes, play, request_body
+from vllm_sched.bench.compare.runner import RequestTimes, play, request_body
 from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 from vllm_sched.workers.launch import free_port
 
@@ -211,23 +211,6 @@ async def test_a_dropped_connection_is_an_error(start: Start) -> None:
 async def test_nobody_listening_is_an_error() -> None:
     played = await play(f"http://127.0.0.1:{free_port()}", "m", workload(SHORT), 1, lone_samples=1)
     assert len(played.failed) == 2
-
-
-def test_events_are_found_wherever_the_chunks_are_cut() -> None:
-    whole = TOKEN * 2 + usage(2) + DONE
-    for size in (1, 7, 64, len(whole)):
-        stream = EventReader(record := RequestTimes("short", 1, 2))
-        for begin in range(0, len(whole), size):
-            stream.feed(whole[begin : begin + size], float(begin))
-        assert (len(record.ticks), record.completed, stream.done) == (2, 2, True)
-
-
-def test_other_spacing_and_comments_are_understood() -> None:
-    stream = EventReader(record := RequestTimes("short", 1, 1))
-    stream.feed(b': ping\n\ndata: {"choices": [{"text": "a"}]}\n\n', 1.0)
-    assert (record.ticks, record.error) == ([1.0], "")
-    stream.feed(b"data: gibberish\n\n", 2.0)
-    assert "gibberish" in record.error
 
 
 def test_the_body_asks_for_exactly_these_tokens() -> None:

@@ -6,14 +6,13 @@ import asyncio
 import json
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from tests.cli.fleet.step_server import StepServer, serving
 from tests.cost.test_calibration import measured as steps_of
 from vllm_sched.bench.calibrate import step_times
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps
-from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi
+from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
 from vllm_sched.cli.main import main
 from vllm_sched.cli.model.calibrate import StepSource, WholePrompts
 from vllm_sched.cost.step_time import StepTime
@@ -79,8 +78,8 @@ def test_the_size_of_a_cache_whose_blocks_several_groups_of_layers_share() -> No
     page = f"vllm:cache_config_info{{{labels}}} 1.0\n"
 
     async def ask(url: str) -> tuple[int | None, int | None]:
-        async with aiohttp.ClientSession() as session:
-            api = TokenApi(session, url)
+        with wire_to(url) as wire:
+            api = TokenApi(wire)
             await api.read_cache()
             return api.kv_tokens, api.block_tokens
 
@@ -153,7 +152,7 @@ def failed(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> 
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{launch.free_port()}"
-    assert "is a worker listening there?" in failed(capsys, 1, "--url", url)
+    assert "is a server listening there?" in failed(capsys, 1, "--url", url)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (StepServer(TIME, card={"id": "x"}), "lists no model with a max_model_len"),
         (StepServer(TIME, card="<html>log in"), "lists no model with a max_model_len"),
-        (StepServer(TIME, status=503), "returned 503"),
+        (StepServer(TIME, status=503), "HTTP 503"),
         (StepServer(TIME, ends_after=3), "a response ended after 3 of 44 tokens"),
         (StepServer(TIME, max_model_len=150), "leaves a prompt 58 next to 2 decodes"),
         (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),

@@ -114,8 +114,8 @@ WAYS: list[dict[str, Any]] = [
     {"chunk_budget": {"itl_ms": 40}},
     {"chunk_budget": {"chunk": 128}},
     {"long_prompt": {"long_prefill_token_threshold": 1500}},
-    {"deferred_prefill": {"departures": 4}},
-    {"deferred_prefill": {"departures": 4, "exclusive": True}},
+    {"deferred_prefill": {"departures": 2}},
+    {"deferred_prefill": {"departures": 2, "exclusive": True}},
     {"deferred_prefill": {}},
 ]
 
@@ -182,6 +182,13 @@ def test_a_batch_waits_for_its_last_member() -> None:
     flowing = ends(play(FluidEngine(model()), jobs))
     assert static["c"][0] > static["b"][1]
     assert flowing["c"][1] < flowing["b"][1]
+
+
+def test_a_batch_is_joined_after_the_longest_wait() -> None:
+    jobs = [(0.0, Job("a", 10, 300)), (0.1, Job("b", 10, 5))]
+    policies = {"static_batching": {"max_wait_s": 1.0}}
+    found = ends(play(FluidEngine(model(policies=policies), each_token=True), jobs))
+    assert 1.1 < found["b"][0] < 1.2 < found["a"][1]
 
 
 def test_nobody_enters_without_room_for_all_of_it() -> None:

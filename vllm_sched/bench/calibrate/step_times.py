@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self
 
-from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, session
+from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
 from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
 
@@ -325,8 +325,8 @@ async def _last_steps(
 
 @asynccontextmanager
 async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
-    async with session() as found:
-        worker = StepMeter(found, url, seed)
+    with wire_to(url) as wire:
+        worker = StepMeter(wire, seed)
         await worker.meet()
         await worker.read_cache()
         yield worker

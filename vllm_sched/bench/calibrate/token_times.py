@@ -8,16 +8,14 @@ import os
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-import aiohttp
-
-from vllm_sched.bench.compare.runner import realtime_priority
+from vllm_sched.bench.client.priority import realtime_priority
+from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
-from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import VllmSchedError
 
 TIMEOUT_S: Final = 300.0
@@ -44,10 +42,19 @@ class TimedStream:
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _rest: bytes = b""
 
     @property
     def count(self) -> int:
         return self.tokens[-1] if self.tokens else 0
+
+    def feed(self, data: bytes) -> None:
+        now = time.perf_counter()
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        made = [event for event in events if b'"choices":[{' in event]
+        if made:
+            counted = TOKENS_PATTERN.search(made[-1])
+            self.tick(now, int(counted[1]) if counted else self.count + len(made))
 
     def tick(self, now: float, tokens: int) -> None:
         """Record an event: one token, or several if events were merged on the way."""
@@ -88,9 +95,8 @@ class TimedStream:
 class TokenApi:
     """A worker's completions API, used with new random prompts."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int = 0) -> None:
-        self._session = session
-        self._url = url.rstrip("/")
+    def __init__(self, wire: Wire, seed: int = 0) -> None:
+        self._wire = wire
         self._rng = random.Random(seed)
         self.model = self.root = ""
         self.max_model_len = 0
@@ -106,7 +112,8 @@ class TokenApi:
             self.root = str(card.get("root") or "")
         except (KeyError, IndexError, TypeError, ValueError):
             raise MeasureError(
-                f"{self._url}/v1/models lists no model with a max_model_len; is this a vLLM worker?"
+                f"{self._wire.address}/v1/models lists no model with a max_model_len; "
+                "is this a vLLM worker?"
             ) from None
 
     async def read_cache(self) -> None:
@@ -166,26 +173,13 @@ class TokenApi:
             "ignore_eos": True, "stream": True, "stream_options": STREAM_OPTIONS,
         }  # fmt: skip
         try:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
-                if answer.status != 200:
-                    raise MeasureError(
-                        f"{self._url} returned {answer.status}: {excerpt(await answer.text())}"
-                    )
-                rest = b""
-                async for chunk in answer.content.iter_any():
-                    now = time.perf_counter()
-                    *events, rest = (rest + chunk).split(b"\n\n")
-                    made = [event for event in events if b'"choices":[{' in event]
-                    if made:
-                        counted = TOKENS_PATTERN.search(made[-1])
-                        known = stream.count + len(made)
-                        stream.tick(now, int(counted[1]) if counted else known)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _unreachable(self._url, error) from None
+            await self._wire.stream(COMPLETIONS, json.dumps(body).encode(), stream.feed, TIMEOUT_S)
+        except WireError as error:
+            raise self._failed("", error) from None
         finally:
             stream.end()
         if not stream.ticks:
-            raise MeasureError(f"{self._url} returned no token")
+            raise MeasureError(f"{self._wire.address} returned no token")
         return stream
 
     def prompt(self, tokens: int) -> list[int]:
@@ -193,28 +187,19 @@ class TokenApi:
 
     async def _get(self, path: str) -> bytes:
         try:
-            async with self._session.get(self._url + path) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _unreachable(self._url, error) from None
-        if answer.status != 200:
-            raise MeasureError(f"{self._url}{path} returned {answer.status}: {excerpt(content)}")
-        return content
+            return await self._wire.get(path, TIMEOUT_S)
+        except WireError as error:
+            raise self._failed(path, error) from None
+
+    def _failed(self, path: str, error: WireError) -> MeasureError:
+        address = self._wire.address
+        return MeasureError(f"{address}{path}: {str(error).removeprefix(f'{address}: ')}")
 
 
-@asynccontextmanager
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield an HTTP session that runs with priority on this machine."""
+@contextmanager
+def wire_to(url: str) -> Iterator[Wire]:
+    """Yield connections to a worker; the process has priority on this machine."""
     key = os.environ.get("VLLM_API_KEY", "")
-    with realtime_priority():
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        ) as found:
-            yield found
-
-
-def _unreachable(url: str, error: BaseException) -> MeasureError:
-    why = excerpt(str(error) or type(error).__name__)
-    return MeasureError(f"{url}: {why}; is a worker listening there?")
+    wire = Wire(Address.parse(url), {"Authorization": f"Bearer {key}"} if key else {})
+    with realtime_priority(), closing(wire):
+        yield wire

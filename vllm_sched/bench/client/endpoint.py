@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Measure, Texts
-from vllm_sched.bench.client.wire import Address, Wire, WireError
+from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
 from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import VllmSchedError
@@ -17,7 +17,6 @@ from vllm_sched.errors import VllmSchedError
 if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
-COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 MODELS: Final = "/v1/models"
 PROBE_TIMEOUT_S: Final = 60.0
@@ -213,7 +212,6 @@ async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
         await wire.stream(
             endpoint.path,
             endpoint.body(text, 1),
-            lambda _, __: None,
             lambda piece: stream.feed(piece, 0.0),
             PROBE_TIMEOUT_S,
         )

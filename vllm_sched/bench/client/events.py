@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_sched.bench.results.error_excerpt import excerpt
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.results.outcome import Outcome
 
 DONE = re.compile(rb"^data: ?\[DONE\]\s*\Z", re.MULTILINE)
 PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
-class EventStream:
-    """Reads one response into an outcome."""
+class TokenRecord(Protocol):
+    """What is kept of one response."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    ticks: list[float]
+    prompt_tokens: int
+    completed: int
+    error: str
+
+
+class EventStream:
+    """Reads one response into its record."""
+
+    def __init__(self, outcome: TokenRecord) -> None:
         self._outcome = outcome
         self._rest = b""
         self._done = False

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.client.events import EventStream
+from vllm_sched.bench.client.priority import StallWatch, realtime_priority
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
-from vllm_sched.bench.compare.runner import realtime_priority
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
 
 TIMEOUT_S: Final = 600.0
-WATCH_INTERVAL_S: Final = 0.05
 # Beyond these limits the client affects the figures.
 LATE_LIMIT_S: Final = 0.05
 STALL_LIMIT_S: Final = 0.1
@@ -35,8 +34,6 @@ BUSY_LIMIT: Final = 0.8
 
 @dataclass
 class RunProgress:
-    """The progress of a run."""
-
     began: float = field(default_factory=time.perf_counter)
     sent: int = 0
     done: int = 0
@@ -144,8 +141,6 @@ class _Player:
 
     async def run(self) -> PlayedRun:
         wire = self._endpoint.wire()
-        stall = _Stall()
-        watch = asyncio.create_task(stall.watch())
         first = self._numbered()
         head = next(first, None)  # created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
@@ -158,9 +153,10 @@ class _Player:
         )
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({sending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            async with StallWatch() as stalls:
+                await asyncio.wait({sending, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (sending, stopped, watch):
+            for task in (sending, stopped):
                 task.cancel()
             with suppress(asyncio.CancelledError):
                 await sending
@@ -170,7 +166,7 @@ class _Player:
             outcomes=tuple(self._outcomes),
             duration=duration,
             busy=(time.process_time() - cpu) / duration if duration else 0.0,
-            stall=stall.longest,
+            stall=stalls.longest_s,
             interrupted=self._stop.is_set(),
             cut=self._cut,
             short=sum(
@@ -222,9 +218,9 @@ class _Player:
             await wire.stream(
                 self._endpoint.path,
                 body,
-                headers.take,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
+                on_header=headers.take,
             )
             if not outcome.error and not (stream.done and outcome.ticks):
                 outcome.error = f"the stream ended early, after {len(outcome.ticks)} tokens"
@@ -251,19 +247,6 @@ class _Player:
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
-
-
-class _Stall:
-    """Records how long this process had no CPU, which would look like a slow server."""
-
-    def __init__(self) -> None:
-        self.longest = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            self.longest = max(self.longest, time.perf_counter() - asleep - WATCH_INTERVAL_S)
 
 
 def _slack(limit: int) -> int:

@@ -19,11 +19,16 @@ import httptools
 from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import UsageError
 
+COMPLETIONS: Final = "/v1/completions"
 OK: Final = 200
 # OpenSSL's codes for self-signed certificates and unknown issuers.
 UNKNOWN_ISSUER_CODES: Final = (18, 19, 20, 21)
 OnBody = Callable[[bytes], None]
 OnHeader = Callable[[bytes, bytes], None]
+
+
+def _ignore(_: bytes, __: bytes) -> None:
+    pass
 
 
 class WireError(Exception):
@@ -80,10 +85,18 @@ class Wire:
         return await self._whole("POST", path, body, timeout_s)
 
     async def stream(
-        self, path: str, body: bytes, on_header: OnHeader, on_body: OnBody, timeout_s: float
+        self,
+        path: str,
+        body: bytes,
+        on_body: OnBody,
+        timeout_s: float,
+        *,
+        on_header: OnHeader = _ignore,
+        request_id: str = "",
     ) -> None:
         """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
-        await self._send("POST", path, body, on_header, on_body, timeout_s)
+        line = f"X-Request-Id: {request_id}\r\n" if request_id else ""
+        await self._send("POST", path, body, on_header, on_body, timeout_s, line)
 
     def close(self) -> None:
         for each in list(self._open):
@@ -102,8 +115,9 @@ class Wire:
         on_header: OnHeader,
         on_body: OnBody,
         timeout_s: float,
+        line: str = "",
     ) -> None:
-        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}"
+        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}{line}"
         data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,7 +164,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._on_header, self._deliver = on_header, on_body
         self._begun = self._headed = self._framed = False
-        self._refusal: list[bytes] = []
+        self._pieces: list[bytes] = []
         done = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         try:
@@ -174,10 +188,17 @@ class _Connection(asyncio.Protocol):
             self.abort()  # data without a request
             return
         self._begun = True
+        failure: httptools.HttpParserError | None = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(WireError(f"the response is not HTTP: {error}"))
+            failure = error
+        if (pieces := self._pieces) and self._parser.get_status_code() == OK:
+            # Once per read, so that tokens that arrive together have the same time.
+            self._deliver(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            pieces.clear()
+        if failure is not None:
+            self._end(WireError(f"the response is not HTTP: {failure}"))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -207,10 +228,7 @@ class _Connection(asyncio.Protocol):
         self._headed = True
 
     def on_body(self, body: bytes) -> None:
-        if self._parser.get_status_code() == OK:
-            self._deliver(body)
-        else:
-            self._refusal.append(body)
+        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -218,7 +236,7 @@ class _Connection(asyncio.Protocol):
             self._headed = False
             return  # early hints; the response follows
         if status != OK:
-            words = excerpt(b"".join(self._refusal))
+            words = excerpt(b"".join(self._pieces))
             self._end(WireError(f"HTTP {status}: {words}"))
         else:
             self._end(None)
@@ -247,7 +265,3 @@ def _error_text(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return f"{excerpt(error.strerror or str(error))}; does this port use TLS?"
     return excerpt(error.strerror or str(error))
-
-
-def _ignore(_: bytes, __: bytes) -> None:
-    pass

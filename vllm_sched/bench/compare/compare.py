@@ -180,8 +180,6 @@ async def compare(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A finished comparison."""
-
     plan: ComparisonPlan
     baseline: Contender
     candidate: Contender

@@ -85,6 +85,5 @@ class Contest:
 
 
 def _cell(line: report.Figure) -> Text:
-    style = {True: "green", False: "red", None: ""}[line.better]
     value = f"{report.show(line.candidate, line.unit)} ({report.show_ratio(line.ratio)})"
-    return Text(value, style=style)
+    return Text(value, style=report.STYLES[line.better])

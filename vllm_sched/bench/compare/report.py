@@ -36,7 +36,7 @@ GROUPS = {
     "all": "everything",
     "lone": "a short alone",
 }
-
+STYLES = {True: "green", False: "red", None: ""}  # by whether a figure is better
 
 SPREAD = "TTFT last - first"
 percentile = stats.percentile
@@ -206,7 +206,7 @@ def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int])
             line.measure,
             show(line.baseline, line.unit),
             show(line.candidate, line.unit),
-            Text(show_ratio(line.ratio), style=_style(better=line.better)),
+            Text(show_ratio(line.ratio), style=STYLES[line.better]),
         )
         group = line.group
     if any(failed):
@@ -280,10 +280,6 @@ def ratio_of(ours: float | None, theirs: float | None) -> float | None:
 
 def _median(values: Iterable[float | None]) -> float | None:
     return percentile((value for value in values if value is not None), 50)
-
-
-def _style(*, better: bool | None) -> str:
-    return {True: "green", False: "red", None: ""}[better]
 
 
 def format_count(count: int, what: str) -> str:

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-import aiohttp
-
-from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.bench.client.events import EventStream
+from vllm_sched.bench.client.priority import StallWatch, realtime_priority
+from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 
 REQUEST_TIMEOUT_S = 600.0
-WATCH_INTERVAL_S = 0.02
+# A worker closes idle connections after some seconds.
+NO_REUSE = {"Connection": "close"}
 
 
 @dataclass
@@ -75,39 +75,6 @@ class Round:
         return [record for record in (*self.records, *self.lone) if record.error]
 
 
-class EventReader:
-    """Parses server-sent events of one response."""
-
-    def __init__(self, record: RequestTimes) -> None:
-        self._record = record
-        self._rest = b""
-        self.done = False
-
-    def feed(self, chunk: bytes, now: float) -> None:
-        *events, self._rest = (self._rest + chunk).split(b"\n\n")
-        for event in events:
-            if b'"choices":[{' in event:
-                self._record.ticks.append(now)
-            elif event.startswith(b"data: [DONE]"):
-                self.done = True
-            elif event.startswith(b"data:"):
-                self._rare(event[5:], now)
-
-    def _rare(self, payload: bytes, now: float) -> None:
-        """Parse an event that is not clearly a token: usage, an error or unusual spacing."""
-        try:
-            message = json.loads(payload)
-        except ValueError:
-            message = None
-        match message:
-            case {"usage": {"completion_tokens": int(count)}, "choices": []}:
-                self._record.completed = count
-            case {"choices": [_, *_]}:
-                self._record.ticks.append(now)
-            case _:
-                self._record.error = excerpt(payload)
-
-
 def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: str = "") -> bytes:
     """Return a completion request that generates exactly `output_tokens`."""
     asked = {"vllm_xargs": {"lane": lane}} if lane else {}
@@ -147,23 +114,21 @@ async def play(
     lone_bodies = [
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
     ]
-    with realtime_priority():
-        async with _session() as session, _Watch() as watch:
-            client = _Client(session, f"{url}/v1/completions", on_done)
+    wire = Wire(Address.parse(url), NO_REUSE)
+    client = _Client(wire, on_done)
+    with realtime_priority(), closing(wire):
+        async with StallWatch() as stalls:
             records = await client.play(workload.arrivals, bodies, number)
             lone = [
                 await client.one(body, RequestTimes("lone", workload.lone_prompt_tokens, 1))
                 for body in lone_bodies
             ]
-    return Round(number, tuple(records), tuple(lone), watch.stall, client.began)
+    return Round(number, tuple(records), tuple(lone), stalls.longest_s, client.began)
 
 
 class _Client:
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, on_done: Callable[[RequestTimes], None]
-    ) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, wire: Wire, on_done: Callable[[RequestTimes], None]) -> None:
+        self._wire = wire
         self._on_done = on_done
         self._start = time.perf_counter()
 
@@ -202,14 +167,19 @@ class _Client:
     ) -> RequestTimes:
         """Send a request now; set `running` at its first token or its end."""
         record.sent = self._now()
-        stream = EventReader(record)
+        stream = EventStream(record)
+
+        def take(piece: bytes) -> None:
+            stream.feed(piece, self._now())
+            if running and record.ticks:
+                running.set()
+
         try:
-            async for chunk in self._chunks(body, record.name):
-                stream.feed(chunk, self._now())
-                if running and record.ticks:
-                    running.set()
-        except (aiohttp.ClientError, OSError, TimeoutError, _RefusedError) as error:
-            record.error = excerpt(str(error) or type(error).__name__)
+            await self._wire.stream(
+                COMPLETIONS, body, take, REQUEST_TIMEOUT_S, request_id=record.name
+            )
+        except WireError as error:
+            record.error = str(error)
         if not record.error and not (stream.done and record.completed == record.output_tokens):
             got = record.completed or len(record.ticks)
             record.error = f"the stream ended after {got} of {record.output_tokens} tokens"
@@ -222,68 +192,5 @@ class _Client:
         await asyncio.sleep(at - self._now())
         await self.one(body, record)
 
-    async def _chunks(self, body: bytes, name: str) -> AsyncIterator[bytes]:
-        headers = {"Content-Type": "application/json"}
-        if name:
-            headers["X-Request-Id"] = name
-        async with self._session.post(self._url, data=body, headers=headers) as response:
-            if response.status != 200:
-                raise _RefusedError(f"HTTP {response.status}: {await response.text()}")
-            async for chunk in response.content.iter_any():
-                yield chunk
-
     def _now(self) -> float:
         return time.perf_counter() - self._start
-
-
-@contextmanager
-def realtime_priority() -> Iterator[None]:
-    """Run with real-time priority if the kernel allows it.
-
-    Otherwise a busy machine delays the client, which looks like a delay of the worker.
-    """
-    try:
-        # Reset on fork: child processes get normal priority.
-        first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
-        os.sched_setscheduler(0, first, os.sched_param(1))
-    except (AttributeError, OSError):  # another system or no permission; _Watch reports stalls
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-class _Watch:
-    """Records how long this process had no CPU, which would look like a slow worker."""
-
-    def __init__(self) -> None:
-        self.stall = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-
-    async def _run(self) -> None:
-        while True:
-            asleep = time.perf_counter()
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            self.stall = max(self.stall, time.perf_counter() - asleep - WATCH_INTERVAL_S)
-
-
-class _RefusedError(Exception):
-    """The worker returned an error instead of a stream."""
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        # Unlimited connections, none reused: a worker closes idle ones after some seconds.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, learn
-from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
+from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.summary import table
@@ -19,6 +19,7 @@ from vllm_sched.cli.bench.load import (
     add_workload,
     check_outputs,
     endpoint_options,
+    play_with_progress,
     require_ended,
     require_requests,
     run_interruptibly,
@@ -26,7 +27,6 @@ from vllm_sched.cli.bench.load import (
     save_and_draw,
     schedule_of,
     unless_stopped,
-    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 
@@ -137,17 +137,12 @@ async def _measured(
     stop: asyncio.Event,
 ) -> tuple[PlayedRun, Endpoint]:
     endpoint = await unless_stopped(stop, learn(endpoint_options))
-    tally = RunProgress()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
-    work = play(
-        endpoint,
-        schedule,
-        salt=args.prompt_salt,
-        timeout_s=args.timeout,
-        tally=tally,
-        stop=stop,
-    )
-    return await with_progress(console, "bench", label, schedule, tally, work), endpoint
+    played = await play_with_progress(
+        console, "bench", label, endpoint, schedule,
+        salt=args.prompt_salt, timeout_s=args.timeout, stop=stop,
+    )  # fmt: skip
+    return played, endpoint
 
 
 def print_errors(errors: Sequence[str], console: Console) -> None:

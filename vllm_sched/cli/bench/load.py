@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, EndpointOptions
-from vllm_sched.bench.client.player import TIMEOUT_S
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions
+from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, play
+from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
@@ -27,7 +28,7 @@ from vllm_sched.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_sched.bench.client.player import PlayedRun, RunProgress
+    from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
 
@@ -254,15 +255,20 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
     raise NothingYetError
 
 
-async def with_progress(
+async def play_with_progress(
     console: Console,
     command: str,
     label: str,
+    endpoint: Endpoint,
     schedule: Schedule,
-    tally: RunProgress,
-    work: Awaitable[PlayedRun],
+    *,
+    salt: str,
+    timeout_s: float,
+    stop: asyncio.Event,
 ) -> PlayedRun:
-    """Show progress while a run lasts: a bar on a terminal, otherwise lines."""
+    """Play a schedule and show progress: a bar on a terminal, otherwise lines."""
+    tally = RunProgress()
+    work = play(endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop)
     place = terminal(console)
     if place is None:
         return await _in_lines(ProgressLines(command), label, tally, work)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from vllm_sched.bench.client.endpoint import Endpoint, learn
-from vllm_sched.bench.client.player import RunProgress, play
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.results.summary import summary
@@ -28,11 +27,11 @@ from vllm_sched.cli.bench.load import (
     add_traffic,
     check_outputs,
     endpoint_options,
+    play_with_progress,
     run_interruptibly,
     salt_of,
     traffic_of,
     unless_stopped,
-    with_progress,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import writing
@@ -194,17 +193,12 @@ class _Runner:
             else:
                 schedule, unit = schedule.at_concurrency(int(load)), "at once"
             name = schedule.source.name
-            tally = RunProgress()
             label = f"{name} at {load:g} {unit}, seed {seed}"
-            work = play(
-                endpoint,
-                schedule,
-                salt=f"{self._salt}/{name}/{plan.axis}/{load:g}",
-                timeout_s=self._args.timeout,
-                tally=tally,
-                stop=self._stop,
-            )
-            played = await with_progress(self._console, "sweep", label, schedule, tally, work)
+            salt = f"{self._salt}/{name}/{plan.axis}/{load:g}"
+            played = await play_with_progress(
+                self._console, "sweep", label, endpoint, schedule,
+                salt=salt, timeout_s=self._args.timeout, stop=self._stop,
+            )  # fmt: skip
             if played.interrupted:  # half a run has another load than its label says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)

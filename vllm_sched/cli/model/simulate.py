@@ -39,6 +39,7 @@ from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, in_si, worker_models
 
@@ -55,8 +56,6 @@ MIXED_HELP: Final = (
 )
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
-# Policies that the fluid engine can't simulate.
-EXACT_ONLY_POLICIES: Final = frozenset(("lanes", "rotation"))
 MAX_DRAWN_WORKERS: Final = 8
 # Above this the fluid engine reports only first tokens and ends: a list of all gaps is too long.
 MAX_FINE_REQUESTS: Final = 50_000
@@ -362,12 +361,16 @@ def _warnings(
     found = schedule.falls_short
     if cut:
         found.append(f"{cut} requests were shortened to fit the fleet; --scale shortens all")
-    ignored = sorted(
-        {name for model in models.values() for name in model.policies} & EXACT_ONLY_POLICIES
-    )
-    if engine == FLUID and ignored:
-        found.append(f"--engine fluid ignores {' and '.join(ignored)}; use --engine exact")
     if engine == FLUID:
+        ignored = {
+            name
+            for model in models.values()
+            for name, effects in declared_effects(model).items()
+            if effects.ignored
+        }
+        if ignored:
+            text = " and ".join(sorted(ignored))
+            found.append(f"--engine fluid ignores {text}; use --engine exact")
         found += [
             f"--engine fluid ignores {model.name}'s --long-prefill-token-threshold "
             f"{model.longest_chunk}; use --engine exact"

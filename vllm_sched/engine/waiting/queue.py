@@ -41,8 +41,6 @@ MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
 
 
 class LaneRules(Protocol):
-    """The rules of a queue."""
-
     def lanes_of(self, request: Request) -> LaneKey:
         """Return the request's lane, for each policy."""
 

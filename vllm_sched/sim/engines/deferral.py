@@ -1,4 +1,4 @@
-"""Deferred prefill in the fluid engine: when admission is held, and for how long.
+"""Held admissions in the fluid engine: when, and for how long.
 
 Same rules as `policies/deferred_prefill`, but the step time is known instead of learned.
 """
@@ -13,8 +13,8 @@ from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import to_run
 
 if TYPE_CHECKING:
+    from vllm_sched.policies.fluid_effects import AdmissionHold
     from vllm_sched.sim.engines.kv_blocks import Task
-    from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
 UPDATE_EVERY_ADMISSIONS: Final = 64  # admissions
@@ -42,11 +42,12 @@ class EngineLoad(Protocol):
 
 
 class Deferral:
-    def __init__(self, model: WorkerModel, way: PolicyEffects) -> None:
+    def __init__(self, model: WorkerModel, hold: AdmissionHold, *, exclusive: bool) -> None:
         self.on = False
-        self.threshold = max(way.departures, 1)
+        self.threshold = hold.departures or 1
         self._model = model
-        self._way = way
+        self._hold = hold
+        self._exclusive = exclusive  # decodes pause during prefill
         self._since = 0.0
         self._departed = 0
         self._slots_full = True
@@ -58,7 +59,7 @@ class Deferral:
         self._admitted += 1
         self._prompts += task.left
         if (
-            not self._way.departures
+            self._hold.departures is None
             and self._admitted % UPDATE_EVERY_ADMISSIONS == 0
             and self._ended
         ):
@@ -93,13 +94,13 @@ class Deferral:
         shape = StepShape(decodes=max(filling.decoding, 1), context_tokens=filling.context)
         seconds = self._model.time.seconds(shape)
         # K falls during the second half of the longest hold; check every eighth.
-        due = self._since + self._way.hold_s / 2
+        due = self._since + self._hold.max_s / 2
         if now >= due:
-            due = now + self._way.hold_s / 8
+            due = now + self._hold.max_s / 8
         return max(math.ceil((due - now) / seconds), 1) if seconds else 1
 
     def _wanted(self, now: float) -> int:
-        progress = (now - self._since) / self._way.hold_s
+        progress = (now - self._since) / self._hold.max_s
         if progress >= 1:
             return 0
         return math.ceil(self.threshold * min(2 * (1 - progress), 1.0))
@@ -111,7 +112,7 @@ class Deferral:
             slots=model.max_num_seqs,
             mean_output=max(self._outputs / self._ended - 1, 1.0),
             mean_prompt=max(self._prompts / self._admitted, 1.0),
-            exclusive=self._way.pauses,
+            exclusive=self._exclusive,
             budget=model.max_num_batched_tokens,
         )
-        return to_run(regime, itl_s=self._way.hold_itl_s, max_delay_s=self._way.hold_s / 2)
+        return to_run(regime, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)

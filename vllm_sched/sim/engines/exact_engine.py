@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -39,21 +40,8 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
     from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
     from vllm_sched.engine.trace import EngineTrace
 
-    engine = SimulatedEngine(
-        EngineSettings(
-            max_model_len=model.max_model_len,
-            kv_tokens=model.kv_tokens,
-            block_tokens=model.block_tokens,
-            max_num_seqs=model.max_num_seqs,
-            max_num_batched_tokens=model.max_num_batched_tokens,
-            prefix_caching=model.prefix_caching,
-            async_scheduling=model.async_scheduling,
-            longest_chunk=model.longest_chunk,
-            longest_chunk_adapts=model.longest_chunk_adapts,
-            transfers=model.transfers,
-            policies=model.policies,
-        )
-    )
+    settings = {each.name: getattr(model, each.name) for each in fields(EngineSettings)}
+    engine = SimulatedEngine(EngineSettings(**settings))
     if traced:
         engine.trace = EngineTrace()
     return engine

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_sched.sim.engines.fluid_steps import FluidSteps, growth_of, shape_of
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, Task
 from vllm_sched.sim.engines.kv_transfers import KvTransfers
-from vllm_sched.sim.engines.policy_effects import PolicyEffects
+from vllm_sched.sim.engines.policy_effects import combined_effects
 from vllm_sched.sim.engines.step_run import NEVER, StepRun
 from vllm_sched.sim.engines.token_gaps import TokenGaps
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
@@ -54,7 +54,7 @@ class FluidEngine:
         self._tasks: dict[str, Task] = {}
         self._prefixes = CachedPrefixes(model.kv_tokens if model.prefix_caching else 0)
         self._room = KvBlocks(model.kv_tokens, self._prefixes)
-        self._filling = FluidSteps(model, PolicyEffects.of(model), self._room)
+        self._filling = FluidSteps(model, combined_effects(model), self._room)
         self._decoding: list[tuple[int, int, Task]] = []  # by last decode step
         self._kept: dict[str, Task] = {}  # finished prefill legs with unreleased KV
         self._transfers = KvTransfers(model, self._room)

@@ -12,23 +12,19 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.policies.long_prompts.pacing import (
-    QUIET_S,
-    QUIET_STRETCH,
-    SHORTEST_STEP_S,
-    STAND_BACK,
-)
+from vllm_sched.policies.fluid_effects import AdmissionHold
 from vllm_sched.sim.engines.deferral import Deferral
 from vllm_sched.sim.types import Leg
 
 if TYPE_CHECKING:
     from vllm_sched.cost.step_time import StepTime
+    from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
     from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
-    from vllm_sched.sim.engines.policy_effects import PolicyEffects
     from vllm_sched.sim.types import WorkerModel
 
 FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
 QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
+NO_HOLD: Final = AdmissionHold(departures=1, max_s=1.0, itl_s=None)
 MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk is sized again
 
 Parts = list[tuple["Task", int]]
@@ -67,9 +63,9 @@ def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> 
 
 
 class FluidSteps:
-    def __init__(self, model: WorkerModel, way: PolicyEffects, room: KvBlocks) -> None:
+    def __init__(self, model: WorkerModel, effects: FluidEffects, room: KvBlocks) -> None:
         self.model = model
-        self.way = way
+        self.effects = effects
         self.room = room
         self.decoding = 0
         self.context = 0  # tokens of all decodes
@@ -79,7 +75,9 @@ class FluidSteps:
         self._shorts: deque[Task] = deque()  # or all, without long-prompt policy
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
-        self._hold = Deferral(model, way)
+        hold = effects.hold or NO_HOLD
+        self._hold = Deferral(model, hold, exclusive=effects.longest_pause_s > 0)
+        self._may_hold = hold.departures != 1
         self._forming, self._members = True, 0
         self._paused_since: float | None = None
         self._last_short = -math.inf
@@ -87,6 +85,7 @@ class FluidSteps:
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
+        self._min_chunk = 0  # of the first prompt in a step with limited time
         self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
@@ -103,11 +102,11 @@ class FluidSteps:
     def push(self, task: Task) -> None:
         self.waiting += 1
         self.backlog += task.left
-        above = self.way.long_above
-        task.long = bool(above) and task.left > above
+        longs = self.effects.longs
+        task.long = longs is not None and task.left > longs.above_tokens
         if task.long:
             self.backlog_long += task.left
-        elif above:
+        elif longs:
             self._last_short = task.since
         task.holds = task.job.leg is DECODE
         queue = self._holding if task.holds else self._longs if task.long else self._shorts
@@ -154,63 +153,65 @@ class FluidSteps:
         """Return True if a new request changes the coming steps."""
         if self.running >= self.model.max_num_seqs or self._hold.on:
             return False
-        if self.way.batch and not self._forming:
+        if self.effects.batches and not self._forming:
             return False
         if task.holds:
             return not self._hog
         queue = self._longs if task.long else self._shorts
         if len(queue) > 1 or not self.room.fits(task):
             return False
-        if self.way.long_above:
-            return not task.long or self._places() > 0
+        if longs := self.effects.longs:
+            return not task.long or self._places(longs) > 0
         return not self._hog
 
     # Filling
 
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
         """Return the chunks, whether decodes pause, and the number of equal steps."""
-        way, model = self.way, self.model
+        effects, model = self.effects, self.model
+        pause_s = effects.longest_pause_s
         self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
-        if way.batch and not self.decoding and not self._prefills:
+        if effects.batches and not self.decoding and not self._prefills:
             self._forming, self._members = True, 0
-        if way.departures != 1:
+        if self._may_hold:
             self._hold.look(now, self)
         since = self._paused_since
-        pausing = way.pauses and self.decoding > 0
-        pausing = pausing and (since is None or now - since < way.pause_s)
+        pausing = pause_s > 0 and self.decoding > 0
+        pausing = pausing and (since is None or now - since < pause_s)
         left = model.max_num_batched_tokens - (0 if pausing else self.decoding)
         beside = self.decoding > 0 and not pausing
         if beside:
             left = self._within_gap(left)
-        parts, most = (
-            self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
-        )
-        if beside and way.itl_s and parts and most > 1:
+        if longs := effects.longs:
+            parts, most = self._by_size(longs, left, now, step)
+        else:
+            parts, most = self._in_turn(left, now, step)
+        if self._left_s < math.inf and parts and most > 1:
             most = min(most, steps_as_sized(model.time, parts, self.decoding, self.context))
-        if way.batch and self.decoding and not parts:
+        if effects.batches and self.decoding and not parts:
             self._forming = False
         pausing = pausing and bool(parts)
         if not pausing:
             self._paused_since = None
         else:
             since = self._paused_since = now if self._paused_since is None else self._paused_since
-            most = min(most, steps_within(model.time, parts, since + way.pause_s - now))
+            most = min(most, steps_within(model.time, parts, since + pause_s - now))
         most = min(most, self._soon)
-        if way.departures != 1:
+        if self._may_hold:
             self._hold.filled(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
         return parts, pausing, max(most, 1)
 
     def _within_gap(self, left: int) -> int:
-        way = self.way
-        if way.chunk:
-            return min(left, way.chunk)
-        if not way.itl_s:
+        limit = self.effects.mixed_steps
+        if limit is None:
             return left
-        self._left_s = way.itl_s
+        if limit.step_s is None:
+            return left if limit.chunk is None else min(left, limit.chunk)
+        self._left_s, self._min_chunk = limit.step_s, limit.min_chunk
         done = self._prefills[0].done if self._prefills else 0
-        fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
-        return min(left, max(fitting, way.least_chunk))
+        fitting = self.model.time.prefill_within(limit.step_s, self.decoding, self.context, done)
+        return min(left, max(fitting, limit.min_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
         prefills, parts = self._prefills, Parts()
@@ -239,7 +240,7 @@ class FluidSteps:
             return wanted
         time = self.model.time
         fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
-        part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
+        part = min(wanted, max(fitting, self._min_chunk if first else 0))
         work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
         self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
         return part
@@ -255,11 +256,11 @@ class FluidSteps:
     def _open(self, head: Task, now: float) -> bool:
         if self._hold.on:
             return False
-        if not self.way.batch:
+        if (batches := self.effects.batches) is None:
             return True
-        if self._forming and self._members < self.way.batch:
+        if self._forming and self._members < batches.size:
             return True
-        return now - head.since >= self.way.wait_s
+        return now - head.since >= batches.max_wait_s
 
     def _admit(self, queue: deque[Task], step: int) -> Task | None:
         while queue and queue[0].gone:
@@ -286,35 +287,37 @@ class FluidSteps:
 
     # Long prompts apart
 
-    def _places(self) -> int:
-        longs = sum(task.left > self.way.long_above for task in self._prefills)
-        return self.way.longs - longs
+    def _places(self, limits: LongPromptLimits) -> int:
+        taken = sum(task.left > limits.above_tokens for task in self._prefills)
+        return limits.places - taken
 
-    def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        way, n = self.way, self.decoding
+    def _by_size(
+        self, limits: LongPromptLimits, left: int, now: float, step: int
+    ) -> tuple[Parts, int]:
+        n, share = self.decoding, limits.share
         while self._next(now, step) is not None:
             pass
-        while self._longs and self._long_may_enter(now) and not self._hold.on:
+        while self._longs and self._long_may_enter(limits, now) and not self._hold.on:
             if self._admit(self._longs, step) is None:
                 break
-        longs = [task for task in self._prefills if task.left > way.long_above]
-        shorts = [task for task in self._prefills if task.left <= way.long_above]
+        longs = [task for task in self._prefills if task.left > limits.above_tokens]
+        shorts = [task for task in self._prefills if task.left <= limits.above_tokens]
         if not longs and not shorts:
             return [], FOREVER
-        sharing = min(len(longs) + len(shorts), way.prompts)
+        sharing = min(len(longs) + len(shorts), limits.prompts_per_step)
         slot = max(left // sharing, 1)
         alone = len(longs) + len(shorts) == 1 and not n
         time = self.model.time
         base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
-        quiet = QUIET_STRETCH if now - self._last_short > QUIET_S else 1.0
-        most_s = max(way.stretch * quiet * base, SHORTEST_STEP_S)
+        quiet = limits.quiet_stretch if now - self._last_short > limits.quiet_s else 1.0
+        most_s = max(limits.stretch * quiet * base, limits.min_step_s)
         fit_s = base + (most_s - base) / sharing
         parts: Parts = []
         before = left
         self._stood_back = self._stood_back + 1 if shorts and longs else 0
-        stands_back = 0 < self._stood_back <= STAND_BACK
+        stands_back = 0 < self._stood_back <= limits.max_short_steps
         if stands_back:
-            slot = max(left // min(len(shorts), way.prompts), 1)
+            slot = max(left // min(len(shorts), limits.prompts_per_step), 1)
         for task in shorts:
             part = self._in_time(task, min(task.left, slot, left), not parts)
             if part > 0:
@@ -327,12 +330,12 @@ class FluidSteps:
             # Compute at least as long as reading the context again, as in `StepPace`.
             least_s = base + 2 * time.read_s * task.done
             fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
-            if way.share:
-                part = max(int(before * way.share), 1)
-            else:
+            if share is None:
                 part = max(fitting, min_chunk_tokens(task.done), 1)
+            else:
+                part = max(int(before * share), 1)
             part = min(task.left, left, left if alone else min(slot, part))
-            if part < task.left and not (alone or way.share):
+            if part < task.left and share is None and not alone:
                 part = cut_chunk(part, n + before - left, task.done)
             part = self._in_time(task, part, not parts)
             if part > 0:
@@ -340,13 +343,14 @@ class FluidSteps:
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
             most = min(max(parts[0][0].left // parts[0][1], 1), QUIET_CHECK_STEPS)
-            if not (alone or way.share):
+            if share is None and not alone:
                 most = min(most, steps_as_sized(time, parts, n, self.context))
             return parts, most
         return parts, 1
 
-    def _long_may_enter(self, now: float) -> bool:
-        if self._places() > 0:
+    def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
+        if self._places(limits) > 0:
             return True
-        overdue = now - self._longs[0].since >= self.way.wait_s
-        return overdue and len(self._prefills) < max(self.way.prompts, self.way.longs + 1)
+        overdue = now - self._longs[0].since >= limits.max_wait_s
+        places = max(limits.prompts_per_step, limits.places + 1)
+        return overdue and len(self._prefills) < places

@@ -24,7 +24,6 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.types import WorkerModel
 from vllm_sched.workers.flags import parse
 
-GIB: Final = 2**30
 # vLLM's default memory share, and its bytes per GPU besides weights and cache.
 MEMORY_SHARE: Final = 0.92
 OTHER_BYTES: Final = 3.5e9

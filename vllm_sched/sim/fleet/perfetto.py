@@ -28,8 +28,6 @@ FIRST_WORKER, GROUPS = 10, 10
 
 @runtime_checkable
 class TracedEngine(Protocol):
-    """An engine with a trace."""
-
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
         """Return the events, in Chrome's format."""
 

@@ -79,10 +79,6 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
     return work + max(fixed, chunks * min(time.decode_fixed_s, time.prefill_fixed_s))
 
 
-def moved_bytes_per_s(requests_per_s: float, prompt: float, token_bytes: int) -> float:
-    return requests_per_s * prompt * token_bytes
-
-
 def transfer_seconds(
     transfer: TransferTime, tokens: float, *, token_bytes: int, block: int, pieces: int
 ) -> float:
@@ -132,21 +128,13 @@ class Capacity:
 
     kv_tokens: int
     held: int  # requests
-    longest: int  # context
     prefill_s: float  # of a mean prompt on an idle worker
-    prefill_tokens_per_s: float
     step_s: float  # with `held` decodes
-    decode_tokens_per_s: float
     requests_per_s: float
     kv_bytes_per_s: float  # made by prefill
     link_bytes_per_s: float
     transfer_s: float  # of a mean prompt
     limiting_prompt: int | None
-
-    @property
-    def link_is_the_limit(self) -> bool:
-        """True if prefill makes more KV than the link moves."""
-        return self.kv_bytes_per_s > self.link_bytes_per_s
 
     @classmethod
     def of(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
@@ -159,11 +147,8 @@ class Capacity:
         return cls(
             kv_tokens=model.kv_tokens,
             held=held,
-            longest=min(model.max_model_len, model.kv_tokens),
             prefill_s=alone,
-            prefill_tokens_per_s=prompt / alone if alone else math.inf,
             step_s=step,
-            decode_tokens_per_s=max(held, 1) / step if step else math.inf,
             requests_per_s=most_requests_per_s(
                 time, prompt, output, held, model.max_num_batched_tokens
             ),
