@@ -1,8 +1,8 @@
-"""Tests side by side: `--processes N` forks this process once all tests are collected.
+"""Parallel tests: `--processes N` forks this process after all tests are collected.
 
-Collecting takes half a minute of a processor, once, however many processes there are. Each process
-takes small groups of tests, of one file each, from a pipe; its reports come back through another.
-Tests that are marked `engine` or `browser` follow in this process, with the machine to themselves.
+Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers of
+small groups of tests from a pipe, and sends its reports through another pipe. Tests marked `engine`
+or `browser` run afterwards in this process, alone on the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-GROUP_TESTS = 16  # at most, so that none is long
+MAX_GROUP_TESTS = 16  # short groups end at about the same time
 ALONE = ("engine", "browser")
 NUMBER = struct.Struct("I")
 
@@ -30,31 +30,31 @@ Group = list[pytest.Item]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--processes", type=int, default=0, help="run tests in so many processes")
+    parser.addoption("--processes", type=int, default=0, help="number of processes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests that may share the machine, then the others one by one."""
+    """Run the parallel tests, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    alone = [each for each in session.items if any(map(each.get_closest_marker, ALONE))]
-    left = set(alone)
-    shared = [each for each in session.items if each not in left]
+    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
+    excluded = set(alone)
+    shared = [item for item in session.items if item not in excluded]
     while shared:
         reported = run(session, list(groups(shared)), count)
-        # What a process that died had taken is left.
-        shared = [each for each in shared if each.nodeid not in reported]
-        assert reported, "processes die outside of tests; their output says why"
+        # A process that died leaves the rest of its group.
+        shared = [item for item in shared if item.nodeid not in reported]
+        assert reported, "processes die outside of tests; see their output"
     for item, following in zip_longest(alone, alone[1:]):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        stop_where_asked(session)
+        stop_if_requested(session)
     return True
 
 
-def stop_where_asked(session: pytest.Session) -> None:
-    """End the session where a failure or a signal asks for it, as pytest's own loop does."""
+def stop_if_requested(session: pytest.Session) -> None:
+    """End the session after a failure or a signal, as pytest's own loop does."""
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
@@ -62,22 +62,24 @@ def stop_where_asked(session: pytest.Session) -> None:
 
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
-    """Divide tests into groups of one file each."""
-    for _, some in groupby(items, lambda item: item.path):
-        while group := list(islice(some, GROUP_TESTS)):
+    """Yield groups of tests, each of one file."""
+    for _, tests in groupby(items, lambda item: item.path):
+        while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
 
 
-def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]:
-    """Run groups in so many processes, report as each test ends, and return which did."""
-    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
+def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:
+    """Run groups in `count` processes, report each test, and return the ids of all that ran."""
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # shared by all
     numbers, feed = os.pipe()
     gc.collect()
     gc.freeze()
-    running = [Process(session, every, numbers, feed) for _ in range(min(count, len(every)))]
+    running = [
+        Process(session, all_groups, numbers, feed) for _ in range(min(count, len(all_groups)))
+    ]
     os.close(numbers)
     try:
-        os.write(feed, b"".join(map(NUMBER.pack, range(len(every)))))
+        os.write(feed, b"".join(map(NUMBER.pack, range(len(all_groups)))))
         os.close(feed)
         with selectors.DefaultSelector() as selector:
             for process in running:
@@ -86,7 +88,7 @@ def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]
                 for key, _ in selector.select():
                     if not key.data.read(session):
                         selector.unregister(key.fileobj)
-                stop_where_asked(session)
+                stop_if_requested(session)
         return {nodeid for process in running for nodeid in process.reported}
     finally:
         gc.unfreeze()
@@ -95,26 +97,26 @@ def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]
 
 
 class Process:
-    """A forked process, as this one sees it."""
+    """The parent's side of a forked process."""
 
     def __init__(
-        self, session: pytest.Session, every: Sequence[Group], numbers: int, feed: int
+        self, session: pytest.Session, all_groups: Sequence[Group], numbers: int, feed: int
     ) -> None:
         self.reported: set[str] = set()
         self._running: tuple[str, Any] | None = None
         self._received = b""
         self._ended = False
-        reports, told = os.pipe()
+        reports, output = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(feed)
             os.close(reports)
-            Child(session, every, numbers, told).run()
-        os.close(told)
+            Child(session, all_groups, numbers, output).run()
+        os.close(output)
         self.reports = reports
 
     def read(self, session: pytest.Session) -> bool:
-        """Pass on what it reports; return False when there is no more."""
+        """Pass on reports; return False after the last report."""
         read = os.read(self.reports, 1 << 16)
         *lines, self._received = (self._received + read).split(b"\n")
         for line in lines:
@@ -134,7 +136,7 @@ class Process:
                 self._running = (data, tuple(location))
                 config.hook.pytest_runtest_logstart(nodeid=data, location=self._running[1])
             case "report":
-                if isinstance(data["longrepr"], list):  # of a skipped test, to JSON
+                if isinstance(data["longrepr"], list):  # a tuple before JSON, for a skipped test
                     data["longrepr"] = tuple(data["longrepr"])
                 report = config.hook.pytest_report_from_serializable(config=config, data=data)
                 config.hook.pytest_runtest_logreport(report=report)
@@ -143,7 +145,7 @@ class Process:
                 self._running = None
 
     def end(self) -> None:
-        """Wait for its end, after an interrupt where it has not reported everything."""
+        """Wait for the process to end; interrupt it first if it still runs."""
         if not self._ended:
             os.kill(self.pid, signal.SIGINT)
         os.close(self.reports)
@@ -151,22 +153,22 @@ class Process:
 
 
 class Child:
-    """The forked process itself."""
+    """The forked process's own side."""
 
     def __init__(
-        self, session: pytest.Session, every: Sequence[Group], numbers: int, told: int
+        self, session: pytest.Session, all_groups: Sequence[Group], numbers: int, output: int
     ) -> None:
         self._session = session
-        self._every = every
+        self._all_groups = all_groups
         self._numbers = numbers
-        self._told = os.fdopen(told, "wb")
+        self._output = os.fdopen(output, "wb")
 
     def run(self) -> None:
-        """Run groups until there are no more, then end."""
+        """Run groups until none is left, then exit."""
         plugins = self._session.config.pluginmanager
         status = 1
         try:
-            # What it prints is captured by itself, and reported by the other process.
+            # This process captures its own output; the parent process reports it.
             capture = plugins.getplugin("capturemanager")
             capture.stop_global_capturing()
             capture.start_global_capturing()
@@ -181,7 +183,7 @@ class Child:
 
     def _run_groups(self) -> None:
         hook, last = self._session.config.hook, None
-        # The next test is known before one ends, so that fixtures both use are kept.
+        # pytest needs the next test, to keep the fixtures that both tests use.
         for item in self._items():
             if last is not None:
                 hook.pytest_runtest_protocol(item=last, nextitem=item)
@@ -191,23 +193,23 @@ class Child:
 
     def _items(self) -> Iterator[pytest.Item]:
         while number := os.read(self._numbers, NUMBER.size):
-            yield from self._every[NUMBER.unpack(number)[0]]
+            yield from self._all_groups[NUMBER.unpack(number)[0]]
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        """Tell which test begins."""
-        self._tell("start", nodeid, location)
+        """Send the start of a test."""
+        self._send("start", nodeid, location)
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        """Tell that it has ended."""
-        self._tell("finish", nodeid, location)
+        """Send the end of a test."""
+        self._send("finish", nodeid, location)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell how a part of it ended."""
+        """Send the report of one phase of a test."""
         config = self._session.config
-        self._tell(
+        self._send(
             "report", config.hook.pytest_report_to_serializable(config=config, report=report)
         )
 
-    def _tell(self, *message: Any) -> None:
-        self._told.write(json.dumps(message).encode() + b"\n")
-        self._told.flush()
+    def _send(self, *message: Any) -> None:
+        self._output.write(json.dumps(message).encode() + b"\n")
+        self._output.flush()
