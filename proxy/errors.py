@@ -37,7 +37,7 @@ class ConfigError(ProxyError, ValueError):
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
 
 
-def a_few(names: Collection[str], limit: int = MAX_NAMES) -> str:
+def short_list(names: Collection[str], limit: int = MAX_NAMES) -> str:
     """Return the first names, and the number of the others."""
     shown = ", ".join(short(name) for name in islice(names, limit))
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -51,7 +51,7 @@ def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
             (("router", "admin"), router.admin.host, router.admin.port),
         ):
             path = f"{'.'.join(block)}.port"
-            if not port or not draft.sure(block, "host", "port"):
+            if not port or not draft.has_valid(block, "host", "port"):
                 continue
             if (other := taken.setdefault(_place(host, port), path)) != path:
                 yield Problem(path, f"{port}: {other} is the same; change one of them")
@@ -59,7 +59,7 @@ def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
         path, place = f"workers[{index}].url", ("workers", index)
         if worker.address is None:
             no_source = worker.launch is None and worker.profile is None
-            if no_source and draft.sure(place, "url", "launch", "profile"):
+            if no_source and draft.has_valid(place, "url", "launch", "profile"):
                 yield Problem(
                     path,
                     "is missing; give it as http://host:port, or give a launch block so that "
@@ -80,7 +80,7 @@ def check_admin(draft: PartialConfig) -> Iterator[Problem]:
     admin, path = router.admin, "router.admin"
     if admin.key_file is not None and admin.key_env is not None:
         yield Problem(f"{path}.key_env", "key_file is given too; remove one of them")
-    sure = draft.sure(("router", "admin"), "host", "key_file", "key_env")
+    sure = draft.has_valid(("router", "admin"), "host", "key_file", "key_env")
     if sure and not admin.has_key and not is_loopback(admin.host):
         yield Problem(
             f"{path}.host",
@@ -114,7 +114,7 @@ def check_names(draft: PartialConfig) -> Iterator[Problem]:
     """Check that worker names are unique."""
     first: dict[str, int] = {}
     for index, worker in draft.legible_workers.items():
-        if not draft.sure(("workers", index), "name"):
+        if not draft.has_valid(("workers", index), "name"):
             continue
         if (other := first.setdefault(worker.name, index)) != index:
             yield Problem(
@@ -145,7 +145,7 @@ def check_launches(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_short_limit(draft: PartialConfig) -> Iterator[Problem]:
     """Check that `short_limit` fits the context lengths of short and long workers."""
-    if draft.routing is None or not draft.sure_of_all("role", "model"):
+    if draft.routing is None or not draft.all_have_valid("role", "model"):
         return
     limit = draft.routing.short_limit
     workers = draft.all_workers
@@ -172,11 +172,11 @@ def check_pools(draft: PartialConfig) -> Iterator[Problem]:
     first: dict[str, int] = {}
     for index, pool in draft.pools.items():
         path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
-        named = draft.sure(place, "name")
+        named = draft.has_valid(place, "name")
         if named and (other := first.setdefault(pool.name, index)) != index:
             why = f"{pool.name!r}: pools[{other}] has the same name; rename one of them"
             yield Problem(f"{path}.name", why)
-        sure = draft.sure(place, "selector", "dns")
+        sure = draft.has_valid(place, "selector", "dns")
         if sure and (pool.selector is None) == (pool.dns is None):
             which = "neither" if pool.dns is None else "both"
             yield Problem(path, f"has {which} of selector and dns; give exactly one")
@@ -197,7 +197,7 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
     """Check that an accepted body fits in the queue, and an uploaded file in a body."""
     if (router := draft.router) is None:
         return
-    if not draft.sure(("router",), "max_body_bytes"):
+    if not draft.has_valid(("router",), "max_body_bytes"):
         return
     if router.queue.max_bytes < router.max_body_bytes:
         yield Problem(
@@ -217,7 +217,7 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_roles(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a prefill worker has a decode worker of its model, a connector, and vice versa."""
-    if not draft.sure_of_all("role", "model"):
+    if not draft.all_have_valid("role", "model"):
         return
     have = {(draft.model_of(worker), worker.role) for worker in draft.all_workers}
     blocks: list[tuple[str, WorkerConfig | PoolConfig]] = [
@@ -256,7 +256,7 @@ def check_transfer(draft: PartialConfig) -> Iterator[Problem]:
             )
         return
     connector, workers = transfer.connector, list(draft.legible_workers.values())
-    is_known = draft.sure_of_all("name", "role") and draft.sure(("transfer",), "addresses")
+    is_known = draft.all_have_valid("name", "role") and draft.has_valid(("transfer",), "addresses")
     if is_known and not any(worker.role in OTHER_ROLE for worker in draft.all_workers):
         why = "no worker has the role prefill or decode; set the roles, or leave this out"
         yield Problem("transfer", f"{connector!r}: {why}")

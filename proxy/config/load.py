@@ -159,15 +159,15 @@ def _legible_list(
     kind: type[BlockType], given: object
 ) -> tuple[dict[int, BlockType], dict[int, BlockType]]:
     """Return the blocks of a list by index: blocks with valid shared fields, and all blocks."""
-    sure, legible = {}, {}
+    valid, legible = {}, {}
     for index, raw in enumerate(given) if isinstance(given, list) else ():
         errors: list[ErrorDetails] = []
         block = _legible(kind, raw, f"nameless-{index}", errors)
         if block is not None:
             legible[index] = block
             if not any(map(_is_shared, errors)):
-                sure[index] = block
-    return sure, legible
+                valid[index] = block
+    return valid, legible
 
 
 def _legible(

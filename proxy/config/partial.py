@@ -77,11 +77,11 @@ class PartialConfig:
             model=config.model,
         )
 
-    def sure(self, place: Place, *fields: str) -> bool:
+    def has_valid(self, place: Place, *fields: str) -> bool:
         """Return whether these fields of a block have no error."""
         return not any(self.doubts.about((*place, name)) for name in fields)
 
-    def sure_of_all(self, *fields: str) -> bool:
+    def all_have_valid(self, *fields: str) -> bool:
         """Return whether these fields have no error in every worker and pool."""
         about_any = self.doubts.about_any
         return not about_any(("workers",), fields) and not about_any(POOLS, fields)

@@ -16,10 +16,13 @@ def check_tenants(draft: PartialConfig) -> Iterator[Problem]:
     hashes: dict[str, str] = {}
     for index, tenant in draft.tenants.items():
         path, block = f"tenants[{index}]", ("tenants", index)
-        if draft.sure(block, "name") and (other := names.setdefault(tenant.name, index)) != index:
+        if (
+            draft.has_valid(block, "name")
+            and (other := names.setdefault(tenant.name, index)) != index
+        ):
             why = f"{tenant.name!r}: tenants[{other}] has the same name; rename one of them"
             yield Problem(f"{path}.name", why)
-        if not has_keys(tenant) and draft.sure(block, "key_hashes", "keys_file", "keys_env"):
+        if not has_keys(tenant) and draft.has_valid(block, "key_hashes", "keys_file", "keys_env"):
             why = "has no key; give key_hashes, keys_file or keys_env (`vllm-sched key` makes one)"
             yield Problem(path, why)
         for position, key_hash in enumerate(tenant.key_hashes):
@@ -45,10 +48,10 @@ def check_anonymous(draft: PartialConfig) -> Iterator[Problem]:
             why = "true: with tenants every request needs a key; remove this or the tenants"
             yield Problem("router.allow_anonymous", why)
         return
-    if not draft.sure((), "tenants"):
+    if not draft.has_valid((), "tenants"):
         return
     if (
-        draft.sure(("router",), "host", "allow_anonymous")
+        draft.has_valid(("router",), "host", "allow_anonymous")
         and not is_loopback(router.host)
         and not router.allow_anonymous
     ):
@@ -71,22 +74,22 @@ def check_waiting(draft: PartialConfig) -> Iterator[Problem]:
     if router is None:
         return
     fairness, queue = router.fairness, router.queue
-    queued = draft.has_tenants and draft.sure(("router", "queue"), "max_wait_s")
+    queued = draft.has_tenants and draft.has_valid(("router", "queue"), "max_wait_s")
     if queued and fairness.standard_age_s >= queue.max_wait_s:
         yield Problem(
             "router.fairness.standard_age_s",
             f"{fairness.standard_age_s:g}: requests are refused after router.queue.max_wait_s, "
             f"{queue.max_wait_s:g}, before they reach this age; give less",
         )
-    sure = draft.sure(("router", "fairness"), "batch_wait_s")
-    if sure and fairness.batch_age_s >= fairness.batch_wait_s:
+    is_valid = draft.has_valid(("router", "fairness"), "batch_wait_s")
+    if is_valid and fairness.batch_age_s >= fairness.batch_wait_s:
         yield Problem(
             "router.fairness.batch_age_s",
             f"{fairness.batch_age_s:g}: batch requests are refused after batch_wait_s, "
             f"{fairness.batch_wait_s:g}, before they reach this age; give less",
         )
-    sure = draft.sure(("router",), "max_body_bytes")
-    if sure and router.max_collected_bytes < router.max_body_bytes:
+    is_valid = draft.has_valid(("router",), "max_body_bytes")
+    if is_valid and router.max_collected_bytes < router.max_body_bytes:
         yield Problem(
             "router.max_collected_bytes",
             f"{router.max_collected_bytes}: less than router.max_body_bytes, "

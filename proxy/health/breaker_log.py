@@ -36,7 +36,7 @@ class BreakerLog:
         self._panics_at: dict[Key, float] = {}  # last log line by pool
         self._panics: set[Key] = set()  # logged panics
 
-    def rests(self, worker: Worker, now: float) -> None:
+    def breaker_opened(self, worker: Worker, now: float) -> None:
         for_s, logged_at = worker.breaker.until - now, self._logged_at
         for other in [worker for worker, at in logged_at.items() if now - at >= QUIET_S]:
             del logged_at[other]
@@ -49,15 +49,15 @@ class BreakerLog:
             "worker %s gets no requests for %s s: %s",
             worker.name,
             _short(for_s),
-            trouble(worker),
+            describe_failure(worker),
         )
 
-    def is_back(self, worker: Worker) -> None:
+    def breaker_closed(self, worker: Worker) -> None:
         if worker in self._open:
             self._open.discard(worker)
             logger.info("worker %s responds, and gets requests again", worker.name)
 
-    def panics(self, key: Key, live: int, out: int, now: float) -> None:
+    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:
         if now - self._panics_at.get(key, -inf) < QUIET_S:
             return
         self._panics_at[key] = now
@@ -70,7 +70,7 @@ class BreakerLog:
             live,
         )
 
-    def heeds(self, key: Key, live: int, out: int) -> None:
+    def panic_ended(self, key: Key, live: int, out: int) -> None:
         if key in self._panics:
             self._panics.discard(key)
             logger.info(
@@ -80,7 +80,7 @@ class BreakerLog:
                 live,
             )
 
-    def has_left(self, worker: Worker) -> None:
+    def worker_removed(self, worker: Worker) -> None:
         self._logged_at.pop(worker, None)
         self._open.discard(worker)
 
@@ -94,7 +94,7 @@ def _short(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
-def trouble(worker: Worker) -> str:
+def describe_failure(worker: Worker) -> str:
     """Return why a worker's breaker opened."""
     breaker = worker.breaker
     if breaker.why.isdecimal():
@@ -102,12 +102,12 @@ def trouble(worker: Worker) -> str:
     return TROUBLES.get(breaker.why) or ("it is busy" if breaker.busy else "requests failed")
 
 
-def why_it_rests(worker: Worker, now: float) -> str:
+def describe_breaker(worker: Worker, now: float) -> str:
     """Return why a worker's breaker is open, and when it is tried again."""
-    breaker = worker.breaker
+    breaker, failure = worker.breaker, describe_failure(worker)
     if not worker.barred:
-        return f"{trouble(worker)}; breaker ignored, because too many workers of its pool fail"
+        return f"{failure}; breaker ignored, because too many workers of its pool fail"
     if (left_s := breaker.until - now) > 0:
-        return f"{trouble(worker)}; no requests for {_short(left_s)} s more"
+        return f"{failure}; no requests for {_short(left_s)} s more"
     trial = "the next request tries it" if breaker.lets_pass(now) else "a request is trying it"
-    return f"{trouble(worker)}; {trial}"
+    return f"{failure}; {trial}"

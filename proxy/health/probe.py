@@ -19,7 +19,7 @@ from proxy.config import ProbeConfig
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.errors import a_few
+from proxy.errors import short_list
 from proxy.health.probe_client import Models, ProbeClient, ProbeError, SilentError
 from proxy.health.worker_metrics import parse
 
@@ -64,7 +64,7 @@ class Prober:
 
     async def _watch(self, worker: Worker) -> None:
         with closing(WorkerProbe(self, worker)) as watch:
-            while watch.of_interest:
+            while watch.is_in_fleet:
                 started = self.clock()
                 await watch.once()
                 # Jitter spreads the parsing of pages on the event loop.
@@ -90,7 +90,7 @@ class WorkerProbe:
         self._written = 0
 
     @property
-    def of_interest(self) -> bool:
+    def is_in_fleet(self) -> bool:
         """Whether this worker, not another one of the same name, is in the fleet."""
         return self._fleet.roster.get(self._worker.name) is self._worker
 
@@ -108,7 +108,7 @@ class WorkerProbe:
         except Exception as error:  # probing must continue
             logger.exception("worker %s: the probe raised an error", self._worker.name)
             why = repr(error)
-        if not self.of_interest:
+        if not self.is_in_fleet:
             return
         if why is not None:
             self._failed(why)
@@ -185,7 +185,7 @@ class WorkerProbe:
         origins = {name: (card.root, card.parent) for name, card in models.items()}
         self._fleet.roster.set_served(worker.name, models, length, origins)
         if worker.model not in models:
-            names = a_few(models)
+            names = short_list(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
 
     def _compare_contexts(self) -> None:

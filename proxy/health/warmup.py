@@ -152,21 +152,21 @@ class Warmup:
             why = ""
             async with self._room:  # per try, so that a hung worker blocks few others
                 try:
-                    how = await self._once(prefill, decode, session)
+                    outcome = await self._once(prefill, decode, session)
                 except NoKeyError as error:
-                    how, why = NO_KEY, str(error)
+                    outcome, why = NO_KEY, str(error)
                 except HARMLESS as error:
-                    how, why = FAILED, str(error) or type(error).__name__
+                    outcome, why = FAILED, str(error) or type(error).__name__
                 except Exception as error:  # a bug in a connector
                     logger.exception("warm-up of a pair failed")
-                    how, why = FAILED, type(error).__name__
-            self._counts.warmed(how)
-            if how in (DONE, NO_KEY):
+                    outcome, why = FAILED, type(error).__name__
+            self._counts.warmed(outcome)
+            if outcome in (DONE, NO_KEY):
                 break
         if _lives(prefill, decode) != lives:
             return  # a worker restarted during the try
         links = self._router.placer.links
-        if how in (DONE, NO_KEY):
+        if outcome in (DONE, NO_KEY):
             self._again.pop((prefill, decode), None)
             links.worked(prefill, decode)
             links.warm(prefill, decode)
@@ -175,14 +175,14 @@ class Warmup:
             self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
             links.unmade(prefill, decode)
             self._counts.barred(prefill.name, decode.name)
-        self._log(prefill, decode, how, why, self.clock() - started)
+        self._log(prefill, decode, outcome, why, self.clock() - started)
 
-    def _log(self, prefill: Worker, decode: Worker, how: str, why: str, seconds: float) -> None:
+    def _log(self, prefill: Worker, decode: Worker, outcome: str, why: str, seconds: float) -> None:
         link = f"{prefill.name} to {decode.name}"
-        if how == DONE:
+        if outcome == DONE:
             logger.info("transfers from %s: ready in %.2f s", link, seconds)
             return
-        if how == NO_KEY:
+        if outcome == NO_KEY:
             logger.warning(
                 "transfers from %s: not tested, because %s, and the router has none; the first "
                 "request waits for the connection; give the worker's api_key in the fleet file",
@@ -195,7 +195,7 @@ class Warmup:
             f"{self._connector.name} connector",
             RECOMPUTED: "the decode worker computed the prompt itself; check that both have the "
             "same model and vLLM version and reach each other's side channels, and see their logs",
-        }.get(how, f"the first transfer failed: {why}")
+        }.get(outcome, f"the first transfer failed: {why}")
         logger.warning(
             "transfers from %s: %s; the pair gets no hand-overs until a transfer succeeds; the "
             "next try is in %g s",

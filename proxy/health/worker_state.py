@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from proxy.core.fleet.worker import Worker
-from proxy.health.breaker_log import why_it_rests
+from proxy.health.breaker_log import describe_breaker
 
 State = Literal["starting", "up", "down", "wrong_model", "resting", "draining", "drained"]
 
@@ -23,4 +23,4 @@ def state(worker: Worker) -> State:
 
 def why_not(worker: Worker, now: float) -> str:
     """Return why a worker gets no requests, in addition to its state."""
-    return why_it_rests(worker, now) if state(worker) == "resting" else worker.why
+    return describe_breaker(worker, now) if state(worker) == "resting" else worker.why

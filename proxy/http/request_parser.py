@@ -37,10 +37,10 @@ class HttpRequestParser:
         "_blocks",
         "_body_charge",
         "_body_left",
+        "_check_head",
         "_framing",
         "_head",
         "_is_last",
-        "_judge",
         "_known_body_left",
         "_known_bytes",
         "_known_head",
@@ -57,7 +57,7 @@ class HttpRequestParser:
 
     def __init__(
         self,
-        judge: Callable[[RequestHead], None],
+        check_head: Callable[[RequestHead], None],
         *,
         max_head: int,
         max_body: int,
@@ -65,7 +65,7 @@ class HttpRequestParser:
     ) -> None:
         self.ready: deque[Request] = deque()
         self.state = ParserState.NOTHING
-        self._judge = judge
+        self._check_head = check_head
         self._max_head = max_head
         self._max_body = max_body
         self._parser = httptools.HttpRequestParser(self)
@@ -268,7 +268,7 @@ class HttpRequestParser:
         head.keep_alive = parser.should_keep_alive()
         self._is_last = not head.keep_alive
         head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
-        self._judge(head)
+        self._check_head(head)
         if head.awaits_continue and head.refusal is not None:
             # The client may send the body or the next request.
             raise RefusedError(head.refusal)

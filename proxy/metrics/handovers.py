@@ -33,8 +33,8 @@ class HandoverCounters:
         self.predicted: dict[str, Histogram] = {}
         self._label = label
 
-    def ended(self, how: str) -> None:
-        self.ends[how] = self.ends.get(how, 0) + 1
+    def ended(self, outcome: str) -> None:
+        self.ends[outcome] = self.ends.get(outcome, 0) + 1
 
     def barred(self, prefill: str, decode: str) -> None:
         """Count that a link or a prefill worker is excluded for a while."""
@@ -54,12 +54,12 @@ class HandoverCounters:
             for model in gone & table.keys():
                 del table[model]
 
-    def warmed(self, how: str) -> None:
-        self.warmups[how] = self.warmups.get(how, 0) + 1
+    def warmed(self, outcome: str) -> None:
+        self.warmups[outcome] = self.warmups.get(outcome, 0) + 1
 
     def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
-        how = "prefilled_bare" if bare else "prefilled"
-        self.ends[how] = self.ends.get(how, 0) + 1
+        outcome = "prefilled_bare" if bare else "prefilled"
+        self.ends[outcome] = self.ends.get(outcome, 0) + 1
         if (first := lease.prefill) is not None:
             seen = self.prefills.get(lease.ask.model) or self._of(self.prefills, lease)
             seen.observe(now - first.charged_at)

@@ -183,9 +183,9 @@ class Metrics:
     def handover_left(self, lease: Lease) -> None:
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
-    def handover_ended(self, how: str) -> None:
+    def handover_ended(self, outcome: str) -> None:
         """Count the outcome of a hand-over or of abandoned blocks; `how` has few values."""
-        self.handovers.ended(how)
+        self.handovers.ended(outcome)
 
     def model_label(self, model: str) -> str:
         """Return the label of a model; `other` for models that no worker serves."""

@@ -309,8 +309,8 @@ def _handovers(page: MetricsPage, metrics: Metrics) -> None:
     for (model, why), count in metrics.router.placer.handovers.items():
         decisions[metrics.model_label(model), why] += count
     page.values(HANDOVER_DECISIONS, decisions.items())
-    page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
-    page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
+    page.values(HANDOVERS, (((outcome,), count) for outcome, count in found.ends.items()))
+    page.values(WARMUPS, (((outcome,), count) for outcome, count in found.warmups.items()))
     found.forget({worker.name for worker in roster})
     page.values(BARS, found.bars.items())
     page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))

@@ -208,25 +208,25 @@ async def connect(
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
     """Return a socket to the first address that accepts; failures go to `errors`."""
     loop = asyncio.get_running_loop()
-    trying: dict[asyncio.Task[socket.socket], str] = {}
+    attempts: dict[asyncio.Task[socket.socket], str] = {}
     try:
-        while left or trying:
+        while left or attempts:
             if left:
                 address = left.popleft()
-                trying[loop.create_task(_reach(address, port))] = address
+                attempts[loop.create_task(_reach(address, port))] = address
             done, _ = await asyncio.wait(
-                trying,
+                attempts,
                 timeout=NEXT_ADDRESS_DELAY_S if left else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for attempt in done:
-                del trying[attempt]
+                del attempts[attempt]
                 try:
                     return attempt.result()
                 except OSError as error:
                     errors.append(error)
     finally:
-        for attempt, address in trying.items():
+        for attempt, address in attempts.items():
             attempt.cancel()
             attempt.add_done_callback(_close)
             left.append(address)  # tried again if the TLS handshake fails

@@ -38,7 +38,7 @@ class Ports:
         try:
             await self._take(router)
         except OSError:
-            self.let_go()
+            self.close()
             raise
 
     async def _take(self, router: RouterConfig) -> None:
@@ -69,6 +69,6 @@ class Ports:
             raise OSError(error.errno, f"{error.strerror}: {at[0]} port {self.port}") from None
         return bound
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         self._shared.clear()
         self._kept.close()

@@ -163,7 +163,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._ports.let_go()
+        self._ports.close()
 
     async def reload(self) -> None:
         """Have the leader read the fleet file again, after a check of the file."""

@@ -93,7 +93,7 @@ class WireContext(Protocol):
     def new_id(self) -> bytes:
         """Return a request id."""
 
-    def judge(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         """Set the route or the refusal of a request."""
 
     def begin(

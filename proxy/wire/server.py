@@ -172,7 +172,7 @@ class WireServer:
 
     # For clients and exchanges
 
-    def judge(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         if has_address(head.id) and not self.router.settings.allow_client_kv_transfer:
             head.id = b""
         head.route = None

@@ -35,7 +35,7 @@ class Ticks:
         self.due = 0.0  # monotonic time
         self.next_sweep = 0.0
         self._is_short = False  # the timer uses SHORT_TICK_S
-        self._overslept = False
+        self._skipped = False
 
     def start(self) -> None:
         if self.timer is None:
@@ -65,8 +65,8 @@ class Ticks:
         self._ring(SHORT_TICK_S if self._is_short else SWEEP_INTERVAL_S)
         # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
         # in a row, or an overloaded process would enforce none.
-        self._overslept = late_s > SUSPENDED_LAG_S and not self._overslept
-        if self._overslept:
+        self._skipped = late_s > SUSPENDED_LAG_S and not self._skipped
+        if self._skipped:
             return
         now = self._clock()
         sweep = not self._is_short or now >= self.next_sweep

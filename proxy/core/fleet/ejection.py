@@ -25,19 +25,19 @@ Key = tuple[str, bool]  # model, prefill pool
 class BreakerListener(Protocol):
     """Receives changes of breakers and pools."""
 
-    def rests(self, worker: Worker, now: float) -> None:
+    def breaker_opened(self, worker: Worker, now: float) -> None:
         """Note an opened breaker."""
 
-    def is_back(self, worker: Worker) -> None:
+    def breaker_closed(self, worker: Worker) -> None:
         """Note a closed breaker."""
 
-    def has_left(self, worker: Worker) -> None:
+    def worker_removed(self, worker: Worker) -> None:
         """Note a removed worker."""
 
-    def panics(self, key: Key, live: int, out: int, now: float) -> None:
+    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:
         """Note that a pool panics: `out` of `live` breakers are open."""
 
-    def heeds(self, key: Key, live: int, out: int) -> None:
+    def panic_ended(self, key: Key, live: int, out: int) -> None:
         """Note the end of a panic."""
 
 
@@ -99,12 +99,12 @@ class Ejections:
             resting.add(worker)
             worker.in_panic = key in self.panics
             if listener is not None and not rested:
-                listener.rests(worker, now)
+                listener.breaker_opened(worker, now)
         else:
             resting.discard(worker)
             worker.in_panic = False
             if listener is not None:
-                listener.is_back(worker)
+                listener.breaker_closed(worker)
         out = self._out.setdefault(key, set())
         is_out = rests and not worker.breaker.busy
         if is_out != (worker in out):
@@ -118,7 +118,7 @@ class Ejections:
         """Forget a removed worker; `live_changed` must follow."""
         self.resting.discard(worker)
         if self.listener is not None:
-            self.listener.has_left(worker)
+            self.listener.worker_removed(worker)
 
     def live_changed(self) -> None:
         self._live.clear()
@@ -151,11 +151,11 @@ class Ejections:
             self.panics.add(key)
             self.started[key] = self.started.get(key, 0) + 1
             if listener is not None:
-                listener.panics(key, live, out, self._clock())
+                listener.panic_started(key, live, out, self._clock())
         else:
             self.panics.remove(key)
             if listener is not None:
-                listener.heeds(key, live, out)
+                listener.panic_ended(key, live, out)
         for worker in self.resting:
             if key_of(worker) == key:
                 worker.in_panic = panics

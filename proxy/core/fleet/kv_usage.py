@@ -63,7 +63,7 @@ def give(lease: Lease) -> None:
     if lease.holds is not None:
         prefixes = worker.running_prefixes
         before = prefixes.tokens
-        prefixes.let_go(lease.holds)
+        prefixes.release(lease.holds)
         worker.kv_tokens -= before - prefixes.tokens
         lease.holds = None
         # Without sharing, the rest takes no more than its own size.

@@ -13,7 +13,7 @@ from proxy.core.learned.prefix_tree import PrefixTree
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import RequestInfo
-from proxy.errors import a_few
+from proxy.errors import short_list
 
 # Least share of the wait while a prefill is overdue.
 MIN_WAIT_SHARE = 0.2
@@ -190,7 +190,7 @@ class Worker:
     def why(self) -> str:
         """Return why its model is not served; empty if it is."""
         if self.up and self.strays:
-            return f"serves {a_few(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
+            return f"serves {short_list(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
     @property

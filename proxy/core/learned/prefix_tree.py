@@ -79,7 +79,7 @@ class PrefixTree:
             node, depth = below, end
         return found
 
-    def let_go(self, node: PrefixNode) -> None:
+    def release(self, node: PrefixNode) -> None:
         """Remove a request that ends at this node."""
         while (above := node.above) is not None:
             node.holders -= 1

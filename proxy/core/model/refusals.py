@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.tenants.limits import Limit, LimitExceeded
-from proxy.errors import a_few, short
+from proxy.errors import short, short_list
 
 LIMIT_NAMES = {
     Limit.REQUESTS: "requests per minute (RPM)",
@@ -55,7 +55,7 @@ def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
 
 
 def _listed(models: Iterable[str]) -> str:
-    return a_few(sorted(models)) or "none"
+    return short_list(sorted(models)) or "none"
 
 
 def too_long(ask: RequestInfo, limit: int) -> Refusal:
@@ -183,26 +183,26 @@ def not_isolated(route: str) -> Refusal:
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
-def limited(ask: RequestInfo, breach: LimitExceeded) -> Refusal:
+def limited(ask: RequestInfo, exceeded: LimitExceeded) -> Refusal:
     """429, or 400 if waiting does not help."""
-    if breach.retry_after_s is None:
+    if exceeded.retry_after_s is None:
         about = "" if ask.counted else "about "
         message = (
-            f"Your key allows prompts of up to {breach.most} tokens; this prompt has {about}"
+            f"Your key allows prompts of up to {exceeded.most} tokens; this prompt has {about}"
             f"{ask.largest_prompt}. Please reduce the length of the prompt."
         )
         param = BY_NAME[ask.route].prompt_param
         return Refusal(400, Reason.LIMITED, message, "context_length_exceeded", param)
-    return limited_for_now(breach, breach.retry_after_s)
+    return limited_for_now(exceeded, exceeded.retry_after_s)
 
 
-def limited_for_now(breach: LimitExceeded, retry_after_s: float) -> Refusal:
+def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
     """429, with headers."""
     wait = f"{retry_after_s:.3g}s"
-    message = f"Rate limit reached for {LIMIT_NAMES[breach.limit]}: Limit {breach.most}. "
+    message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.most}. "
     message += f"Please try again in {wait}."
     headers: list[tuple[str, str]] = []
-    for name, state in (("requests", breach.requests), ("tokens", breach.tokens)):
+    for name, state in (("requests", exceeded.requests), ("tokens", exceeded.tokens)):
         if state is not None:
             most, left, reset_s = state
             headers += [

@@ -282,8 +282,8 @@ class RequestParser:
         near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
-        well = (worker for worker in pool.members if not worker.barred)
-        return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
+        healthy = (worker for worker in pool.members if not worker.barred)
+        return min(healthy, key=lambda worker: (worker.requests, worker.index), default=None)
 
     def _is_near(self, ask: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
         """Return whether the exact count may change the routing."""

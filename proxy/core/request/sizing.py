@@ -89,8 +89,8 @@ class Sizer:
             text, tokens = extent.largest_text, extent.largest_tokens
             largest = _total(learnt, text, tokens)
         error = int(learnt.error(text - tools, tools)) if text else 0
-        if extent.vague:
-            error += _vague_error(extent, learnt)
+        if extent.guessed:
+            error += _guess_error(extent, learnt)
         error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
@@ -99,13 +99,13 @@ class Sizer:
         ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
         longest = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
         ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
-        if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
+        if not (extent.guessed or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # template and image tokens are guesses
-        if extent.vague:
+        if extent.guessed:
             ask.media = None if extent.cut else _teaching(extent, learnt)
             ask.text_bytes = 0
             ask.whole = "not_text"
-        ask.counted = not (extent.text or extent.vague)
+        ask.counted = not (extent.text or extent.guessed)
         ask.countable = extent.plain and route.countable
         if route.generates:
             usual = learnt.output
@@ -162,11 +162,11 @@ def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
         own.see_output(tokens / max(ask.samples, 1))
 
 
-def _vague_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
+def _guess_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
     if extent.media is None:
-        return extent.vague // 2
+        return extent.guessed // 2
     media = _media_tokens(extent)
-    return learnt.media.error(extent.media) + max(extent.vague - media, 0) // 2
+    return learnt.media.error(extent.media) + max(extent.guessed - media, 0) // 2
 
 
 def _media_tokens(extent: PromptExtent) -> int:
@@ -179,7 +179,7 @@ def _media_tokens(extent: PromptExtent) -> int:
 def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
     """Return a request's media to learn from, if all other tokens are known."""
     counts, tokens = extent.media, _media_tokens(extent)
-    if counts is None or extent.vague != tokens:
+    if counts is None or extent.guessed != tokens:
         return None
     text = extent.text - extent.tools
     other_tokens = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens

@@ -45,7 +45,7 @@ class PromptExtent:
     text: int = 0  # bytes
     tools: int = 0  # bytes of it: tools, documents
     tokens: int = 0  # exact or guessed, besides text
-    vague: int = 0  # guessed ones of `tokens`
+    guessed: int = 0  # guessed ones of `tokens`
     media: Numbers | None = None
     largest_text: int = -1  # largest prompt; -1 if only one
     largest_tokens: int = 0
@@ -132,7 +132,7 @@ def _some(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
 def _guess(extent: PromptExtent, unseen: JSON) -> None:
     tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
     extent.tokens += tokens
-    extent.vague += tokens
+    extent.guessed += tokens
 
 
 def _conversation(extent: PromptExtent, messages: JSON) -> None:
@@ -193,7 +193,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
     if EMBEDDED in kind:
         tokens = 1 + json_bytes(part) // EMBEDDED_BYTES
         extent.tokens += tokens
-        extent.vague += tokens
+        extent.guessed += tokens
         return
     inner = part.get("content")
     if type(inner) is list and not nested:
@@ -205,7 +205,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
 def _media(extent: PromptExtent, kind: int, number: int) -> None:
     tokens = number * extent.sizes[kind]
     extent.tokens += tokens
-    extent.vague += tokens
+    extent.guessed += tokens
     images, audios, videos = extent.media or NONE
     if kind == IMAGE:
         images += number
@@ -233,7 +233,7 @@ def _chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
     if system is not None:
         _parts(extent, system if type(system) is list else [system])
     _beside(extent, body)
-    extent.plain = not (extent.vague or body.get("documents"))  # unknown to /tokenize
+    extent.plain = not (extent.guessed or body.get("documents"))  # unknown to /tokenize
 
 
 def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
@@ -265,7 +265,7 @@ def _many(
         extent.looks = one.looks
         extent.text += one.text
         extent.tokens += one.tokens
-        extent.vague += one.vague
+        extent.guessed += one.guessed
         _add_media(extent, one)
         size = one.text + 4 * one.tokens
         if size > largest_size:
@@ -363,7 +363,7 @@ def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
     extent.tokens = repeats * left.tokens + right.tokens
-    extent.vague = repeats * left.vague + right.vague
+    extent.guessed = repeats * left.guessed + right.guessed
     _add_media(extent, left, repeats)
     _add_media(extent, right)
     extent.largest_text = left.largest_text + right.largest_text

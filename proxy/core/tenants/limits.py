@@ -139,9 +139,9 @@ class TenantUsage:
 
         Too long prompts cost a request, because they were read. `prompt`: its least size.
         """
-        if (breach := self.too_long(prompt)) is not None:
+        if (exceeded := self.too_long(prompt)) is not None:
             self.was_read(now)
-            return breach
+            return exceeded
         most = self._limits.concurrency
         others = None if most is None else self.others
         if others is not None:
@@ -149,14 +149,14 @@ class TenantUsage:
             others.publish(self.running + 1)
             self.elsewhere = others.running()
         if most is not None and self.running + self.elsewhere >= most:
-            breach = self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
+            exceeded = self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         else:
-            breach = self._take(now, tokens)
-        if breach is None:
+            exceeded = self._take(now, tokens)
+        if exceeded is None:
             self.running += 1
         elif others is not None:
             others.publish(self.running)
-        return breach
+        return exceeded
 
     def spent(self, now: float) -> LimitExceeded | None:
         """Return the limit that refuses every request now."""
@@ -166,11 +166,11 @@ class TenantUsage:
         if most is not None:
             elsewhere = self.elsewhere if others is None else others.running()
             if self.running + elsewhere >= most:
-                return self._breach(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
+                return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
-            return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
+            return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.wait_s(now, 0)) > 0:
-            return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
+            return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
         return None
 
     def was_read(self, now: float) -> None:
@@ -180,9 +180,9 @@ class TenantUsage:
     def _take(self, now: float, tokens: int) -> LimitExceeded | None:
         requests, bucket = self._requests, self._tokens
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
-            return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
+            return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.take(now, tokens)) > 0:
-            return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
+            return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
         if requests is not None:
             requests.charge(now, 1)
         return None
@@ -196,7 +196,7 @@ class TenantUsage:
         most = self._limits.max_prompt_tokens
         return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
 
-    def _breach(self, now: float, limit: Limit, most: int, wait: float) -> LimitExceeded:
+    def _exceeded(self, now: float, limit: Limit, most: int, wait: float) -> LimitExceeded:
         requests, tokens = self.left(now)
         return LimitExceeded(limit, most, wait, requests, tokens)
 

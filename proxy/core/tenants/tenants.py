@@ -114,9 +114,9 @@ class Tenant:
     def lift(self, rank: Rank, floor: float) -> None:
         """Raise the settled standing to `floor`."""
         if (lacks := floor - self.settled(rank)) > 0:
-            self.lifted_to(rank, self.lifts[rank] + lacks)
+            self.apply_lift(rank, self.lifts[rank] + lacks)
 
-    def lifted_to(self, rank: int, lift: float) -> None:
+    def apply_lift(self, rank: int, lift: float) -> None:
         """Apply a total lift once."""
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift

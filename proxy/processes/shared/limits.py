@@ -144,7 +144,7 @@ class SharedLimits:
         for peer_row in rows_read:
             waits |= peer_row.waits
             for rank, lift in enumerate(peer_row.lifts):
-                tenant.lifted_to(rank, lift)
+                tenant.apply_lift(rank, lift)
         self._turns.waits_elsewhere(tenant, waits)
         remote = (
             tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
@@ -191,7 +191,7 @@ class SharedLimits:
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
             tenant.charged_elsewhere(share, 0.0, rank)
-            tenant.lifted_to(rank, before.lifts[rank])
+            tenant.apply_lift(rank, before.lifts[rank])
         self._remote[tenant] = NONE
         tenant.watches.add(self._watch)
         self._write(tenant, row, _row_of(tenant))

@@ -239,7 +239,7 @@ class ClientConnection(asyncio.Protocol):
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
-            wire.judge(head)  # the key may have been removed
+            wire.check_head(head)  # the key may have been removed
         if head.route is not None and not wire.draining:
             self.deadline = inf
             self._exchange = wire.begin(self, request, head.route, came_at)
@@ -350,7 +350,7 @@ def parser_for(wire: WireContext) -> HttpRequestParser:
     """Return the parser of a new connection."""
     settings = wire.settings
     return HttpRequestParser(
-        wire.judge,
+        wire.check_head,
         max_head=settings.max_header_bytes,
         max_body=settings.max_body_bytes,
         collecting=wire.collecting,

@@ -133,7 +133,7 @@ class Attempt:
         if handover is not None:
             cached_tokens = handover.cached_tokens
             if status >= BAD_REQUEST:  # the connector did not see it
-                handover.give_back(now, well=True)
+                handover.give_back(now, healthy=True)
         lease = self.lease
         if (
             status == BAD_REQUEST
@@ -204,7 +204,7 @@ class Attempt:
         if ended:
             finish(self._owner, self.lease, now, response)
         elif response.tokens:
-            self._open_passage(response)
+            self._open_fast_path(response)
 
     def _passed_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease
@@ -214,7 +214,7 @@ class Attempt:
         pass_whole(self._owner, lease, now, head, body)
         return True
 
-    def _open_passage(self, response: ResponseWriter) -> None:
+    def _open_fast_path(self, response: ResponseWriter) -> None:
         """Use the fast path for the rest of a stream."""
         connection, lease, owner = self.connection, self.lease, self._owner
         stream = response.flowing
@@ -222,7 +222,7 @@ class Attempt:
             return
         if self._passage is None:
             self._passage = fast_path(owner, lease, response, stream)
-        connection.open_passage(self._passage)
+        connection.open_fast_path(self._passage)
 
     def _is_final(self, now: float) -> bool:
         """Retry a failed transfer as after a 500; True if no worker is left."""

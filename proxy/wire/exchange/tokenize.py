@@ -60,7 +60,7 @@ class TokenizeRequest:
         """Allow no extra time."""
         return 0.0
 
-    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
+    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """Continue without a count."""
         self.connection = None
         self._done(now, None)

@@ -32,7 +32,7 @@ class PrefillOwner(Protocol):
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of an error."""
 
-    def lost(self, now: float, trouble: WorkerError) -> None:
+    def lost(self, now: float, error: WorkerError) -> None:
         """Handle a failure of the leg."""
 
 
@@ -100,9 +100,9 @@ class PrefillLeg:
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
-    def lost(self, now: float, trouble: WorkerError) -> None:
+    def lost(self, now: float, error: WorkerError) -> None:
         self.connection = None
-        self._owner.lost(now, trouble)
+        self._owner.lost(now, error)
 
     def drop(self) -> None:
         """Cancel the prefill."""

@@ -72,7 +72,7 @@ class BlockRelease:
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
-    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
+    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         self.connection = None
         self.send_elsewhere(now, self._tried[-1])
 
@@ -132,7 +132,7 @@ class AbandonedPrefill:
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Ignore the body."""
 
-    def lost(self, now: float, trouble: WorkerError) -> None:  # noqa: ARG002
+    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
             self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
@@ -171,7 +171,7 @@ def release_blocks(
     taken: PrefillResult,
     authorization: bytes,
     *,
-    well: bool = True,
+    healthy: bool = True,
 ) -> None:
     """Free the blocks through this decode worker; if not `well`, through another."""
     body = wire.connector.release(taken) if wire.connector is not None else None
@@ -180,7 +180,7 @@ def release_blocks(
             wire.metrics.handover_ended(LEFT_TO_EXPIRE)
         return
     block_release = BlockRelease(wire, body, authorization)
-    if well:
+    if healthy:
         block_release.send(now, decode)
     else:
         block_release.send_elsewhere(now, decode)

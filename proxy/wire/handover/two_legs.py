@@ -202,13 +202,13 @@ class TwoLegExchange:
         ):
             lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
 
-    def failed(self, now: float, outcome: Outcome, trouble: WorkerError) -> tuple[Worker, Outcome]:
+    def failed(self, now: float, outcome: Outcome, error: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks
             self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
         self._leg = None
-        late = trouble is WorkerError.TIMEOUT and now >= self.late_at
+        late = error is WorkerError.TIMEOUT and now >= self.late_at
         if late:
             self._wire.metrics.handover_ended("late_failed")
         else:
@@ -216,10 +216,10 @@ class TwoLegExchange:
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.under_way.worker, outcome
-        well = trouble is WorkerError.STATUS if was_sent else is_well(lease)
-        self.give_back(now, well=well)
+        healthy = error is WorkerError.STATUS if was_sent else is_well(lease)
+        self.give_back(now, healthy=healthy)
         erred = late or outcome is Outcome.ERRED
-        if not (erred if was_sent else well):
+        if not (erred if was_sent else healthy):
             return lease.worker, outcome
         # Only a late transfer rules out its decode worker.
         self._was_late = late
@@ -272,15 +272,15 @@ class TwoLegExchange:
             self._abandon(now, self._leg)
             self._leg = None
         if connection is not None:
-            sent, well = connection.has_sent, connection.is_open
+            sent, healthy = connection.has_sent, connection.is_open
             connection.drop()
             if not sent:
                 # A worker may be healthy before its connection is open.
                 self.give_back(
-                    now, well=well or not other_decode_workers(self._wire, self._lease.worker)
+                    now, healthy=healthy or not other_decode_workers(self._wire, self._lease.worker)
                 )
         else:
-            self.give_back(now, well=True)
+            self.give_back(now, healthy=True)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
         """Cancel the prefill, or await a nearly complete one to release its blocks."""
@@ -292,12 +292,14 @@ class TwoLegExchange:
         else:
             leg.drop()
 
-    def give_back(self, now: float, *, well: bool) -> None:
+    def give_back(self, now: float, *, healthy: bool) -> None:
         """Release blocks that may not have been fetched."""
         taken, self._taken = self._taken, None
         if taken is not None:
             authorization = self._request.head.authorization
-            release_blocks(self._wire, now, self._lease.worker, taken, authorization, well=well)
+            release_blocks(
+                self._wire, now, self._lease.worker, taken, authorization, healthy=healthy
+            )
 
 
 def nearly_done(lease: Lease, now: float) -> bool:

@@ -55,7 +55,7 @@ class ResponseReceiver(Protocol):
     def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds to wait after `timeout_s`."""
 
-    def lost(self, now: float, trouble: WorkerError) -> None:
+    def lost(self, now: float, error: WorkerError) -> None:
         """Handle a failed connection."""
 
 
@@ -98,15 +98,15 @@ class WorkerConnection(asyncio.Protocol):
         "_used",
         "caller",
         "deadline",
+        "fast_path",
         "opening",
-        "passage",
     )
 
     def __init__(self, pool: ConnectionOwner) -> None:
         self.caller: ResponseReceiver | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None
-        self.passage: StreamFastPath | None = None  # while the reader is between two chunks
+        self.fast_path: StreamFastPath | None = None  # while the reader is between two chunks
         self._pool = pool
         self._reader = ResponseParser()
         self._transport: asyncio.Transport | None = None
@@ -139,7 +139,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close without a call to the caller."""
-        self.caller = self.passage = None
+        self.caller = self.fast_path = None
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -169,17 +169,17 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self.fail(now, WorkerError.TIMEOUT)
 
-    def fail(self, now: float, trouble: WorkerError) -> None:
+    def fail(self, now: float, error: WorkerError) -> None:
         """Close and report the error."""
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
-            caller.lost(now, trouble)
+            caller.lost(now, error)
 
-    def open_passage(self, passage: StreamFastPath) -> None:
+    def open_fast_path(self, fast_path: StreamFastPath) -> None:
         """Use the fast path if possible."""
         if self._reader.between_chunks:
-            self.passage = passage
+            self.fast_path = fast_path
 
     def is_usable(self) -> bool:
         """Return True if the connection is still open."""
@@ -197,12 +197,12 @@ class WorkerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         caller, reader = self.caller, self._reader
         now = self._pool.clock()
-        if (passage := self.passage) is not None:
+        if (fast_path := self.fast_path) is not None:
             if not self._paused:
                 self.deadline = now + self._pool.settings.idle_s
-            if passage.take(now, data):
+            if fast_path.take(now, data):
                 return
-            self.passage = None
+            self.fast_path = None
         if caller is None:
             self.drop()  # unsolicited data
             return

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S, TRIAL_INTERVAL_S
-from proxy.health.breaker_log import TROUBLES, BreakerLog, why_it_rests
+from proxy.health.breaker_log import TROUBLES, BreakerLog, describe_breaker
 from proxy.wire.worker.connection import WorkerError
 from tests.proxy.core.making import fleet_of, spec
 
@@ -98,16 +98,16 @@ def test_operators_are_told_when_it_is_asked_again() -> None:
     for _ in range(FAILURES_TO_OPEN):
         fleet.health.failed(worker, 10.0, why="timeout")
     late = "it did not respond in time"
-    assert why_it_rests(worker, 10.0) == f"{late}; no requests for 0.5 s more"
-    assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
+    assert describe_breaker(worker, 10.0) == f"{late}; no requests for 0.5 s more"
+    assert describe_breaker(worker, 10.5) == f"{late}; the next request tries it"
     worker.breaker.sent(11.0)
-    assert why_it_rests(worker, 11.5) == f"{late}; a request is trying it"
-    assert why_it_rests(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
+    assert describe_breaker(worker, 11.5) == f"{late}; a request is trying it"
+    assert describe_breaker(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
     fleet.health.failed(worker, 14.0, MAX_OPEN_S)
-    assert why_it_rests(worker, 14.0) == "requests failed; no requests for 30 s more"
+    assert describe_breaker(worker, 14.0) == "requests failed; no requests for 30 s more"
     fleet.health.succeeded(worker)
     fleet.health.failed(worker, 14.0, 250.0)
-    assert why_it_rests(worker, 14.0).endswith("no requests for 250 s more")
+    assert describe_breaker(worker, 14.0).endswith("no requests for 250 s more")
     fleet.health.succeeded(worker)
     fleet.health.failed(worker, 15.0, busy=True)
-    assert why_it_rests(worker, 15.0).startswith("it is busy; ")
+    assert describe_breaker(worker, 15.0).startswith("it is busy; ")

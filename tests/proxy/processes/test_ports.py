@@ -21,7 +21,7 @@ def ports() -> Iterator[Ports]:
     """Let them go in the end."""
     made = Ports()
     yield made
-    made.let_go()
+    made.close()
 
 
 async def test_processes_share_the_port_and_listen_for_themselves(ports: Ports) -> None:
@@ -64,12 +64,12 @@ async def test_the_port_of_a_router_that_serves_is_not_joined(ports: Ports) -> N
         other = Ports()
         with pytest.raises(OSError, match=f"127.0.0.1 port {ports.port}"):
             await other.take(asked(port=ports.port))
-        other.let_go()
+        other.close()
 
 
 async def test_what_is_let_go_others_may_have(ports: Ports) -> None:
     await ports.take(asked())
     admin = ports.admin_port
-    ports.let_go()
+    ports.close()
     socket.create_server(("127.0.0.1", admin)).close()
     socket.create_server(("127.0.0.1", ports.port)).close()

@@ -11,7 +11,7 @@ import yaml
 
 from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerConfig, load, shown
 from proxy.core.model.settings import HEADROOM
-from proxy.errors import ConfigError, Problem, a_few
+from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet import demo, explain, up
 from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
@@ -151,10 +151,10 @@ def unshared(config: FleetConfig) -> Iterator[str]:
     crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
-            f"tenants {a_few(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
-            f"{a_few(workers, MAX_NOTE_NAMES)} no max_requests: shares apply only to requests that "
-            "wait in the router, and none waits until a worker has twice its KV cache in requests; "
-            "set one of the two"
+            f"tenants {short_list(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
+            f"{short_list(workers, MAX_NOTE_NAMES)} no max_requests: shares apply only to requests "
+            "that wait in the router, and none waits until a worker has twice its KV cache in "
+            "requests; set one of the two"
         )
 
 

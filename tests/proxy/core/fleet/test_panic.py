@@ -134,20 +134,20 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[tuple[str, Key, int, int]] = []
 
-    def rests(self, worker: Worker, now: float) -> None:
+    def breaker_opened(self, worker: Worker, now: float) -> None:
         """Of no matter here."""
 
-    def is_back(self, worker: Worker) -> None:
+    def breaker_closed(self, worker: Worker) -> None:
         """Of no matter here."""
 
-    def has_left(self, worker: Worker) -> None:
+    def worker_removed(self, worker: Worker) -> None:
         """Of no matter here."""
 
-    def panics(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
+    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
         """Note it."""
         self.said.append(("panics", key, live, out))
 
-    def heeds(self, key: Key, live: int, out: int) -> None:
+    def panic_ended(self, key: Key, live: int, out: int) -> None:
         """Note it."""
         self.said.append(("heeds", key, live, out))
 

@@ -401,15 +401,15 @@ class Seen:
         self.said: list[tuple[str, str, str]] = []
         fleet.roster.ejections.listener = self
 
-    def rests(self, worker: Worker, now: float) -> None:
+    def breaker_opened(self, worker: Worker, now: float) -> None:
         """Note who."""
         self.said.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
 
-    def is_back(self, worker: Worker) -> None:
+    def breaker_closed(self, worker: Worker) -> None:
         """Note who."""
         self.said.append(("is back", worker.name, ""))
 
-    def has_left(self, worker: Worker) -> None:
+    def worker_removed(self, worker: Worker) -> None:
         """Say nothing: it is no rest, nor the end of one."""
 
 

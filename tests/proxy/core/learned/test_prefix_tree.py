@@ -50,7 +50,7 @@ def test_each_block_is_counted_once_while_anybody_holds_it(
     leaving = [chain for chain, some in ends.items() for _ in some]
     going.shuffle(leaving)
     for chain in leaving:
-        tree.let_go(ends[chain].pop())
+        tree.release(ends[chain].pop())
         holders.subtract(chain)
         agrees(tree, holders, ends)
     assert not tree._root.below
@@ -77,7 +77,7 @@ def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> Non
     assert found == COVERED[30] // 4
     assert other.above is node.above
     assert (present(node.above).end, node.begin, other.begin) == (30, 30, 30)
-    tree.let_go(node)
+    tree.release(node)
     assert tree.tokens == COVERED[32] // 4
 
 
@@ -87,9 +87,9 @@ def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
     whole, _ = tree.hold(tuple(range(ALL)), 1.0)
     part, found = tree.hold(tuple(range(depth)), 1.0)
     assert (part is whole, found) == (depth == ALL, COVERED[depth])
-    tree.let_go(whole)
+    tree.release(whole)
     assert tree.tokens == COVERED[depth]
-    tree.let_go(part)
+    tree.release(part)
     assert (tree.tokens, tree.saved) == (0, 0)
 
 

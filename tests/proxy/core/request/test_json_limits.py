@@ -156,7 +156,7 @@ def test_what_is_nested_too_deep_to_be_printed_counts_by_its_texts() -> None:
     for _ in range(500):
         deep = [deep]
     fields = {"messages": [{"content": [""] * MAX_EXAMINED + ["x" * 1_000_000, deep]}]}
-    assert measure(route(CHAT).shape, fields).vague >= 250_000
+    assert measure(route(CHAT).shape, fields).guessed >= 250_000
 
 
 @pytest.mark.parametrize("at", [0, 8])

@@ -66,7 +66,7 @@ def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
     extent = measure(PromptFields.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
     assert extent.text == 5
     assert extent.tokens == TEMPLATE + 2 * IMAGE_TOKENS
-    assert extent.vague == 2 * IMAGE_TOKENS
+    assert extent.guessed == 2 * IMAGE_TOKENS
     assert not extent.plain
 
 
@@ -81,13 +81,13 @@ def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
 )
 def test_what_is_no_text_is_known_by_its_keys_too(part: dict[str, Any], tokens: int) -> None:
     extent = measure(PromptFields.CHAT, chat([part]))
-    assert (extent.text, extent.tokens, extent.vague) == (0, TEMPLATE + tokens, tokens)
+    assert (extent.text, extent.tokens, extent.guessed) == (0, TEMPLATE + tokens, tokens)
 
 
 def test_embedded_prompts_are_prompts_beside_the_others() -> None:
     blob = "A" * 9 * EMBEDDED_BYTES
     extent = measure(PromptFields.PROMPT, {"prompt": None, "prompt_embeds": blob})
-    assert (extent.text, extent.tokens, extent.vague, extent.prompts) == (0, 10, 10, 1)
+    assert (extent.text, extent.tokens, extent.guessed, extent.prompts) == (0, 10, 10, 1)
     both = {"prompt": ["ab", "c"], "prompt_embeds": [blob, blob + blob]}
     extent = measure(PromptFields.PROMPT, both)
     assert (extent.text, extent.tokens, extent.prompts) == (3, 29, 4)
@@ -120,7 +120,7 @@ def test_a_tools_output_may_be_a_picture() -> None:
     parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
     item = {"type": "function_call_output", "call_id": "c1", "output": parts}
     extent = measure(PromptFields.RESPONSE, {"input": [item]})
-    assert extent.vague == IMAGE_TOKENS
+    assert extent.guessed == IMAGE_TOKENS
     assert extent.text == len("seen:" + "function_call_output" + "c1")
 
 
@@ -233,7 +233,7 @@ JSON = st.recursive(
 def test_no_body_breaks_it(shape: PromptFields, body: dict[str, Any]) -> None:
     extent = measure(shape, body)
     assert extent.text >= 0
-    assert extent.tokens >= extent.vague >= 0
+    assert extent.tokens >= extent.guessed >= 0
     assert extent.prompts >= 1
 
 

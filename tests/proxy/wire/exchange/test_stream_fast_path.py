@@ -98,7 +98,7 @@ class Stream:
     @property
     def passes(self) -> bool:
         """Whether the next whole chunk will pass as it is."""
-        return self.connection.passage is not None
+        return self.connection.fast_path is not None
 
     def told(self) -> tuple[bytes, int, int, int, int, bool]:
         """Say all that came of it."""
@@ -144,7 +144,7 @@ async def passed(pieces: list[bytes], *, opens: bool = True) -> tuple[Any, ...]:
     for piece in pieces:
         stream.read(piece)
         if not opens:
-            stream.connection.passage = None
+            stream.connection.fast_path = None
     return stream.told()
 
 

@@ -113,18 +113,18 @@ async def test_one_that_drains_will_do(start: Start) -> None:
     site = await two(start)
     site.fleet.roster.drain("d1")
     site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
     await eventually(lambda: ends(site) == {RELEASED: 1})
 
 
 async def test_another_decode_worker_does_it_for_one_that_is_not_well(start: Start) -> None:
     site = await two(start)
     site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
     await eventually(lambda: ends(site) == {RELEASED: 1})
     assert site.fakes["p0"].served == []
     site.down("d1")
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
     assert ends(site) == {RELEASED: 1, LEFT_TO_EXPIRE: 1}
 
 
