@@ -1,4 +1,4 @@
-"""Fleets, routers and requests, as tests need them."""
+"""Fleets, routers and requests for tests."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def spec(
 def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Fleet:
     """Make a fleet whose workers are all up."""
     fleet = Fleet(clock=clock)
-    for one in specs:
-        fleet.add(one)
-        fleet.probe_ok(one.name, 0.0)
+    for worker_spec in specs:
+        fleet.add(worker_spec)
+        fleet.probe_ok(worker_spec.name, 0.0)
     return fleet
 
 
@@ -52,12 +52,12 @@ def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
 
 
 def members(fleet: Fleet) -> list[Worker]:
-    """List a fleet's workers in the order they came."""
+    """List a fleet's workers in the order in which they were added."""
     return list(fleet)
 
 
 def worker_of(router: Router, name: str) -> Worker:
-    """Find a worker that is there."""
+    """Find a worker of the fleet."""
     return present(router.fleet.get(name))
 
 
@@ -74,7 +74,7 @@ def ask(
     prefix: tuple[int, ...] = (),
     model: str = MODEL,
 ) -> RequestInfo:
-    """Make a request of known size."""
+    """Make a request of the given size."""
     made = RequestInfo(
         f"r{next(_ids)}",
         "chat/completions",
@@ -112,7 +112,7 @@ def read(
 
 
 def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
-    """Read a body that is in order."""
+    """Read a valid body."""
     found = read(router, body, path)
     assert isinstance(found, RequestInfo), found
     return found
@@ -120,34 +120,34 @@ def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completion
 
 def chat(*contents: object, **fields: object) -> dict[str, Any]:
     """Write a chat."""
-    return {"messages": [{"role": "user", "content": one} for one in contents], **fields}
+    return {"messages": [{"role": "user", "content": content} for content in contents], **fields}
 
 
 def placed(answer: Lease | Ticket | Refusal) -> Lease:
-    """Insist on a lease."""
+    """Check that the answer is a lease."""
     assert isinstance(answer, Lease), answer
     return answer
 
 
 def waits(answer: Lease | Ticket | Refusal) -> Ticket:
-    """Insist on a ticket."""
+    """Check that the answer is a ticket."""
     assert isinstance(answer, Ticket), answer
     return answer
 
 
-def those(router: Router, *names: str) -> frozenset[Worker]:
-    """Name workers that have failed a request."""
+def workers_named(router: Router, *names: str) -> frozenset[Worker]:
+    """Return the workers with these names."""
     return frozenset(worker_of(router, name) for name in names)
 
 
 def refused(answer: object) -> Refusal:
-    """Insist on a refusal."""
+    """Check that the answer is a refusal."""
     assert isinstance(answer, Refusal), answer
     return answer
 
 
 def idle(workers: Iterable[Worker]) -> bool:
-    """Whether nothing is charged to any of them."""
+    """Return whether nothing is charged to any of the workers."""
     return all(
         not any((w.requests, w.sequences, w.prefill_tokens, w.long_tokens, w.decode_tokens))
         and not any((w.kv_tokens, w.kv_coming, w.stems.tokens, w.stems.saved, w.decoding))

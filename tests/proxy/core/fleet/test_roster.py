@@ -1,4 +1,4 @@
-"""Who is here, and how they fare."""
+"""The workers of a fleet and their state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.proxy.core.making import (
 )
 
 
-def test_it_takes_several_to_go_down_and_to_come_back() -> None:
+def test_worker_goes_down_and_up_after_several_probes() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     assert [fleet.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
@@ -43,7 +43,7 @@ def test_it_takes_several_to_go_down_and_to_come_back() -> None:
     assert worker.up
 
 
-def test_a_flutter_changes_nothing() -> None:
+def test_alternating_probes_change_nothing() -> None:
     fleet = fleet_of(spec("a"))
     version = fleet.version
     for _ in range(10):
@@ -53,7 +53,7 @@ def test_a_flutter_changes_nothing() -> None:
     assert fleet.version == version
 
 
-def test_probes_of_a_worker_that_left_are_nobodys() -> None:
+def test_events_of_unknown_workers_are_ignored() -> None:
     fleet = Fleet()
     assert not fleet.probe_ok("gone", 0.0)
     assert not fleet.probe_failed("gone", 0.0)
@@ -63,25 +63,25 @@ def test_probes_of_a_worker_that_left_are_nobodys() -> None:
     fleet.set_gauges("gone", Gauges())
 
 
-def test_names_are_unique() -> None:
+def test_worker_names_are_unique() -> None:
     fleet = fleet_of(spec("a"))
     with pytest.raises(ValueError, match="'a' is in the fleet already"):
         fleet.add(spec("a"))
 
 
-def test_what_a_worker_says_it_serves_counts() -> None:
+def test_models_listed_by_a_worker_replace_the_fleet_files() -> None:
     fleet = fleet_of(spec("a"))
     fleet.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
     assert fleet.of("adapter") == fleet.of("other") == [members(fleet)[0]]
     assert fleet.of(MODEL) == []
-    assert fleet.serves(MODEL)  # the fleet file says so: 503, not 404
+    assert fleet.serves(MODEL)  # the fleet file lists it: 503, not 404
     fleet.set_served("a", [])
     assert fleet.of(MODEL) == [members(fleet)[0]]
 
 
-class Waiting:
-    """A fleet whose workers are waited for, and the time."""
+class UnlistedFleet:
+    """A fleet whose workers have not listed their models yet, and its clock."""
 
     def __init__(self, *names: str) -> None:
         self.now = 1000.0
@@ -89,77 +89,79 @@ class Waiting:
         for name in names:
             self.fleet.add(spec(name))
 
-    def later(self, seconds: float, model: str = "") -> bool:
-        """Let time pass; return whether nobody may still say by then that it serves a model."""
+    def all_listed_after(self, seconds: float, model: str = "") -> bool:
+        """Advance the clock; return whether no worker can still list the model."""
         self.now += seconds
         return self.fleet.all_told(model)
 
 
-def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
-    here = Waiting("a", "dead")
-    here.fleet.set_served("a", [MODEL, "adapter"])
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.set_served("a", [MODEL])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.probe_failed("dead", here.now)
-    here.fleet.add(spec("late"))
-    assert not here.later(1, "adapter")
-    here.fleet.drain("late", starts=True)  # as one that is not ready yet
-    here.fleet.set_served("a", [MODEL, "another"])
-    here.fleet.replace([spec("a"), spec("dead"), spec("late")])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), "each has its own ten minutes"
-    assert here.later(1, "adapter")
-    here.fleet.remove("dead")
-    here.fleet.add(spec("dead"))
-    assert not here.later(0, "adapter"), "a namesake is another"
+def test_model_list_wait_is_ten_minutes_per_worker() -> None:
+    setup = UnlistedFleet("a", "dead")
+    setup.fleet.set_served("a", [MODEL, "adapter"])
+    setup.fleet.probe_ok("a", setup.now)
+    setup.fleet.set_served("a", [MODEL])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
+    setup.fleet.probe_failed("dead", setup.now)
+    setup.fleet.add(spec("late"))
+    assert not setup.all_listed_after(1, "adapter")
+    setup.fleet.drain("late", starts=True)  # as a worker that is not ready yet
+    setup.fleet.set_served("a", [MODEL, "another"])
+    setup.fleet.replace([spec("a"), spec("dead"), spec("late")])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), (
+        "each worker has ten minutes"
+    )
+    assert setup.all_listed_after(1, "adapter")
+    setup.fleet.remove("dead")
+    setup.fleet.add(spec("dead"))
+    assert not setup.all_listed_after(0, "adapter"), "a new worker of the same name"
 
 
-def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_lists, "MAX_SERVED_MODELS", 3)
-    here = Waiting("a")
-    here.fleet.probe_ok("a", here.now)
+    setup = UnlistedFleet("a")
+    setup.fleet.probe_ok("a", setup.now)
     for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
-        here.fleet.set_served("a", names)
-    here.later(MAX_MODEL_LIST_WAIT_S)
-    here.fleet.add(spec("b"))
-    told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
-    assert told == {"one": True, "two": True, "three": False, "four": False}
+        setup.fleet.set_served("a", names)
+    setup.all_listed_after(MAX_MODEL_LIST_WAIT_S)
+    setup.fleet.add(spec("b"))
+    listed = {name: setup.all_listed_after(0, name) for name in ("one", "two", "three", "four")}
+    assert listed == {"one": True, "two": True, "three": False, "four": False}
 
 
-def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
-    here = Waiting("a")
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.add(spec("p", Role.PREFILL))
-    assert here.later(0)
+def test_prefill_worker_is_not_waited_for() -> None:
+    setup = UnlistedFleet("a")
+    setup.fleet.probe_ok("a", setup.now)
+    setup.fleet.add(spec("p", Role.PREFILL))
+    assert setup.all_listed_after(0)
 
 
-def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
-    here = Waiting("a", "b")
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.drain("b")
-    assert here.later(0)
-    here.fleet.drain("b", draining=False)
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
-    assert here.later(1)
+def test_undrained_worker_is_waited_for_again() -> None:
+    setup = UnlistedFleet("a", "b")
+    setup.fleet.probe_ok("a", setup.now)
+    setup.fleet.drain("b")
+    assert setup.all_listed_after(0)
+    setup.fleet.drain("b", draining=False)
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1)
+    assert setup.all_listed_after(1)
 
 
-def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
-    here = Waiting("a")
-    here.fleet.set_served("a", [MODEL, "adapter"])
-    here.fleet.probe_ok("a", here.now)
-    here.fleet.expect([MODEL, "other"])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
-    here.fleet.expect([MODEL, "other"])  # a reload
-    assert here.later(1)
-    here.fleet.remove("a")  # another comes soon: its adapters are not nobody's
-    assert here.later(0)
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.add(spec("b"))
-    here.fleet.probe_ok("b", here.now)
-    assert here.later(0, "adapter")
+def test_empty_pool_is_waited_for_from_when_it_became_empty() -> None:
+    setup = UnlistedFleet("a")
+    setup.fleet.set_served("a", [MODEL, "adapter"])
+    setup.fleet.probe_ok("a", setup.now)
+    setup.fleet.expect([MODEL, "other"])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1)
+    setup.fleet.expect([MODEL, "other"])  # a reload
+    assert setup.all_listed_after(1)
+    setup.fleet.remove("a")  # a new worker may list the same adapters
+    assert setup.all_listed_after(0)
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
+    setup.fleet.add(spec("b"))
+    setup.fleet.probe_ok("b", setup.now)
+    assert setup.all_listed_after(0, "adapter")
 
 
-def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
+def test_context_of_a_model_is_the_longest_of_live_workers() -> None:
     prefill, others = spec("p", Role.PREFILL), [spec(name) for name in "abc"]
     fleet = fleet_of(prefill, *others)
     for name, limit in (("a", 4096), ("b", None), ("c", 8192), ("p", 16384)):
@@ -169,7 +171,7 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
         fleet.probe_failed("c", 0.0)
     assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
     fleet.drain("a")
-    assert fleet.contexts() == {MODEL: None}  # nobody knows
+    assert fleet.contexts() == {MODEL: None}  # no worker has stated it
     fleet.drain("a", draining=False)
     assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
     fleet.remove("a")
@@ -178,15 +180,15 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
     assert fleet.contexts() == {}
 
 
-def test_a_length_that_the_operator_states_stands() -> None:
+def test_stated_context_limit_overrides_the_workers() -> None:
     fleet = fleet_of(spec("a", limit=1000))
     fleet.set_served("a", [MODEL], 4096)
     assert members(fleet)[0].max_model_len == 1000
-    fleet.set_served("a", [MODEL], 512)  # unless that is more than there is
+    fleet.set_served("a", [MODEL], 512)  # unless the worker has less
     assert members(fleet)[0].max_model_len == 512
 
 
-def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
+def test_prefixes_of_removed_or_down_workers_are_forgotten() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     hashes = fleet.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
     for index in (0, 1):
@@ -200,23 +202,23 @@ def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     assert fleet.prefixes.matches(hashes) == []
 
 
-def test_many_that_change_at_once_are_one_change() -> None:
+def test_replace_of_many_workers_is_one_version() -> None:
     fleet = fleet_of(*(spec(f"w{number}") for number in range(20)))
-    before, places = fleet.version, {worker.index for worker in fleet}
+    before, indices = fleet.version, {worker.index for worker in fleet}
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
     fleet.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
     assert fleet.version == before + 1
     assert [worker.name for worker in fleet.of(MODEL)] == [worker.name for worker in fleet]
     assert len(fleet) == len(fleet.by_index) == 25
     assert all(fleet.by_index[worker.index] is worker for worker in fleet)
-    assert {worker.index for worker in fleet} == places | set(range(20, 25))
+    assert {worker.index for worker in fleet} == indices | set(range(20, 25))
 
 
-def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
+def test_worker_works_while_its_token_totals_grow() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     fleet.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
-    assert not worker.works(1.0)  # it may have been long ago
+    assert not worker.works(1.0)  # the work may be old
     fleet.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
     assert not worker.works(2.0)
     fleet.set_gauges("a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0))
@@ -224,7 +226,7 @@ def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
     assert not worker.works(3.1 + MAX_IDLE_PAGE_S)
     fleet.set_gauges("a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0))
     assert worker.works(40.0)
-    fleet.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
+    fleet.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # a restart
     assert not worker.works(80.0)
     worker.worked_at = 80.0
     worker.up = False
@@ -235,18 +237,18 @@ def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauge
     return Gauges(at=at, running=running, extra={"backlog": tokens, "backlog_long": longs})
 
 
-def test_the_prefill_work_of_strangers_is_waited_for() -> None:
+def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     worker.pace.token_s, worker.pace.passing = 0.001, 0.5
     lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
-    assert worker.strange_tokens == 0  # one page may only be late
+    assert worker.strange_tokens == 0  # one page may be late
     fleet.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
     assert worker.strange_tokens == 8000
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
-    assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # past half the longs'
+    assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # half of the longs
     assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(
         own + 6.0 + worker.pace.first_token_s(100)
     )
@@ -255,7 +257,7 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
     assert worker.wait_s(0.0, for_long=True) == 0
 
 
-def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
+def test_page_values_expire_without_new_pages() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     prices = worker.prompt_price, worker.output_price
@@ -266,7 +268,7 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
             "a",
             Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
         )
-    fleet.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
+    fleet.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
     assert (worker.strangers, worker.queued, worker.seats) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
     fleet.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
@@ -275,10 +277,10 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
     fleet.set_gauges("a", Gauges(40.0, running=8))
-    assert worker.strangers == 0  # which takes two pages again
+    assert worker.strangers == 0  # it takes two pages again
 
 
-def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
+def test_foreign_backlog_is_part_of_the_learnt_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     for second in (1.0, 2.0):
@@ -287,7 +289,7 @@ def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
     assert (lease.ahead_tokens, lease.behind_long) == pytest.approx((2000, 1000))
 
 
-def test_one_that_looked_slow_is_forgiven_with_time() -> None:
+def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = members(fleet)
     for worker, seconds in ((a, 10.0), (b, 0.1)):
@@ -299,7 +301,7 @@ def test_one_that_looked_slow_is_forgiven_with_time() -> None:
     assert a.pace.token_s < 1.1 * b.pace.token_s < slow
 
 
-def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"))
     for i in range(20):
         members(fleet)[0].pace.saw_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
@@ -314,7 +316,7 @@ def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
     return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
 
 
-def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
+def test_worker_added_again_keeps_running_requests() -> None:
     fleet = fleet_of(spec("a", most=2))
     [lease] = held(fleet, "a", 1)
     fleet.remove("a")
@@ -327,8 +329,8 @@ def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
     assert not fleet._left
 
 
-def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
-    """To `adaptive` it would look idle, and be given what has to wait there."""
+def test_renamed_worker_inherits_charges() -> None:
+    """Otherwise `adaptive` would take it for idle."""
     router = router_of(spec("a"), spec("x"))
     fleet = router.fleet
     before = worker_of(router, "a")
@@ -340,7 +342,7 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     heir, other = worker_of(router, "c"), worker_of(router, "x")
     assert own(heir) == own(before)
     assert heir.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
-    assert placed(router.submit(ask(2000), 0.1)).worker is other  # which has half of that to do
+    assert placed(router.submit(ask(2000), 0.1)).worker is other  # with half the work
     fleet.first_token(lease, 0.4)
     assert heir.wait_s(0.4, for_long=False) == 0.0
     assert heir.decoding == 2
@@ -353,8 +355,8 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     assert not fleet._leaving
 
 
-def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
-    """Else it would seem to hang for as long as it has nothing of its own to show."""
+def test_renamed_worker_inherits_first_tokens() -> None:
+    """Otherwise it would seem to hang until its own first token."""
     router = router_of(spec("a"))
     before = worker_of(router, "a")
     first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
@@ -368,7 +370,7 @@ def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
     assert heir.wait_s(overdue, for_long=False) == 0.0
 
 
-def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
+def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
     prefill, decode = members(fleet)
     made = Decision(decode, Reason.HANDOVER, handover=HandoverDecision(prefill, 0, 100, 0.1, 0.1))
@@ -383,60 +385,60 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     fleet.release(lease)
 
 
-class Seen:
-    """Notes what it hears of."""
+class BreakerRecorder:
+    """Records breaker events."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.said: list[tuple[str, str, str]] = []
+        self.events: list[tuple[str, str, str]] = []
         fleet.witness = self
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Note who."""
-        self.said.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
+        """Record the event."""
+        self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
 
     def is_back(self, worker: Worker) -> None:
-        """Note who."""
-        self.said.append(("is back", worker.name, ""))
+        """Record the event."""
+        self.events.append(("is back", worker.name, ""))
 
     def has_left(self, worker: Worker) -> None:
-        """Say nothing: it is no rest, nor the end of one."""
+        """Ignore the event."""
 
 
-def test_a_rest_is_told_once_and_so_is_its_end() -> None:
+def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, _ = fleet
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     for at in range(10):
-        fleet.failed(a, float(at), why="reset")  # a trial that fails, too
+        fleet.failed(a, float(at), why="reset")  # failed trials included
         a.breaker.sent(at + 0.5)
-    assert seen.said == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
+    assert recorder.events == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
     fleet.succeeded(a)
     fleet.succeeded(a)
-    assert seen.said[1:] == [("is back", "a", "")]
+    assert recorder.events[1:] == [("is back", "a", "")]
     fleet.failed(a, 20.0, 60.0, busy=True, why="429")
-    assert seen.said[2:] == [("rests", "a", "429 at 20")]
+    assert recorder.events[2:] == [("rests", "a", "429 at 20")]
 
 
-def test_what_another_process_made_of_a_breaker_is_told_too() -> None:
+def test_remote_breaker_changes_are_reported() -> None:
     fleet = fleet_of(spec("a"))
     [a] = fleet
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     other = Breaker()
     other.failed(1.0, busy=True, why="503")
     for _ in range(2):
         fleet.judged_elsewhere(a, other.told())
     other.succeeded()
     fleet.judged_elsewhere(a, other.told())
-    assert seen.said == [("rests", "a", "503 at 0"), ("is back", "a", "")]
+    assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a", "")]
 
 
-def test_of_a_worker_that_is_gone_nothing_is_told() -> None:
+def test_removed_worker_reports_no_breaker_events() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = fleet
     fleet.failed(b, 0.0, busy=True)
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     for worker in (a, b):
         fleet.remove(worker.name)
         fleet.failed(worker, 1.0, busy=True)
         fleet.succeeded(worker)
-    assert seen.said == []
+    assert recorder.events == []
