@@ -1,4 +1,4 @@
-"""Connectors and pairs, as tests need them."""
+"""Connectors and pairs for tests."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def make(name: str, **settings: Any) -> Connector:
 
 
 def params(fields: Fields) -> Any:
-    """Read the parameters among members of a body."""
+    """Return the KV transfer parameters of a body's fields."""
     return orjson.loads(fields["kv_transfer_params"] or b"null")

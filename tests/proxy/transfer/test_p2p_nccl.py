@@ -1,4 +1,4 @@
-"""P2P NCCL: the id says all, and only ours does."""
+"""P2P NCCL: the request id holds both addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.proxy.transfer.making import PAIR, make
 p2p = make("p2p-nccl", addresses={"p0": "10.0.0.1:21001", "d0": "10.0.0.2:22001"})
 
 
-def test_the_id_names_both_workers() -> None:
+def test_request_id_has_both_addresses() -> None:
     found = p2p.request_id(PAIR)
     assert found == (b"___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_one-of-a-kind")
     assert found is not None
@@ -19,15 +19,15 @@ def test_the_id_names_both_workers() -> None:
     assert p2p.prefill(PAIR) == p2p.decode(PAIR, p2p.take(PAIR, {})) == {}
 
 
-def test_a_worker_that_joined_since_has_no_address() -> None:
+def test_worker_without_an_address_has_no_request_id() -> None:
     assert p2p.request_id(Pair(Side("p9", "10.0.0.9"), PAIR.decode, "x")) is None
 
 
 @pytest.mark.parametrize("request_id", [b"", b"abc", b"prefill_addr", b"cmpl-___x_decode"])
-def test_other_ids_steer_nothing(request_id: bytes) -> None:
+def test_other_ids_are_not_steering(request_id: bytes) -> None:
     assert not is_steering(request_id)
 
 
 @pytest.mark.parametrize("request_id", [b"x___prefill_addr_a:1", b"___decode_addr_b:2_"])
-def test_half_an_address_is_enough(request_id: bytes) -> None:
+def test_id_with_one_address_is_steering(request_id: bytes) -> None:
     assert is_steering(request_id)
