@@ -58,7 +58,6 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
 
 
 def charges(worker: Worker) -> tuple[int, ...]:
-    """Return the charges of a worker."""
     return (
         worker.requests,
         worker.prefill_tokens,

@@ -38,7 +38,6 @@ class BatchRun:
         self._batch: Batch
 
     async def begin(self) -> None:
-        """Upload the file and create the batch."""
         lines = [
             json.dumps({"custom_id": name, "method": "POST", "url": CHAT, "body": body})
             for name, body in self._bodies.items()
@@ -51,7 +50,6 @@ class BatchRun:
         )
 
     async def is_done(self) -> bool:
-        """Return whether all lines have been run."""
         self._batch = await self._client.batches.retrieve(self._batch.id)
         return self._batch.status not in ACTIVE
 
@@ -75,12 +73,10 @@ class BatchRun:
         return [json.loads(line) for line in content.text.splitlines()]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
         await self._http.aclose()
 
 
 def line_body(text: str, tokens: int) -> dict[str, Any]:
-    """Return the body of a line."""
     messages = [{"role": "user", "content": text}]
     return {"model": MODEL, "max_tokens": tokens, "messages": messages}

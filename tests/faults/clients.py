@@ -175,6 +175,5 @@ def classify(answer: Answer, expected: list[str]) -> str:
 
 
 def text_of(choice: dict[str, dict[str, str]]) -> str:
-    """Return the text of a choice or of a delta."""
     inner = choice.get("message") or choice.get("delta")
     return str(inner["content"] if inner is not None else choice["text"])

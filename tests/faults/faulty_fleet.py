@@ -75,7 +75,6 @@ async def half_close(call: Call) -> None:
 
 
 async def never_ending(call: Call) -> None:
-    """Begin an answer and never end it."""
     await call.send(scripts.head(200, (b"content-type", scripts.SSE), (b"x", b"y"))[:-2])
     await call.lost.wait()
 
@@ -105,7 +104,6 @@ class FaultyKv(Kv):
         self.number = seed * 1000
 
     def next_wrong(self, fake: FakeWorker, role: str) -> Faults:  # noqa: ARG002
-        """Return the faults of one request."""
         dice = self.dice
         if dice.random() >= self.share:
             return Faults()
@@ -164,7 +162,6 @@ class FaultyFleet:
         self._faulty: set[str] = set()
 
     async def start(self) -> None:
-        """Start all workers."""
         for name, role in {**ROLES, DNS_WORKER: "general"}.items():
             fake = FakeWorker(name, model=MODEL, max_model_len=MAX_MODEL_LEN)
             if self._authority is not None and name == TLS_WORKER:
@@ -206,7 +203,6 @@ class FaultyFleet:
         )  # fmt: skip
 
     async def stop(self) -> None:
-        """Stop all workers."""
         for fake in self.fakes.values():
             await fake.stop()
 
@@ -274,7 +270,6 @@ class FaultyFleet:
             await fake.wake()
 
     async def _stop_reading(self, seconds: float) -> None:
-        """Accept connections and read nothing."""
         with self._healthy_worker() as fake:
             fake.reads = False
             await asyncio.sleep(seconds)

@@ -37,7 +37,6 @@ async def start(
 
 
 async def wait_until_ready(port: int) -> None:
-    """Wait until the router is ready."""
     async with asyncio.timeout(READY_S):
         while True:
             try:
@@ -151,5 +150,4 @@ async def test_full_disk_under_the_log_does_not_affect_clients(tmp_path: Path) -
 
 
 async def wait_until(condition: Callable[[], object]) -> None:
-    """Poll for a condition."""
     await eventually(condition, within=READY_S)

@@ -53,7 +53,6 @@ class Tally:
     refusals: dict[str, int] = field(default_factory=dict)  # refusals by message
 
     def refuse(self, message: str) -> None:
-        """Count a refusal."""
         self.refused += 1
         self.refusals[message] = self.refusals.get(message, 0) + 1
 
@@ -147,7 +146,6 @@ def compare_request(request: Request, data: bytes) -> int:
 
 
 def origin_form(method: bytes, target: bytes) -> bytes:
-    """Return a target in origin form."""
     if target.startswith(b"/") or target == b"*" or method == b"CONNECT":
         return target
     found = ABSOLUTE.match(target)
@@ -174,12 +172,10 @@ def forwarded_headers(message: Message, known: dict[bytes, bool], hop: bytes) ->
 
 
 def trim_lines(lines: bytes) -> bytes:
-    """Remove white space before the end of each line."""
     return TRAILING.sub(b"\r\n", lines)
 
 
 def worker_bytes(request: Request) -> bytes:
-    """Return the bytes that a worker would be sent."""
     return b"".join(to_worker(request, POOL, request.body, request.id or b"id"))
 
 

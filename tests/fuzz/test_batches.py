@@ -74,7 +74,6 @@ def form(dice: random.Random) -> bytes:
 
 
 def upload(body: bytes) -> bytes:
-    """Return the request that uploads a form."""
     return UPLOAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 

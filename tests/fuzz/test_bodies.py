@@ -45,7 +45,6 @@ def fleet() -> tuple[Fleet, list[Worker]]:
 
 
 def charges(workers: list[Worker]) -> list[tuple[int, ...]]:
-    """Return the charges of workers."""
     return [(w.requests, w.prefill_tokens, w.decode_tokens, w.kv_tokens) for w in workers]
 
 
@@ -74,7 +73,6 @@ def play_request(
 
 
 def finish_request(router: Router, lease: Lease, body: bytes, response: bytes) -> None:
-    """Play a placed request to its end."""
     if lease.prefill is not None:
         pair = Pair(Side("p", "h"), Side("d", "h"), "1")
         first = prefill_body(NIXL, pair, lease.ask, body)

@@ -49,7 +49,6 @@ def read(text: str) -> FleetConfig | ConfigError:
 
 
 def error_of(text: str) -> str:
-    """Return the error of an invalid file."""
     error = read(text)
     assert isinstance(error, ConfigError), error
     return str(error)

@@ -72,12 +72,10 @@ def until_close(data: bytes, taken: Sequence[Request]) -> bytes:
 
 
 def count_taken(data: bytes) -> int:
-    """Return how many whole requests these bytes hold."""
     return len(judge.read([data])[0])
 
 
 def record_received(client: Client, received: bytearray) -> None:
-    """Copy what a client receives."""
     feed = client.reader.feed_data
 
     def copy(data: bytes) -> None:
@@ -88,7 +86,6 @@ def record_received(client: Client, received: bytearray) -> None:
 
 
 async def read_answer(client: Client, request: Request) -> None:
-    """Read the answer to one request."""
     head_only = request.head.method == "HEAD"
     answer = await client.answer(head_only=head_only, within=WITHIN_S)
     if answer.status == 100:
@@ -118,7 +115,6 @@ async def answer_mutated(call: Call) -> None:
 
 
 async def ask_hostile_worker(site: Site, number: int) -> str:
-    """Send a request to a hostile worker; return its outcome."""
     client = await site.client()
     try:
         answer = await client.ask(chat("hi", b"X-Number: %d" % number), within=WITHIN_S)

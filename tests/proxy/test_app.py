@@ -38,7 +38,6 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[list[FakeWorker]]:
-    """Return two fake workers."""
     made = [FakeWorker("a"), FakeWorker("b")]
     for fake in made:
         await fake.listen()
@@ -66,7 +65,6 @@ async def wait_until_up(app: App, *names: str) -> None:
 
 @pytest.fixture
 async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
-    """Start a router in front of both workers."""
     source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     running = App(load(source), source)
     await running.start()
@@ -76,7 +74,6 @@ async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
 
 
 async def ask(app: App, data: bytes) -> int:
-    """Send one request; return the status."""
     client = await Client.connect(app.wire.port)
     try:
         return (await client.ask(data)).status
@@ -395,7 +392,6 @@ async def test_admin_connections_leave_files_for_requests(
 
 
 async def any_received(fakes: list[FakeWorker]) -> None:
-    """Wait until one worker has the request."""
     arrivals = [asyncio.create_task(fake.got(within=DEADLINE_S)) for fake in fakes]
     _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -403,7 +399,6 @@ async def any_received(fakes: list[FakeWorker]) -> None:
 
 
 async def port_closed(port: int) -> None:
-    """Wait until the port refuses connections."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -473,7 +468,6 @@ async def test_sighup_reloads_the_fleet_file(
 
 
 def write_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
-    """Write a fleet file for a prefill and a decode worker."""
     roles = zip(("prefill", "decode"), fakes, strict=True)
     workers = "".join(f"  - {{name: {f.name}, url: '{f.url}', role: {r}}}\n" for r, f in roles)
     router = "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"

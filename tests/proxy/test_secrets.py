@@ -64,7 +64,6 @@ class Recorder:
         self.statuses: set[int] = set()
 
     async def send(self, method: str, url: str, key: str, **options: Any) -> str:
-        """Send a request and record the response."""
         headers = {"Authorization": f"Bearer {key}", "X-Explain": "1"}
         async with self.session.request(method, url, headers=headers, **options) as answer:
             try:
@@ -87,7 +86,6 @@ class Recorder:
 
 @pytest.fixture
 async def fake() -> AsyncIterator[FakeWorker]:
-    """Start a fake worker."""
     fake = FakeWorker("a", model="tiny")
     await fake.listen()
     yield fake
@@ -146,7 +144,6 @@ async def send_as_client(recorder: Recorder, fake: FakeWorker) -> None:
 
 
 async def send_as_operator(recorder: Recorder, url: str) -> None:
-    """Send admin requests."""
     admin_url = recorder.app.admin_url
     for path in ADMIN_PATHS:
         await recorder.send("GET", admin_url + path, ADMIN_KEY)

@@ -12,7 +12,6 @@ from proxy.errors import ConfigError
 
 
 def problems_of(workers: list[dict[str, Any]], **blocks: Any) -> dict[str, str]:
-    """Return the problems of a fleet by path."""
     text = yaml.safe_dump({"model": "m", "workers": workers, **blocks})
     try:
         parse(text, "fleet.yaml")

@@ -34,7 +34,6 @@ routing: {policy: adaptive, short_limit: 10000}
 
 
 def problems(text: str) -> dict[str, str]:
-    """Return the problems of a text by path."""
     with pytest.raises(ConfigError) as caught:
         parse(text, "fleet.yaml")
     assert str(caught.value).splitlines() == [f"fleet.yaml: {p}" for p in caught.value.problems]

@@ -16,12 +16,10 @@ SELECTOR = {"name": "a", "selector": "a=b"}
 
 
 def read(*pools: dict[str, Any], **blocks: Any) -> FleetConfig:
-    """Parse a file with these pools."""
     return parse(yaml.safe_dump({"model": "m", "discovery": {"pools": [*pools]}, **blocks}), "f")
 
 
 def problems(*pools: dict[str, Any], **blocks: Any) -> dict[str, str]:
-    """Return the problems of such a file by path."""
     with pytest.raises(ConfigError) as caught:
         read(*pools, **blocks)
     return {problem.path: problem.message for problem in caught.value.problems}

@@ -21,14 +21,12 @@ def read(**blocks: Any) -> FleetConfig:
 
 
 def problems_of(**blocks: Any) -> dict[str, str]:
-    """Return the problems of such a fleet by path."""
     with pytest.raises(ConfigError) as error:
         read(**blocks)
     return {problem.path: problem.message for problem in error.value.problems}
 
 
 def tenant(name: str = "t", **fields: Any) -> dict[str, Any]:
-    """Return a tenant block."""
     return {"name": name, "key_hashes": [HASH], **fields}
 
 

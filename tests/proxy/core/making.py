@@ -33,7 +33,6 @@ def spec(
     most: int | None = None,
     model: str = MODEL,
 ) -> WorkerSpec:
-    """Describe a worker."""
     return WorkerSpec(name, f"http://{name}", role, model, limit, most)
 
 
@@ -52,12 +51,10 @@ def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
 
 
 def members(fleet: Fleet) -> list[Worker]:
-    """List a fleet's workers in the order in which they were added."""
     return list(fleet)
 
 
 def worker_of(router: Router, name: str) -> Worker:
-    """Find a worker of the fleet."""
     return present(router.fleet.get(name))
 
 
@@ -74,7 +71,6 @@ def ask(
     prefix: tuple[int, ...] = (),
     model: str = MODEL,
 ) -> RequestInfo:
-    """Make a request of the given size."""
     made = RequestInfo(
         f"r{next(_ids)}",
         "chat/completions",
@@ -97,7 +93,6 @@ def ask(
 
 
 def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
-    """Find a route that exists."""
     found = find(method, path)
     assert isinstance(found, Route)
     return found
@@ -106,7 +101,6 @@ def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
 def read(
     router: Router, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions"
 ) -> RequestInfo | Refusal:
-    """Read a body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return router.read(route(path), raw, b"application/json", "id")
 
@@ -119,29 +113,24 @@ def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completion
 
 
 def chat(*contents: object, **fields: object) -> dict[str, Any]:
-    """Write a chat."""
     return {"messages": [{"role": "user", "content": content} for content in contents], **fields}
 
 
 def placed(answer: Lease | Ticket | Refusal) -> Lease:
-    """Check that the answer is a lease."""
     assert isinstance(answer, Lease), answer
     return answer
 
 
 def waits(answer: Lease | Ticket | Refusal) -> Ticket:
-    """Check that the answer is a ticket."""
     assert isinstance(answer, Ticket), answer
     return answer
 
 
 def workers_named(router: Router, *names: str) -> frozenset[Worker]:
-    """Return the workers with these names."""
     return frozenset(worker_of(router, name) for name in names)
 
 
 def refused(answer: object) -> Refusal:
-    """Check that the answer is a refusal."""
     assert isinstance(answer, Refusal), answer
     return answer
 

@@ -22,12 +22,10 @@ Maker = Callable[[random.Random], RequestInfo]
 
 
 def short(rng: random.Random) -> RequestInfo:
-    """Return a short request."""
     return ask(rng.randint(50, 1500), rng.randint(20, 200))
 
 
 def long(rng: random.Random) -> RequestInfo:
-    """Return a long request."""
     return ask(rng.randint(10_000, 40_000), rng.randint(20, 200))
 
 
@@ -75,7 +73,6 @@ def saturated(specs: tuple[WorkerSpec, ...], clients: int, *, stream: bool) -> f
 
 
 def ttfts(toy: Toy, *, long: bool) -> list[float]:
-    """Return the times to first token of shorts or of longs."""
     return [job.ttft for job in toy.jobs if job.ask.long is long and job.first_at is not None]
 
 

@@ -433,7 +433,6 @@ def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None
 
 
 def scores(decision: object) -> dict[str, Score]:
-    """Return the scores of a decision by worker."""
     return {score.worker: score for score in getattr(decision, "scores")}  # noqa: B009
 
 

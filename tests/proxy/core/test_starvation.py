@@ -56,7 +56,6 @@ class World:
         self.numbers = count()
 
     def ask(self, tenant: Tenant, size: Size) -> None:
-        """Submit a request."""
         info: RequestInfo = ask(max(int(size.prompt * size.error), 1), size.output + 1)
         info.expected_output = int(size.output * size.error)
         info.tenant, info.rank = tenant, tenant.spec.rank
@@ -68,13 +67,11 @@ class World:
             self.begin(answer, size, self.now)
 
     def begin(self, lease: Lease, size: Size, since: float) -> None:
-        """Start a request."""
         heapq.heappush(self.running, (self.now + size.runs, next(self.numbers), lease, size))
         if lease.ask.tenant is not self.flooder:
             self.waited.append(self.now - since)
 
     def refill(self, turn: int) -> None:
-        """Keep the queue full."""
         while self.flooder.waiting < self.depth:
             self.ask(self.flooder, self.flood[(turn + self.flooder.waiting) % len(self.flood)])
 
@@ -97,12 +94,10 @@ class World:
         self.waited += [self.now - at for at in since]
 
     def is_polite(self, ticket: Ticket) -> bool:
-        """Return whether a request is not the flood's."""
         return ticket.ask.tenant is not self.flooder
 
     @property
     def longest(self) -> float:
-        """The run time of the longest request."""
         return max(size.runs for size in (*self.flood, *self.polite))
 
 

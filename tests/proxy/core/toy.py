@@ -20,8 +20,6 @@ from tests.present import present
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of an engine."""
-
     token_s: float = 2e-4  # per prefilled token
     base_s: float = 0.02  # of a step
     each_s: float = 5e-4  # added by each sequence that decodes
@@ -54,7 +52,6 @@ class Job:
 
     @property
     def where(self) -> str:
-        """The name of its worker."""
         return present(self.lease).worker.name
 
 
@@ -69,7 +66,6 @@ class Engine:
     most_jobs: int = 0
 
     def take(self, job: Job) -> None:
-        """Receive a request."""
         blocks = job.ask.prefix
         held = next((i for i, block in enumerate(blocks) if block not in self.cached), len(blocks))
         share = held / len(blocks) if blocks else 0.0
@@ -117,7 +113,6 @@ class Toy:
         self.finished: Callable[[Job], None] = lambda _: None
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call a function at a time."""
         heapq.heappush(self._events, (when, next(self._numbers), call))
 
     def run(self, until: float = 1e9) -> None:
@@ -133,7 +128,6 @@ class Toy:
             self.at(self.now + 0.1, self._tick)
 
     def send(self, ask: RequestInfo, output: int) -> Job:
-        """Send a request now."""
         job = Job(ask, output, self.now)
         self.jobs.append(job)
         ask.long = ask.budget > self.router.settings.short_limit
@@ -190,5 +184,4 @@ class Toy:
 
 
 def p99(values: list[float]) -> float:
-    """Return the 99th percentile."""
     return quantiles(values, n=100, method="inclusive")[-1]

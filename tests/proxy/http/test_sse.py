@@ -70,7 +70,6 @@ FAILED = (ROLE, 5 * [TOKEN], [ERROR, DONE])
 
 
 def delta(kind: str, **fields: str) -> bytes:
-    """Return a delta event of Anthropic's API."""
     data = {"type": "content_block_delta", "index": 0, "delta": {"type": kind, **fields}}
     return b"event: content_block_delta\ndata: %b\n\n" % compact(data)
 

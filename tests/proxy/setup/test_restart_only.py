@@ -11,12 +11,10 @@ FLEET = "model: m\nworkers: [{name: a, url: 'http://h:1'}]\n"
 
 
 def fleet(router: str, rest: str = "") -> FleetConfig:
-    """Parse a fleet file."""
     return parse(f"{FLEET}router: {{{router}}}\n{rest}", "f")
 
 
 def tls(name: str, *, clients: bool = False) -> str:
-    """Return a TLS block."""
     ca = f", client_ca_file: /{name}/ca" if clients else ""
     return f"{{cert_file: /{name}/crt, key_file: /{name}/key{ca}}}"
 

@@ -30,7 +30,6 @@ def fleet(*tenants: dict[str, Any], **router: Any) -> FleetConfig:
 
 
 def read(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
-    """Return the tenant of each known key."""
     found = read_keys(fleet(*tenants), "fleet.yaml", environ)
     owners = {key: found.get(sha256(key.encode()).digest()) for key in KEYS}
     return {key: name for key, name in owners.items() if name is not None}
@@ -155,7 +154,6 @@ def test_settings_reach_the_router() -> None:
 
 
 def write(file: Path, *tenants: dict[str, Any], **router: Any) -> None:
-    """Write a fleet file with these tenants."""
     workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
     data = {"model": "m", "workers": workers, "tenants": [*tenants], "router": router}
     file.write_text(yaml.safe_dump(data))

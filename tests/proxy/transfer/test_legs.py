@@ -22,7 +22,6 @@ SPLIT = sorted(route_names(lambda route: route.may_be_split))
 
 
 def prefill(route: str, body: bytes, *, has_minimum: bool = False, connector: str = "nixl") -> Any:
-    """Return the parsed body of a prefill leg."""
     info = ask(100)
     info.route, info.least_output = route, has_minimum
     return json.loads(prefill_body(make(connector), PAIR, info, body))

@@ -23,11 +23,10 @@ def test_worker_without_an_address_has_no_request_id() -> None:
     assert p2p.request_id(Pair(Side("p9", "10.0.0.9"), PAIR.decode, "x")) is None
 
 
-@pytest.mark.parametrize("request_id", [b"", b"abc", b"prefill_addr", b"cmpl-___x_decode"])
-def test_other_ids_are_not_steering(request_id: bytes) -> None:
-    assert not is_steering(request_id)
-
-
-@pytest.mark.parametrize("request_id", [b"x___prefill_addr_a:1", b"___decode_addr_b:2_"])
-def test_id_with_one_address_is_steering(request_id: bytes) -> None:
-    assert is_steering(request_id)
+@pytest.mark.parametrize(
+    ("request_id", "steering"),
+    [(b"", False), (b"abc", False), (b"prefill_addr", False), (b"cmpl-___x_decode", False),
+     (b"x___prefill_addr_a:1", True), (b"___decode_addr_b:2_", True)],
+)  # fmt: skip
+def test_id_with_an_address_is_steering(request_id: bytes, steering: bool) -> None:
+    assert is_steering(request_id) is steering

@@ -17,7 +17,6 @@ from proxy.core.fleet.breaker import (
 
 
 def opened(now: float = 0.0) -> Breaker:
-    """Return a breaker that has just opened."""
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed(now)

@@ -41,7 +41,6 @@ SHARED = tuple(range(1, BLOCKS + 1))
 def set_page(
     router: Router, at: float, usage: float = 0.0, running: int = 1, waiting: int = 0
 ) -> Worker:
-    """Set the worker's metrics page."""
     gauges = Gauges(at, running, waiting, kv_usage=usage, kv_capacity_tokens=CACHE)
     router.fleet.set_gauges("a", gauges)
     return worker_of(router, "a")

@@ -131,8 +131,6 @@ def test_failures_in_panic_do_not_lengthen_the_open_time() -> None:
 
 
 class PanicRecorder:
-    """Records which pools panic."""
-
     def __init__(self) -> None:
         self.events: list[tuple[str, Key, int, int]] = []
 
@@ -146,11 +144,9 @@ class PanicRecorder:
         """Ignore the event."""
 
     def panics(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
-        """Record the event."""
         self.events.append(("panics", key, live, out))
 
     def heeds(self, key: Key, live: int, out: int) -> None:
-        """Record the event."""
         self.events.append(("heeds", key, live, out))
 
 

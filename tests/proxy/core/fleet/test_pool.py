@@ -13,13 +13,11 @@ from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, 
 def open_names(
     pool: Pool, request: RequestInfo, fleet: Fleet | None = None, now: float = 0.0
 ) -> list[str]:
-    """Return the names of the workers that are open to a request."""
     resting = fleet.resting if fleet else ()
     return sorted(worker.name for worker in pool.open_to(request, now, resting, ()))
 
 
 def charge(fleet: Fleet, worker: Worker, request: RequestInfo | None = None) -> Lease:
-    """Charge a request to a worker."""
     return fleet.charge(request or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
 
 

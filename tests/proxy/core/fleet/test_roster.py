@@ -386,18 +386,14 @@ def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
 
 
 class BreakerRecorder:
-    """Records breaker events."""
-
     def __init__(self, fleet: Fleet) -> None:
         self.events: list[tuple[str, str, str]] = []
         fleet.witness = self
 
     def rests(self, worker: Worker, now: float) -> None:
-        """Record the event."""
         self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
 
     def is_back(self, worker: Worker) -> None:
-        """Record the event."""
         self.events.append(("is back", worker.name, ""))
 
     def has_left(self, worker: Worker) -> None:

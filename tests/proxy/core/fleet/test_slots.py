@@ -23,7 +23,6 @@ CACHE = 10_000_000
 
 
 def make_router(*names: str, **settings: Any) -> Router:
-    """Return a router with a prefill worker and decode workers."""
     decodes = [spec(name, D) for name in names or ("d0",)]
     settings = {"disaggregate_above": 1} | settings
     return router_of(spec("p0", P), *decodes, transfer=True, **settings)
@@ -38,7 +37,6 @@ def set_page(
     name: str = "d0",
     usage: float = 0.1,
 ) -> Worker:
-    """Set a worker's metrics page."""
     gauges = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=CACHE)
     router.fleet.set_gauges(name, gauges)
     return worker_of(router, name)

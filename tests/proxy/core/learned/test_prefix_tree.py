@@ -57,7 +57,6 @@ def test_each_held_block_is_counted_once(prompts: list[tuple[int, int]], shuffle
 def check_agreement(
     stems: PrefixTree, holders: Counter[int], ends: dict[tuple[int, ...], list[PrefixNode]]
 ) -> None:
-    """Compare the tree with the holders of each block."""
     sizes = {block: BLOCKS[n] for chain in ends for n, block in enumerate(chain)}
     assert stems.tokens == sum(sizes[block] for block, number in holders.items() if number)
     more = {block: number - 1 for block, number in holders.items() if number > 1}

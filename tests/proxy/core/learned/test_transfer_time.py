@@ -12,7 +12,6 @@ from proxy.core.learned.transfer_time import UNCLAMPED_TRANSFERS, TransferTime, 
 
 
 def taught(fixed_s: float, token_s: float, *, noise: float = 0.0, seed: int = 1) -> TransferTime:
-    """Return a model that has seen 200 transfers."""
     chance = random.Random(seed)
     time = TransferTime()
     for _ in range(200):

@@ -41,7 +41,6 @@ def of(owner: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Req
 
 
 def tokens_left(owner: Tenant) -> int:
-    """Return the tokens left in the current minute."""
     _, tokens = owner.ledger.left(0.0)
     return present(tokens)[1]
 

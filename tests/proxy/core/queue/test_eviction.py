@@ -130,9 +130,7 @@ def test_no_eviction_if_the_request_would_not_fit() -> None:
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.integers(1, 300)), max_size=120)
 )
 @settings(deadline=None)
-def test_bounds_hold_and_evicted_tenants_had_more(
-    requests: list[tuple[int, int, int]],
-) -> None:
+def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int, int]]) -> None:
     bench = QueueBench(CAPACITY, 2000, most_tokens=1500)
     tenants = [
         tenant(f"t{number}", 1.0 + number % 2, rank)

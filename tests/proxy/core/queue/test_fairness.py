@@ -34,7 +34,6 @@ def tenant(name: str, weight: float = 1.0, rank: Rank = STANDARD) -> Tenant:
 
 
 def of(owner: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> RequestInfo:
-    """Return a request of a tenant."""
     info = ask(prompt, output, **fields)
     info.tenant, info.rank = owner, owner.spec.rank
     return info

@@ -19,7 +19,6 @@ END = Refusal(429, Reason.QUEUE_FULL, "over")
 
 
 def make_queue(capacity: int = 10, max_bytes: int = 10_000, wait_s: float = 30.0) -> Queue:
-    """Make a queue."""
     return Queue(capacity, max_bytes, wait_s)
 
 

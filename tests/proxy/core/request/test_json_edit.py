@@ -139,7 +139,6 @@ def texts(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
 
 
 def pairs_of(text: bytes) -> list[tuple[str, Any]]:
-    """Return an object's pairs in order."""
     return [
         (member.name.decode(), json.loads(text[member.value : member.end]))
         for member in members(text)

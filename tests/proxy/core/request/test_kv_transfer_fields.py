@@ -17,7 +17,6 @@ TYPE = b"multipart/form-data; boundary=XyZ"
 
 
 def steering_field(body: str) -> str | None:
-    """Return the steering field of a body."""
     return steering(orjson.loads(body), body.encode())
 
 

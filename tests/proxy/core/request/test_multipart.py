@@ -114,10 +114,7 @@ def test_ambiguous_form_has_no_plain_model(
         (form(MODEL_PART).replace(b"\r\n--XyZ--", b"\n--XyZ--"), TYPE),
         (form(MODEL_PART, FILE_PART).replace(b"\r\n--XyZ\r\n", b"\r\n--XyZ \r\n"), TYPE),
         (form(MODEL_PART, (b'name="x"', b"--XyZ")), TYPE),
-        (
-            form(FILE_PART, MODEL_PART).replace(FILE_PART[1] + b"\r\n", b""),
-            TYPE,
-        ),  # in the file
+        (form(FILE_PART, MODEL_PART).replace(FILE_PART[1] + b"\r\n", b""), TYPE),  # in the file
     ],
 )
 def test_form_with_ambiguous_boundaries_has_no_plain_model(

@@ -22,7 +22,6 @@ TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 def size(
     body: dict[str, Any], path: str = "/v1/chat/completions", sizer: Sizer | None = None
 ) -> RequestInfo:
-    """Return the sized request of a body."""
     return (sizer or Sizer()).ask(route(path), "m", body, 1000, "id")
 
 

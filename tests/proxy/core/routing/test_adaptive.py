@@ -25,12 +25,10 @@ from tests.proxy.core.making import (
 
 
 def short_and_long(**settings: object):  # noqa: ANN201
-    """Return a router for a short and a long worker."""
     return router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536), **settings)
 
 
 def placement(lease: Lease) -> tuple[str, Reason]:
-    """Return a lease's worker and reason."""
     return lease.worker.name, lease.decision.reason
 
 

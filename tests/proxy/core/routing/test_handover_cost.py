@@ -37,7 +37,6 @@ LONG = 12_000
 
 
 def make_router(*extra: WorkerSpec, prefills: int = 1, decodes: int = 1, **settings: Any) -> Router:
-    """Return a router with prefill and decode workers."""
     specs = [spec(f"p{n}", P) for n in range(prefills)] + [spec(f"d{n}", D) for n in range(decodes)]
     return router_of(*specs, *extra, transfer=True, **settings)
 
@@ -65,7 +64,6 @@ def blocks_held(router: Router, prefix: tuple[int, ...], worker: Worker) -> int:
 
 
 def verdicts(router: Router) -> dict[str, int]:
-    """Return the number of decisions by verdict."""
     return {key[1]: count for key, count in router.handovers.items()}
 
 

@@ -20,7 +20,6 @@ def hashed(key: bytes) -> bytes:
 
 
 def two_tenants() -> Tenants:
-    """Make two tenants with a key each."""
     tenants = Tenants()
     specs = [TenantSpec("a", limits=Limits(concurrency=2)), TenantSpec("b", Rank.BATCH)]
     tenants.replace(specs, {hashed(KEY): "a", hashed(OTHER): "b"})
