@@ -69,15 +69,15 @@ def set_route(head: RequestHead) -> None:
 def read(pieces: list[bytes]) -> tuple[list[Request], ParserState, str | None]:
     """Parse pieces of a stream; return the requests, the parser's state and the refusal."""
     parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY)
-    why = None
+    refusal = None
     try:
         for piece in pieces:
             parser.feed(piece)
     except RefusedError as error:
-        status, why = error.refusal.status, error.refusal.message
+        status, refusal = error.refusal.status, error.refusal.message
         if not 400 <= status < 600:
             raise DifferenceError(f"refused with {status}") from None
-    return list(parser.ready), parser.state, why
+    return list(parser.ready), parser.state, refusal
 
 
 def fields_of(requests: list[Request]) -> list[tuple[Any, ...]]:
@@ -91,18 +91,18 @@ def fields_of(requests: list[Request]) -> list[tuple[Any, ...]]:
 def requests(messages: list[bytes], pieces: list[bytes], tally: Tally) -> None:
     """Compare requests parsed whole and in pieces with the reference's."""
     data = b"".join(messages)
-    got, state, why = read([data])
+    got, state, refusal = read([data])
     cut, cut_state, cut_why = read(pieces)
     again, again_state, again_why = read(messages)  # one piece each: heads get cached
     for other, other_state, other_why in (
         (cut, cut_state, cut_why),
         (again, again_state, again_why),
     ):
-        if fields_of(other) != fields_of(got) or (other_why is None) != (why is None):
+        if fields_of(other) != fields_of(got) or (other_why is None) != (refusal is None):
             raise DifferenceError(
                 f"cut differently: {fields_of(other)} {other_why}, not {fields_of(got)}"
             )
-        if why is None and other_state is not state:
+        if refusal is None and other_state is not state:
             raise DifferenceError(f"cut differently it ends in {other_state}, not {state}")
     at = 0
     for request in got:
@@ -111,13 +111,13 @@ def requests(messages: list[bytes], pieces: list[bytes], tally: Tally) -> None:
         if not request.head.keep_alive:
             break
     else:
-        if why is None:
+        if refusal is None:
             check_rest(data[at:], state)
     tally.streams += 1
     tally.messages += len(messages)
     tally.taken += len(got)
-    if why is not None:
-        tally.refuse(why)
+    if refusal is not None:
+        tally.refuse(refusal)
     elif state is not ParserState.NOTHING:
         tally.waiting += 1
 
@@ -192,9 +192,9 @@ def check_forwarded(request: Request) -> None:
         raise DifferenceError(f"sent on, but not one request: {sent!r}")
     if other.body != request.body or other.start[0] != request.head.method.encode():
         raise DifferenceError(f"sent on as another request: {sent!r}")
-    _, state, why = read([sent])
-    if why is not None or state is not ParserState.NOTHING:
-        raise DifferenceError(f"sent on, but the router would refuse it ({why}): {sent!r}")
+    _, state, refusal = read([sent])
+    if refusal is not None or state is not ParserState.NOTHING:
+        raise DifferenceError(f"sent on, but the router would refuse it ({refusal}): {sent!r}")
 
 
 def check_rest(rest: bytes, state: ParserState) -> None:
@@ -216,13 +216,13 @@ def answers(messages: list[bytes], pieces: list[bytes], tally: Tally) -> None:
     tally.messages += len(messages)
     for data in messages:
         parser.expect()
-        got, head, why = parse_answer(parser, [data])
+        got, head, refusal = parse_answer(parser, [data])
         fresh = ResponseParser()
         again = parse_answer(fresh, pieces if messages == [data] else [data[:9], data[9:]])
-        if (got, why is None) != (again[0], again[2] is None):
-            raise DifferenceError(f"cut differently it is {again}, not {got} {why}")
-        if why is not None:
-            tally.refuse(why)
+        if (got, refusal is None) != (again[0], again[2] is None):
+            raise DifferenceError(f"cut differently it is {again}, not {got} {refusal}")
+        if refusal is not None:
+            tally.refuse(refusal)
             return
         if head is None or not parser.ended:
             tally.waiting += 1

@@ -101,8 +101,8 @@ async def test_fuzzed_uploads_and_batches_are_no_500(
                 answer = await site.ask(request(b"", path=path, method=method))
                 assert answer.status < 500, (method, path, answer)
         batch_ids = []
-        for each in file_ids:
-            body = json.dumps({"input_file_id": each, "endpoint": "/v1/chat/completions",
+        for item_id in file_ids:
+            body = json.dumps({"input_file_id": item_id, "endpoint": "/v1/chat/completions",
                                "completion_window": "24h"}).encode()  # fmt: skip
             answer = await site.ask(request(body, path="/v1/batches"))
             assert answer.status < 500, answer
@@ -110,12 +110,12 @@ async def test_fuzzed_uploads_and_batches_are_no_500(
                 batch_ids.append(answer.json()["id"])
         assert batch_ids
         # Each batch ends: completed, or failed line by line.
-        for each in batch_ids:
-            batch = await office.client.batches.retrieve(each)
+        for item_id in batch_ids:
+            batch = await office.client.batches.retrieve(item_id)
             async with asyncio.timeout(30.0):
                 while batch.status in ("validating", "in_progress", "finalizing"):
                     await asyncio.sleep(0.02)
-                    batch = await office.client.batches.retrieve(each)
+                    batch = await office.client.batches.retrieve(item_id)
             assert batch.status in ("completed", "failed")
         await eventually(lambda: not site.unfinished(), site.unfinished, within=30.0)
     finally:

@@ -53,8 +53,8 @@ def test_mutator_is_deterministic() -> None:
 
 def test_valid_requests_are_accepted() -> None:
     for data in corpus.REQUESTS:
-        got, _, why = judge.read([data])
-        assert (len(got), why) == (1, None), data
+        got, _, refusal = judge.read([data])
+        assert (len(got), refusal) == (1, None), data
 
 
 @pytest.mark.parametrize("line", corpus.LINES, ids=lambda line: repr(line[:40]))
@@ -77,9 +77,9 @@ def test_each_header_line_with_either_framing(line: bytes) -> None:
 
 def test_length_with_thousands_of_zeros_is_refused() -> None:
     """Python refuses to read such a number."""
-    _, _, why = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
-    assert why is not None
-    assert "digits" in why
+    _, _, refusal = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
+    assert refusal is not None
+    assert "digits" in refusal
     with pytest.raises(ResponseError):
         ResponseParser().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
 
@@ -93,26 +93,26 @@ def test_length_with_thousands_of_zeros_is_refused() -> None:
     ids=["known", "upgrade"],
 )
 def test_thousands_of_pipelined_requests_are_parsed(message: bytes) -> None:
-    got, _, why = judge.read([message, message * 5000])
-    assert (len(got), why) == (5001, None)
+    got, _, refusal = judge.read([message, message * 5000])
+    assert (len(got), refusal) == (5001, None)
 
 
 def test_invalid_request_after_an_upgrade_is_refused() -> None:
     upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
-    got, _, why = judge.read([upgrade + HEAD + b"Expect: more\r\n\r\n"])
+    got, _, refusal = judge.read([upgrade + HEAD + b"Expect: more\r\n\r\n"])
     assert len(got) == 1
-    assert why is not None
+    assert refusal is not None
 
 
 def test_bytes_after_a_closing_upgrade_are_ignored() -> None:
     last = HEAD + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
-    got, _, why = judge.read([last + corpus.INNER])
-    assert (len(got), why) == (1, None)
+    got, _, refusal = judge.read([last + corpus.INNER])
+    assert (len(got), refusal) == (1, None)
 
 
 def test_invalid_target_is_refused() -> None:
-    _, _, why = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
-    assert why == "the request target is neither a path nor a URL"
+    _, _, refusal = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
+    assert refusal == "the request target is neither a path nor a URL"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ async def play(site: Site, number: int, received: bytearray | None = None) -> in
     """
     mutator = Mutator(SEED, number)
     data = b"".join(mutator.requests())
-    taken, _, why = judge.read([data])
+    taken, _, refusal = judge.read([data])
     data = until_close(data, taken)
     client = await site.client()
     if received is not None:
@@ -48,11 +48,11 @@ async def play(site: Site, number: int, received: bytearray | None = None) -> in
             if not request.head.keep_alive:
                 assert await client.closed(within=WITHIN_S) == b""
                 return at + 1
-        if why is not None:
+        if refusal is not None:
             refused = await client.answer(within=WITHIN_S)
             if refused.status == 100:
                 refused = await client.answer(within=WITHIN_S)
-            assert refused.status in EXPECTED_STATUSES - {200}, (refused, why)
+            assert refused.status in EXPECTED_STATUSES - {200}, (refused, refusal)
             refused.error()
             assert await client.closed(within=WITHIN_S) == b""
         return len(taken)

@@ -73,14 +73,14 @@ def requests(count: int) -> Iterator[object]:
         data = b"".join(messages)
         for pieces in ([data], mutator.cuts(data), messages):
             try:
-                found, state, why = judge.read(pieces)
+                found, state, refusal = judge.read(pieces)
             except Exception as error:
                 yield repr(error)
                 continue
             sent = [
                 judge.worker_bytes(request) for request in found if request.head.route is not None
             ]
-            yield judge.fields_of(found), state, why, sent
+            yield judge.fields_of(found), state, refusal, sent
 
 
 def answers(count: int) -> Iterator[object]:

@@ -38,11 +38,11 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[list[FakeWorker]]:
-    made = [FakeWorker("a"), FakeWorker("b")]
-    for fake in made:
+    workers = [FakeWorker("a"), FakeWorker("b")]
+    for fake in workers:
         await fake.listen()
-    yield made
-    for fake in made:
+    yield workers
+    for fake in workers:
         await fake.stop()
 
 

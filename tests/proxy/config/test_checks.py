@@ -53,11 +53,11 @@ NIXL = {"transfer": "nixl"}
         ([worker(1)], {"router": {"port": 0, "admin": {"port": 0}}}),
         # Policy flags are allowed without policies, and a value may have spaces.
         (launched("--additional-config", "{}"), {}),
-        *((launched("--x", each), {}) for each in (
+        *((launched("--x", text), {}) for text in (
             '--additional-config={"a": 1}', '{"a": -1}', "- x", "a -b c",
         )),
         # A stated limit may be below the worker's.
-        *((launched(*args, max_model_len=most), {}) for most in (4, 5) for args in (
+        *((launched(*args, max_model_len=limit), {}) for limit in (4, 5) for args in (
             ["--max-model-len", "5"], ["--max_model_len=5"],
         )),
         ([worker(1, role="short", max_model_len=2048), worker(2, role="long")],
@@ -102,8 +102,8 @@ ABOVE = "routing.disaggregate_above"
               ("--port", "the worker's url"), ("--scheduler_cls=x", "policies"),
               ("--additional_config.x=1", "policies"), ("--api-key", "api_key"),
           )),
-        *((launched("--x", each), {}, FLAG, f"write it as {'='.join(each.split())}")
-          for each in ("--max-model-len 5", "-tp 2 ", "--load_format\ndummy")),
+        *((launched("--x", text), {}, FLAG, f"write it as {'='.join(text.split())}")
+          for text in ("--max-model-len 5", "-tp 2 ", "--load_format\ndummy")),
         (launched("--max-model-len", "5", max_model_len=6), {}, FLAGS, ""),
         (launched("--max_model_len=5", max_model_len=6), {}, FLAGS, ""),
         ([worker(1, role="short", max_model_len=2048), worker(2, role="long")], {},

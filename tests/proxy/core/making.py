@@ -71,7 +71,7 @@ def ask(
     prefix: tuple[int, ...] = (),
     model: str = MODEL,
 ) -> RequestInfo:
-    made = RequestInfo(
+    info = RequestInfo(
         f"r{next(_ids)}",
         "chat/completions",
         model,
@@ -88,8 +88,8 @@ def ask(
         long=long,
         prefix=prefix,
     )
-    made.prefix_bytes = max(prompt * 4, COVERED[len(prefix)])
-    return made
+    info.prefix_bytes = max(prompt * 4, COVERED[len(prefix)])
+    return info
 
 
 def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:

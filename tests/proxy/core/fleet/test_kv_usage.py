@@ -204,8 +204,8 @@ def handed(fleet: Fleet, now: float) -> Lease:
     """Hand a request over from the first worker to the second."""
     first, second = members(fleet)[:2]
     halves = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
-    made = Decision(second, Reason.HANDOVER, handover=halves)
-    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), made, now)
+    decision = Decision(second, Reason.HANDOVER, handover=halves)
+    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), decision, now)
 
 
 def test_decode_leg_shares_prefixes_from_its_first_token() -> None:

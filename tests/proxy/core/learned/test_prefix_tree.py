@@ -20,12 +20,12 @@ PROMPTS = st.lists(st.tuples(st.integers(0, ALL - 1), st.integers(1, ALL)), min_
 
 def chains(prompts: list[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Return chained hashes: each prompt shares the given depth with another, then differs."""
-    made: list[tuple[int, ...]] = []
+    all_chains: list[tuple[int, ...]] = []
     for number, (way, size) in enumerate(prompts):
-        along = made[way % number][:way] if number else ()
+        along = all_chains[way % number][:way] if number else ()
         alone = range(1000 * number + len(along), 1000 * number + ALL)
-        made.append((*along, *alone)[:size])
-    return made
+        all_chains.append((*along, *alone)[:size])
+    return all_chains
 
 
 def held(chain: tuple[int, ...], holders: Counter[int]) -> int:

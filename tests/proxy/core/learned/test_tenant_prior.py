@@ -105,14 +105,14 @@ def test_learnt_rates_are_bounded_per_tenant() -> None:
 
 
 def test_median_is_recomputed_rarely() -> None:
-    sizer, made = Sizer(), 0
+    sizer, recomputed = Sizer(), 0
     prior, before = sizer.prior("m", CHAT), None
     for number in range(2000):
         teach(sizer, tenant(f"t{number % 20}"), 2.0, 1)
         common = prior.common()
-        made += common is not before
+        recomputed += common is not before
         before = common
-    assert made < 100
+    assert recomputed < 100
 
 
 def test_least_recent_voter_is_evicted() -> None:
