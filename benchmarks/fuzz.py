@@ -53,7 +53,7 @@ def main() -> int:
         print(
             f"{what}: {tally.messages:,} in {tally.streams:,} streams, "
             f"{time.perf_counter() - began:.0f} s: {tally.taken:,} taken, {tally.refused:,} "
-            f"streams refused in {len(tally.why)} ways, {tally.waiting:,} not whole, "
+            f"streams refused in {len(tally.refusals)} ways, {tally.waiting:,} not whole, "
             f"{len(differ)} read otherwise than by the reference"
         )
         for each in differ[:SHOWN]:

@@ -40,10 +40,10 @@ import aiohttp
 import openai
 
 from proxy.compiled import locate
-from tests.faults import disk, names
-from tests.faults.crowd import LEFT, NOBODY, Crowd
-from tests.faults.night import Night
-from tests.faults.troupe import KEYS, Troupe
+from tests.faults import disk, dns
+from tests.faults.batch_run import BatchRun
+from tests.faults.clients import LEFT, NO_ROUTER, ClientLoad
+from tests.faults.faulty_fleet import KEYS, FaultyFleet
 from tests.proxy.certificates import Authority
 from vllm_sched.workers.launch import free_port
 
@@ -195,7 +195,7 @@ async def clients(given: argparse.Namespace) -> None:
     """Be the clients, and print what became of their requests so far, a line each second."""
     keys = tuple(KEYS.values()) if given.tenants else ()
     tls = ssl.create_default_context(cafile=given.ca) if given.ca else None
-    crowd = Crowd(given.clients_of, given.seed, keys=keys, tls=tls)
+    crowd = ClientLoad(given.clients_of, given.seed, keys=keys, tls=tls)
     until = time.monotonic() + given.minutes * 60 - 5
     over = lambda: time.monotonic() > until  # noqa: E731
 
@@ -215,11 +215,11 @@ async def clients(given: argparse.Namespace) -> None:
 async def night(router: Router, seed: int) -> str:
     """Have a file of requests run; say what is wrong with what came of it, if anything is."""
     assert router.tls is not None
-    one = Night(url_of(router.port, router.tls), seed, router.tls)
+    one = BatchRun(url_of(router.port, router.tls), seed, router.tls)
     try:
         async with asyncio.timeout(NIGHT_S):
             await asked(one.begin)
-            while not await asked(one.over):  # noqa: ASYNC110  # another asks, of another
+            while not await asked(one.is_done):  # noqa: ASYNC110  # another asks, of another
                 await asyncio.sleep(0.5)
             await asked(one.judge)
     except (AssertionError, openai.APIStatusError) as error:
@@ -227,7 +227,7 @@ async def night(router: Router, seed: int) -> str:
     except TimeoutError:
         return f"a file of requests had no end within {NIGHT_S:g} s"
     finally:
-        await one.leave()
+        await one.close()
     return ""
 
 
@@ -249,11 +249,11 @@ async def soak(given: argparse.Namespace) -> int:
     # Workers that speak TLS write on to a router that hung up in that turn of the loop.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        kept_on = disk.DiskThere(Path(folder)) if given.guarded else None
-        env, no_names = names.failing(Path(folder), kept_on.code if kept_on else "")
+        kept_on = disk.ProcessDisk(Path(folder)) if given.guarded else None
+        env, no_names = dns.failing_lookups(Path(folder), kept_on.code if kept_on else "")
         authority = Authority(Path(folder) / "certificates") if given.guarded else None
         tls = authority.client() if authority else None
-        troupe = Troupe(given.seed, no_names, authority)
+        troupe = FaultyFleet(given.seed, no_names, authority)
         troupe.disk = kept_on
         await troupe.start()
         port, admin = free_port(), free_port()
@@ -292,7 +292,7 @@ async def soak(given: argparse.Namespace) -> int:
 
 async def _watch(
     given: argparse.Namespace,
-    troupe: Troupe,
+    troupe: FaultyFleet,
     router: Router,
     crowd: asyncio.subprocess.Process,
     seconds: float,
@@ -310,7 +310,7 @@ async def _watch(
 
     async def befall() -> None:
         while time.monotonic() < until:
-            await troupe.befalls(dice.random() * 2.0)
+            await troupe.inject_fault(dice.random() * 2.0)
             troupe.forget()
 
     async def kill() -> None:
@@ -356,7 +356,7 @@ def row(minute: float, said: dict[str, object], rss: float, files: int, flying: 
     wrong = outcomes["wrong"] + outcomes["hangs"]
     figures = (
         f"{minute:.1f}", said.get("sent"), outcomes["whole"], outcomes["refused"], outcomes["torn"],
-        outcomes[LEFT], outcomes[NOBODY], wrong, f"{said.get('slowest', 0):.1f}", f"{rss:.0f}",
+        outcomes[LEFT], outcomes[NO_ROUTER], wrong, f"{said.get('slowest', 0):.1f}", f"{rss:.0f}",
         files, f"{flying:.0f}",
     )  # fmt: skip
     print("".join(f"{figure!s:>{WIDTH}}" for figure in figures), flush=True)
@@ -376,7 +376,7 @@ def grown(held: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
 
 
 async def _verdict(
-    troupe: Troupe,
+    troupe: FaultyFleet,
     router: Router,
     said: dict[str, object],
     held: list[tuple[float, int]],
@@ -390,12 +390,11 @@ async def _verdict(
     traces = log.count("Traceback")
     wrong = [*(said.get("wrong") or ()), *filter(None, nights)]  # type: ignore[misc]
     print(f"left in flight {flying:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
-    print(f"what befell the workers: {troupe.befell}")
-    print(
-        f"names that could not be looked up, as the router saw it: {log.count(names.SEEN)} spells"
-    )
+    print(f"what befell the workers: {troupe.injected}")
+    spells = log.count(dns.LOOKUP_FAILED_LINE)
+    print(f"names that could not be looked up, as the router saw it: {spells} spells")
     if nights:
-        full = log.count(disk.SEEN)
+        full = log.count(disk.FULL_DISK_LINE)
         print(f"{len(nights)} files of requests were run; without room they paused {full} times")
     if router.lost:
         print(f"of the router's processes {router.lost} were killed")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.faults.crowd import REFUSALS, REFUSED, TORN, WHOLE, Crowd, WrongError
+from tests.faults.clients import REFUSALS, REFUSED, TORN, WHOLE, ClientLoad, WrongAnswerError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import Answer
 from vllm_sched.workers.launch import free_port
@@ -53,16 +53,16 @@ def judged(answer: Answer, _: list[str]) -> str:
     if answer.status in REFUSALS and b"error" in answer.body:
         return REFUSED
     if answer.status != 200:
-        raise WrongError(answer)
+        raise WrongAnswerError(answer)
     if not answer.one(b"content-type").startswith(b"text/event-stream"):
         if answer.json()["choices"][0]["finish_reason"] not in ("length", "stop"):
-            raise WrongError(answer)
+            raise WrongAnswerError(answer)
         return WHOLE
     if answer.body.endswith(scripts.DONE):
         return WHOLE
     if b'"error"' in answer.body.rpartition(b"data: ")[2]:
         return TORN
-    raise WrongError(answer)
+    raise WrongAnswerError(answer)
 
 
 def listener(port: int) -> int | None:
@@ -122,7 +122,7 @@ async def soak(given: argparse.Namespace) -> int:
 
 async def _play(given: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
     dice = random.Random(given.seed)
-    crowd = Crowd(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=PATIENCE_S)
+    crowd = ClientLoad(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=PATIENCE_S)
     crowd.judge = judged
     until = time.monotonic() + given.minutes * 60
     over = lambda: time.monotonic() > until  # noqa: E731

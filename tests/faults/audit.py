@@ -1,4 +1,4 @@
-"""What must hold of a router when nobody asks anything of it any more."""
+"""What must hold of an idle router after load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.setup.app import App
 
-# Made for each request or connection. Idle connections to workers stay, and each knows one head.
-PASSING = (
+# Created per request or connection. Idle worker connections stay, each with a cached head.
+TRANSIENT = (
     RequestInfo,
     Lease,
     Ticket,
@@ -36,9 +36,9 @@ PASSING = (
 
 
 def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
-    """Say what is still under way or charged; empty when nothing is."""
+    """Return what is still in flight or charged; empty if nothing is."""
     wire, router = app.wire, app.router
-    busy = [each for each in wire.pools.counts() if each[1] == "busy" and each[2] > 0]
+    busy = [count for count in wire.pools.counts() if count[1] == "busy" and count[2] > 0]
     left = {
         "exchanges": len(wire.exchanges),
         "queued": len(wire.queued) + len(router.queue),
@@ -58,7 +58,6 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
 
 
 def charges(worker: Worker) -> tuple[int, ...]:
-    """Return what is charged to a worker."""
     return (
         worker.requests,
         worker.prefill_tokens,
@@ -69,19 +68,19 @@ def charges(worker: Worker) -> tuple[int, ...]:
 
 
 def objects() -> Counter[str]:
-    """Count the objects that should be gone with their request, and connections to workers."""
+    """Count the objects that should end with their request, and worker connections."""
     gc.collect()
-    kinds = (*PASSING, WorkerConnection)
-    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
+    kinds = (*TRANSIENT, WorkerConnection)
+    return Counter(type(item).__name__ for item in gc.get_objects() if type(item) in kinds)
 
 
-def counted(app: App, but: str = "") -> Counter[int]:
-    """Count the requests that the router says it answered, by status; one tenant's left out."""
+def requests_by_status(app: App, without: str = "") -> Counter[int]:
+    """Return the router's counts of requests by status, without one tenant's."""
     found: Counter[int] = Counter()
     for key, series in app.metrics.requests.items():
         if key[0] not in extension.ROUTES:
             found[key[5]] += series.count
     for (tenant, _, status), count in app.metrics.tenants._requests.items():
-        if tenant == but:
+        if tenant == without:
             found[status] -= count
     return +found

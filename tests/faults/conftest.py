@@ -1,4 +1,4 @@
-"""The loop that the router runs on."""
+"""The event loop of the router."""
 
 from tests.proxy.wire.conftest import pytest_asyncio_loop_factories
 

@@ -1,6 +1,6 @@
-"""The disk that a router keeps its batches on, which fills up.
+"""A full disk under the router's batches.
 
-SQLite says of a bound on its pages what it says of a full disk.
+SQLite reports a page limit as a full disk.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from proxy.batches.service import Batches
 from proxy.batches.storage.store import Store
 from tests.proxy.wire.site import eventually
 
-ROOM = 1 << 20  # pages
-NONE = 1  # means no more than there are
-# Runs in the router's processes: see `names`.
+UNLIMITED_PAGES = 1 << 20  # pages
+NO_NEW_PAGES = 1  # below the current number: no new pages
+# Runs in the router's processes, see `dns`.
 CODE = """\
 from pathlib import Path
 
@@ -23,63 +23,63 @@ from proxy.batches.storage.store_thread import StoreThread
 call = StoreThread.__call__
 
 
-async def on_that_disk(self, what, *args, **named):
+async def on_full_disk(self, call_store, *args, **named):
     pages = {none} if Path({flag!r}).exists() else {room}
 
     def do(store):
         store.connection.execute(f"PRAGMA max_page_count = {{pages}}")
-        return what(store, *args, **named)
+        return call_store(store, *args, **named)
 
     return await call(self, do)
 
 
-StoreThread.__call__ = on_that_disk
+StoreThread.__call__ = on_full_disk
 """
-# In the router's log, each time that the lane pauses for it; not what uploads are told.
-SEEN = "batches: paused: the disk of"
+# Logged each time that batches pause for a full disk.
+FULL_DISK_LINE = "batches: paused: the disk of"
 
 
 class Disk(Protocol):
-    """Whichever it is."""
+    """A disk that can be filled and cleared."""
 
     async def fill(self) -> None:
-        """Leave no room for anything new."""
+        """Leave no room for new data."""
 
     async def clear(self) -> None:
         """Make room."""
 
 
-class DiskHere:
-    """That of a router in this process."""
+class LocalDisk:
+    """The disk of a router in this process."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
     async def fill(self) -> None:
-        """Leave no room for anything new."""
-        await self._batches.keeper(_limit, NONE)
+        """Leave no room for new data."""
+        await self._batches.keeper(_limit, NO_NEW_PAGES)
 
     async def clear(self) -> None:
         """Make room."""
-        await self._batches.keeper(_limit, ROOM)
+        await self._batches.keeper(_limit, UNLIMITED_PAGES)
 
-    async def is_missed(self, within_s: float) -> None:
-        """Have no room until somebody has wanted it."""
+    async def fill_until_noticed(self, within_s: float) -> None:
+        """Fill the disk until the batches have paused for it."""
         lane = self._batches.lane
         await self.fill()
         await eventually(lambda: "is full" in lane.paused, within=within_s)
         await self.clear()
 
 
-class DiskThere:
-    """That of a router in a process of its own."""
+class ProcessDisk:
+    """The disk of a router in another process."""
 
     def __init__(self, folder: Path) -> None:
         self._flag = folder / "no-room"
-        self.code = CODE.format(flag=str(self._flag), none=NONE, room=ROOM)
+        self.code = CODE.format(flag=str(self._flag), none=NO_NEW_PAGES, room=UNLIMITED_PAGES)
 
     async def fill(self) -> None:
-        """Leave no room for anything new."""
+        """Leave no room for new data."""
         self._flag.touch()
 
     async def clear(self) -> None:

@@ -1,9 +1,8 @@
-"""A fleet under load while everything goes wrong with it: each request has one end.
+"""A fleet under load and faults: each request has one end.
 
-And when it is over, nothing is left of any: no charge, task, socket, nor object.
+Afterwards no charge, task, socket or object is left.
 
-`python -m benchmarks.soak` does the same for as long as one likes, with the router in a process of
-its own.
+`python -m benchmarks.soak` does the same for any time, with the router in another process.
 """
 
 from __future__ import annotations
@@ -21,93 +20,95 @@ from proxy.config import load
 from proxy.discovery.dns import DnsSource
 from proxy.setup.app import App
 from tests.faults import audit
-from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
-from tests.faults.disk import DiskHere
-from tests.faults.night import Night
-from tests.faults.troupe import KEYS, NIGHT, Troupe
+from tests.faults.batch_run import BatchRun
+from tests.faults.clients import LEFT, REFUSED, TORN, WHOLE, ClientLoad
+from tests.faults.disk import LocalDisk
+from tests.faults.faulty_fleet import BATCH_TENANT, KEYS, FaultyFleet
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.site import eventually, sockets
 
 CLIENTS, SECONDS, CALM_S = 24, 3.0, 60.0
-# Some tickets are known by their deadlines for a while, and their asks with them; a connection
-# that was reset just now may be in its last turn.
-KEPT = {"Ticket": 65, "RequestInfo": 65}
-KEPT_OF_ANY = 2
-ENOUGH, FEW = 2 * max(KEPT.values()), 3  # requests; of each that became of them
+# Some tickets stay in the deadline list for a while, with their requests; a connection that was
+# just reset may be in its last turn.
+ALLOWED_LEFT = {"Ticket": 65, "RequestInfo": 65}
+ALLOWED_LEFT_DEFAULT = 2
+MIN_SENT, MIN_OF_OUTCOME = 2 * max(ALLOWED_LEFT.values()), 3  # requests; of each outcome
 
 
 @pytest.mark.parametrize(("seed", "guarded"), [(1, False), (2, True)], ids=["open", "guarded"])
-async def test_each_request_has_one_end_and_nothing_is_left(
+async def test_each_request_has_one_end_and_nothing_is_left_over(
     seed: int, guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarded: with tenants, TLS and admission, and with a file of requests run meanwhile.
-
-    The disk fills up, too: at first until it is noticed, and then at times.
-    """
+    """Guarded: with tenants, TLS, admission and a batch, on a disk that fills up at times."""
     authority = Authority(tmp_path / "certificates") if guarded else None
     tls = authority.client() if authority else None
-    troupe = Troupe(seed, authority=authority)
+    fleet = FaultyFleet(seed, authority=authority)
     look_up = DnsSource._look_up
 
-    async def at_times(self: DnsSource) -> set[str]:
-        if not troupe.names_resolve:
+    async def failing_look_up(self: DnsSource) -> set[str]:
+        if not fleet.names_resolve:
             raise socket.gaierror(socket.EAI_AGAIN, "no answer from any server")
         return await look_up(self)
 
-    monkeypatch.setattr(DnsSource, "_look_up", at_times)
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.2)  # until it is tried again
+    monkeypatch.setattr(DnsSource, "_look_up", failing_look_up)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.2)  # shortens the pause before a retry
     tasks, open_before = asyncio.all_tasks(), sockets()
-    await troupe.start()
+    await fleet.start()
     source = tmp_path / "fleet.yaml"
-    kept = tmp_path / "batches" if guarded else None
-    source.write_text(troupe.fleet(tenants=guarded, batches=kept))
+    batches = tmp_path / "batches" if guarded else None
+    source.write_text(fleet.fleet(tenants=guarded, batches=batches))
     app = App(load(source), source)
     await app.start()
-    ever = set(app.fleet.roster)
+    workers = set(app.fleet.roster)
     before = audit.objects()
-    night = Night(app.url, seed, tls) if tls else None
+    batch = BatchRun(app.url, seed, tls) if tls else None
     try:
         await eventually(lambda: sum(w.up for w in app.fleet.roster) == 7, within=CALM_S)
-        ever |= set(app.fleet.roster)
-        if night is not None:
-            await night.begin()
-        crowd = await under_fire(troupe, app, seed, tls)
-        ever |= set(app.fleet.roster)
-        if night is not None:
-            async with asyncio.timeout(2 * CALM_S):  # lines that came back rest, for up to a minute
-                while not await night.over():  # noqa: ASYNC110  # another asks, of another
+        workers |= set(app.fleet.roster)
+        if batch is not None:
+            await batch.begin()
+        clients = await load_with_faults(fleet, app, seed, tls)
+        workers |= set(app.fleet.roster)
+        if batch is not None:
+            async with asyncio.timeout(2 * CALM_S):  # failed lines pause for up to a minute
+                while not await batch.is_done():  # noqa: ASYNC110  # no event for this
                     await asyncio.sleep(0.05)
-            await night.judge()
-            await night.leave()
+            await batch.judge()
+            await batch.close()
         await eventually(
-            lambda: not audit.unfinished(app, ever),
-            lambda: audit.unfinished(app, ever),
+            lambda: not audit.unfinished(app, workers),
+            lambda: audit.unfinished(app, workers),
             within=CALM_S,
         )
-        reconcile(app, crowd)
-        # The last connections and their transports go with the loop's next turns.
+        reconcile(app, clients)
+        # The last connections and transports end with the loop's next turns.
         await asyncio.sleep(0.1)
         grown = audit.objects() - before
         grown.pop("WorkerConnection", None)
         left = {
-            kind: number for kind, number in grown.items() if number > KEPT.get(kind, KEPT_OF_ANY)
+            kind: number
+            for kind, number in grown.items()
+            if number > ALLOWED_LEFT.get(kind, ALLOWED_LEFT_DEFAULT)
         }
         assert left == {}
-        # All comes back by itself.
+        # All workers recover without help.
         await eventually(
             lambda: all(w.up for w in app.fleet.roster),
             lambda: [w.name for w in app.fleet.roster if not w.up],
             within=CALM_S,
         )
-        calm = Crowd(app.wire.port, seed + 100, keys=crowd.keys, tls=tls)
+        calm_clients = ClientLoad(app.wire.port, seed + 100, keys=clients.keys, tls=tls)
         until = time.monotonic() + 1.0
-        await calm.play(0, lambda: calm.sent >= 20 or (calm.sent > 0 and time.monotonic() > until))
-        assert calm.wrong == []
-        assert calm.outcomes[WHOLE] + calm.outcomes[LEFT] == calm.sent > 0
+        await calm_clients.play(
+            0,
+            lambda: calm_clients.sent >= 20 or (calm_clients.sent > 0 and time.monotonic() > until),
+        )
+        assert calm_clients.wrong == []
+        assert calm_clients.outcomes[WHOLE] + calm_clients.outcomes[LEFT] == calm_clients.sent > 0
     finally:
         await app.stop()
-        await troupe.stop()
-    assert troupe.faults() == []
+        await fleet.stop()
+    assert fleet.faults() == []
     await eventually(
         lambda: asyncio.all_tasks() <= tasks,
         lambda: f"tasks are left: {asyncio.all_tasks() - tasks}",
@@ -115,49 +116,51 @@ async def test_each_request_has_one_end_and_nothing_is_left(
     await eventually(lambda: sockets() <= open_before, lambda: "sockets are left")
 
 
-async def under_fire(
-    troupe: Troupe, app: App, seed: int, tls: ssl.SSLContext | None = None
-) -> Crowd:
-    """Let the crowd ask while things befall the workers; all is well again at the end."""
+async def load_with_faults(
+    fleet: FaultyFleet, app: App, seed: int, tls: ssl.SSLContext | None = None
+) -> ClientLoad:
+    """Run clients while faults are injected; all faults are undone at the end."""
     keys = tuple(KEYS.values()) if app.router.tenants else ()
-    crowd = Crowd(app.wire.port, seed, keys=keys, tls=tls)
+    clients = ClientLoad(app.wire.port, seed, keys=keys, tls=tls)
     until = time.monotonic() + SECONDS
 
     def enough() -> bool:
-        kinds = min(crowd.outcomes[WHOLE], crowd.outcomes[LEFT])
-        troubled = crowd.outcomes[REFUSED] + crowd.outcomes[TORN]
-        return crowd.sent > ENOUGH and kinds > FEW and troubled > 0
+        kinds = min(clients.outcomes[WHOLE], clients.outcomes[LEFT])
+        failed = clients.outcomes[REFUSED] + clients.outcomes[TORN]
+        return clients.sent > MIN_SENT and kinds > MIN_OF_OUTCOME and failed > 0
 
     def over() -> bool:
-        """Whether it was long enough; longer on a machine that got little done meanwhile."""
+        """Return whether the load ran long enough; a slow machine runs longer."""
         late_s = time.monotonic() - until
         return late_s > CALM_S or (late_s > 0 and enough())
 
-    async def befall() -> None:
+    async def inject() -> None:
         while not over():
-            await troupe.befalls(troupe.dice.random() * 1.0)
+            await fleet.inject_fault(fleet.dice.random() * 1.0)
 
     async def fill() -> None:
-        """Fill the disk until somebody has noticed; from then on it is full at times."""
+        """Fill the disk until the batches notice; afterwards it fills at times."""
         if app.batches is not None:
-            disk = DiskHere(app.batches)
-            await disk.is_missed(CALM_S)
-            troupe.disk = disk
+            disk = LocalDisk(app.batches)
+            await disk.fill_until_noticed(CALM_S)
+            fleet.disk = disk
 
-    # Two troubles at a time.
-    asked = (crowd.play(n, over) for n in range(CLIENTS))
-    await asyncio.gather(fill(), befall(), befall(), *asked)
-    assert crowd.wrong == []
-    assert enough(), crowd.outcomes
-    assert crowd.outcomes[REFUSED] + crowd.outcomes[TORN] > 0
-    return crowd
+    # Two faults at a time.
+    requests = (clients.play(n, over) for n in range(CLIENTS))
+    await asyncio.gather(fill(), inject(), inject(), *requests)
+    assert clients.wrong == []
+    assert enough(), clients.outcomes
+    assert clients.outcomes[REFUSED] + clients.outcomes[TORN] > 0
+    return clients
 
 
-def reconcile(app: App, crowd: Crowd) -> None:
-    """Hold the router's own counts against the clients': every request once, as it ended."""
-    counted = audit.counted(app, but=NIGHT)
-    answered = crowd.sent - crowd.outcomes[LEFT]
+def reconcile(app: App, clients: ClientLoad) -> None:
+    """Compare the router's counts with the clients': every request once, by outcome."""
+    counted = audit.requests_by_status(app, without=BATCH_TENANT)
+    answered = clients.sent - clients.outcomes[LEFT]
     gone = counted.pop(499, 0)
-    assert gone <= crowd.outcomes[LEFT]
-    assert answered <= counted.total() <= crowd.sent - gone
-    assert crowd.outcomes[WHOLE] <= counted[200] <= crowd.outcomes[WHOLE] + crowd.outcomes[LEFT]
+    assert gone <= clients.outcomes[LEFT]
+    assert answered <= counted.total() <= clients.sent - gone
+    assert (
+        clients.outcomes[WHOLE] <= counted[200] <= clients.outcomes[WHOLE] + clients.outcomes[LEFT]
+    )

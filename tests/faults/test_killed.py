@@ -1,4 +1,4 @@
-"""A router that is killed, as by the kernel: clients see a clean end, and the next one serves."""
+"""A killed router: clients see a clean end, and the next router serves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import soak
-from tests.faults import names
-from tests.faults.crowd import GONE, LEFT, NOBODY, REFUSED, TORN, WHOLE, Crowd
-from tests.faults.troupe import KEYS, Troupe
+from tests.faults import dns
+from tests.faults.clients import DISCONNECTED, LEFT, NO_ROUTER, REFUSED, TORN, WHOLE, ClientLoad
+from tests.faults.faulty_fleet import KEYS, FaultyFleet
 from tests.proxy.wire.raw_client import Client, get
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
@@ -25,7 +25,7 @@ LOGS = "  logs: {format: json, requests: true, level: debug}\n"
 async def start(
     fleet: Path, log_to: Path | None = None, env: dict[str, str] | None = None
 ) -> asyncio.subprocess.Process:
-    """Start a router as its users do."""
+    """Start a router process from the command line."""
     log = (log_to or fleet.parent / "log").open("ab")
     try:
         return await asyncio.create_subprocess_exec(
@@ -36,15 +36,14 @@ async def start(
         log.close()
 
 
-async def serves(port: int) -> None:
-    """Wait until it can serve."""
+async def wait_until_ready(port: int) -> None:
     async with asyncio.timeout(READY_S):
         while True:
             try:
                 client = await Client.connect(port)
                 answer = await client.ask(get("/ready"), within=READY_S)
                 client.close()
-            except (OSError, *GONE):
+            except (OSError, *DISCONNECTED):
                 await asyncio.sleep(0.05)
                 continue
             if answer.status == 200:
@@ -52,31 +51,31 @@ async def serves(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
-    troupe = Troupe(5)
-    await troupe.start()
+async def test_router_killed_under_load_and_restarted(tmp_path: Path) -> None:
+    workers = FaultyFleet(5)
+    await workers.start()
     port, fleet = free_port(), tmp_path / "fleet.yaml"
-    fleet.write_text(troupe.fleet(listen=port, admin=free_port()))
+    fleet.write_text(workers.fleet(listen=port, admin=free_port()))
     router = await start(fleet)
-    crowd, over = Crowd(port, 5), asyncio.Event()
+    clients, over = ClientLoad(port, 5), asyncio.Event()
     try:
-        await serves(port)
-        asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]
-        await until(lambda: crowd.outcomes[WHOLE] > 50)
+        await wait_until_ready(port)
+        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
+        await wait_until(lambda: clients.outcomes[WHOLE] > 50)
         router.kill()
         await router.wait()
-        await until(lambda: crowd.outcomes[NOBODY] > 0)
-        before = Counter(crowd.outcomes)
+        await wait_until(lambda: clients.outcomes[NO_ROUTER] > 0)
+        before = Counter(clients.outcomes)
         router = await start(fleet)
-        await serves(port)
-        # The fleet is found again without anybody's help, and all as before.
-        await until(lambda: crowd.outcomes[WHOLE] > before[WHOLE] + 50)
+        await wait_until_ready(port)
+        # The new router finds the fleet without help.
+        await wait_until(lambda: clients.outcomes[WHOLE] > before[WHOLE] + 50)
         over.set()
-        await asyncio.gather(*asked)
-        assert crowd.wrong == []
-        assert set(crowd.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NOBODY}
-        # Those that were under way when it died, and none else.
-        assert crowd.outcomes[TORN] <= 2 * CLIENTS
+        await asyncio.gather(*requests)
+        assert clients.wrong == []
+        assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
+        # Only requests in flight at the kill.
+        assert clients.outcomes[TORN] <= 2 * CLIENTS
         router.terminate()
         assert await asyncio.wait_for(router.wait(), READY_S) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
@@ -84,35 +83,37 @@ async def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
         if router.returncode is None:
             router.kill()
             await router.wait()
-        await troupe.stop()
+        await workers.stop()
 
 
-async def test_one_process_of_two_is_killed_under_load_of_tenants(tmp_path: Path) -> None:
-    """And names can't be looked up meanwhile; what tenants have in flight is nothing again."""
-    env, no_names = names.failing(tmp_path)
-    troupe = Troupe(7, no_names)
-    await troupe.start()
+async def test_killed_process_of_two_is_restarted_under_load(tmp_path: Path) -> None:
+    """Name lookups fail meanwhile; the tenants' requests in flight return to zero."""
+    env, no_names = dns.failing_lookups(tmp_path)
+    workers = FaultyFleet(7, no_names)
+    await workers.start()
     port, fleet, log = free_port(), tmp_path / "fleet.yaml", tmp_path / "log"
-    fleet.write_text(troupe.fleet(listen=port, admin=free_port(), processes=2, tenants=True))
+    fleet.write_text(workers.fleet(listen=port, admin=free_port(), processes=2, tenants=True))
     no_names.touch()
     router = await start(fleet, env=env)
-    crowd, over = Crowd(port, 7, keys=tuple(KEYS.values())), asyncio.Event()
+    clients, over = ClientLoad(port, 7, keys=tuple(KEYS.values())), asyncio.Event()
     try:
-        await serves(port)
-        await until(lambda: "admin http" in log.read_text())  # said once both serve
-        asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]
-        await until(lambda: crowd.outcomes[WHOLE] > 50 and names.SEEN in log.read_text())
+        await wait_until_ready(port)
+        await wait_until(lambda: "admin http" in log.read_text())  # logged once both serve
+        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
+        await wait_until(
+            lambda: clients.outcomes[WHOLE] > 50 and dns.LOOKUP_FAILED_LINE in log.read_text()
+        )
         no_names.unlink()
         os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
-        await until(lambda: "restarting in" in log.read_text())
-        before = crowd.outcomes[WHOLE]
-        await until(lambda: crowd.outcomes[WHOLE] > before + 50)
-        await until(lambda: len(soak.children_of(router.pid)) == 2)
+        await wait_until(lambda: "restarting in" in log.read_text())
+        before = clients.outcomes[WHOLE]
+        await wait_until(lambda: clients.outcomes[WHOLE] > before + 50)
+        await wait_until(lambda: len(soak.children_of(router.pid)) == 2)
         over.set()
-        await asyncio.gather(*asked)
-        assert crowd.wrong == []
-        assert set(crowd.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NOBODY}
-        assert crowd.outcomes[TORN] <= 2 * CLIENTS
+        await asyncio.gather(*requests)
+        assert clients.wrong == []
+        assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
+        assert clients.outcomes[TORN] <= 2 * CLIENTS
         assert await soak.calm(port) <= 0
         router.terminate()
         assert await asyncio.wait_for(router.wait(), READY_S) == 0
@@ -121,33 +122,32 @@ async def test_one_process_of_two_is_killed_under_load_of_tenants(tmp_path: Path
         if router.returncode is None:
             router.kill()
             await router.wait()
-        await troupe.stop()
+        await workers.stop()
 
 
-async def test_a_full_disk_under_its_log_is_nothing_to_its_clients(tmp_path: Path) -> None:
-    troupe = Troupe(6)
-    await troupe.start()
+async def test_full_disk_under_the_log_does_not_affect_clients(tmp_path: Path) -> None:
+    workers = FaultyFleet(6)
+    await workers.start()
     port, fleet = free_port(), tmp_path / "fleet.yaml"
-    fleet.write_text(troupe.fleet(listen=port, admin=free_port()) + LOGS)
+    fleet.write_text(workers.fleet(listen=port, admin=free_port()) + LOGS)
     router = await start(fleet, Path("/dev/full"))
-    crowd, over = Crowd(port, 6, dripped=0.0), asyncio.Event()
+    clients, over = ClientLoad(port, 6, dripped=0.0), asyncio.Event()
     try:
-        await serves(port)
-        asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]
-        await until(lambda: crowd.outcomes[WHOLE] > 200)
+        await wait_until_ready(port)
+        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
+        await wait_until(lambda: clients.outcomes[WHOLE] > 200)
         over.set()
-        await asyncio.gather(*asked)
-        assert crowd.wrong == []
-        assert set(crowd.outcomes) <= {WHOLE, LEFT}
+        await asyncio.gather(*requests)
+        assert clients.wrong == []
+        assert set(clients.outcomes) <= {WHOLE, LEFT}
         router.terminate()
         assert await asyncio.wait_for(router.wait(), READY_S) == 0
     finally:
         if router.returncode is None:
             router.kill()
             await router.wait()
-        await troupe.stop()
+        await workers.stop()
 
 
-async def until(what: Callable[[], object]) -> None:
-    """Wait for what no event tells."""
-    await eventually(what, within=READY_S)
+async def wait_until(condition: Callable[[], object]) -> None:
+    await eventually(condition, within=READY_S)

@@ -1,4 +1,4 @@
-"""A worker that is reached by a slow wire: all of it arrives, and is passed on."""
+"""A worker behind a slow connection: all bytes arrive and are passed on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SLOWLY = SlowWire(piece=256, window=4096, gap_s=0.01)
 PIECES = 16
 
 
-async def test_both_ways_it_is_slow_and_whole(start: Start) -> None:
+async def test_slow_connection_passes_requests_and_responses_complete(start: Start) -> None:
     site = await start()
-    said = bytes(range(256)) * PIECES
-    site.fake.always(scripts.answer(body=said, content_type=b"application/octet-stream"))
+    body = bytes(range(256)) * PIECES
+    site.fake.always(scripts.answer(body=body, content_type=b"application/octet-stream"))
     site.fake.slow_wire = SLOWLY
-    asked, began = chat("x" * 30_000), time.monotonic()
-    answer = await site.ask(asked)
+    request_bytes, began = chat("x" * 30_000), time.monotonic()
+    answer = await site.ask(request_bytes)
     assert time.monotonic() - began >= PIECES * SLOWLY.gap_s
-    assert answer.body == said
-    assert request(site.fake.served[0].body) == asked
+    assert answer.body == body
+    assert request(site.fake.served[0].body) == request_bytes
     site.fake.slow_wire = None
-    assert (await site.ask(chat())).body == said
+    assert (await site.ask(chat())).body == body

@@ -1,4 +1,4 @@
-"""Answers that are HTTP and JSON, and still make no sense: whoever waits hears of it."""
+"""Invalid content in valid HTTP and JSON responses: the client gets an end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.proxy.wire.site import Fake
 
 __all__ = ["start"]
 DEEP = b'{"a":' * 600 + b"1" + b"}" * 600
-# What a prefill worker says in place of where its blocks are.
-SAID = {
+# Responses of a prefill worker in place of its transfer parameters.
+PREFILL_RESPONSES = {
     "deep parameters": b'{"kv_transfer_params": {"do_remote_prefill": true, '
     b'"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", '
     b'"remote_port": 1, "tp_size": 1, "remote_block_ids": [[1]], "x": %b}}' % DEEP,
@@ -41,10 +41,10 @@ SAID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAID)
-async def test_a_prefill_worker_that_makes_no_sense(start: Start, name: str) -> None:
+@pytest.mark.parametrize("name", PREFILL_RESPONSES)
+async def test_invalid_prefill_response_ends_the_request(start: Start, name: str) -> None:
     fleet = await pairs(start, wire={"first_byte_s": 2.0, "idle_s": 2.0})
-    strange = Faults(during=scripts.answer(200, SAID[name]))
+    strange = Faults(during=scripts.answer(200, PREFILL_RESPONSES[name]))
     fleet.kv.wrong("prefill", strange, strange, strange)
     body = chat_body()
     answer = await ask(fleet, body)
@@ -53,35 +53,35 @@ async def test_a_prefill_worker_that_makes_no_sense(start: Start, name: str) -> 
     else:
         answer.error()
     await fleet.site.settled()
-    fleet.kv.faults.clear()  # the fake's, of what it was told of blocks that it never had
+    fleet.kv.faults.clear()  # the fake's own, about blocks that it never had
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response",
     [b"", b"[]", b'{"count": -1}', b'{"count": 1e99}', b'{"count": "x"}', b'{"count": %s}' % DEEP,
      b'{"count": 18446744073709551615}', b"{" * 2000, b"x" * 2_000_000],
 )  # fmt: skip
-async def test_a_count_that_makes_no_sense(start: Start, said: bytes) -> None:
+async def test_invalid_token_count_ends_the_request(start: Start, response: bytes) -> None:
     roles = Fake("s", Role.SHORT), Fake("l", Role.LONG)
     site = await start(*roles, router={"short_limit": 60}, wire={"count_s": 5.0})
     for fake in site.fakes.values():
-        fake.always(scripts.answer(200, said), "/tokenize")
+        fake.always(scripts.answer(200, response), "/tokenize")
     answer = await site.ask(chat("x" * 120, max_tokens=20))
     assert answer.status in (200, 400)
-    asked = [c for fake in site.fakes.values() for c in fake.calls if c.path == "/tokenize"]
-    assert len(asked) == 1
+    counts = [c for fake in site.fakes.values() for c in fake.calls if c.path == "/tokenize"]
+    assert len(counts) == 1
     await site.settled()
 
 
-# An answer that is there in one go is read at once, a stream as it comes.
+# A whole answer is read at once, a stream in pieces.
 @pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize(
     ("place", "stream"), [((attempt, "pass_whole"), False), ((ResponseWriter, "take"), True)]
 )
-async def test_a_mistake_of_ours_is_no_hang(
+async def test_router_exception_is_502(
     start: Start, monkeypatch: pytest.MonkeyPatch, place: tuple[object, str], stream: bool
 ) -> None:
-    """Whatever it is: the client hears of it, and nothing stays charged."""
+    """The client gets an error, and nothing stays charged."""
     site = await start()
 
     def broken(*_: object, **__: object) -> bytes:

@@ -1,4 +1,4 @@
-"""A real router on real sockets, as for the tests of the wire."""
+"""Fixtures of `tests/proxy/wire`: a real router on real sockets."""
 
 from tests.proxy.wire.conftest import pytest_asyncio_loop_factories, start
 

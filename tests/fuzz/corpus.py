@@ -1,10 +1,10 @@
-"""Requests and answers that are right, and the pieces that make them wrong."""
+"""Valid requests and answers, and the pieces that make them invalid."""
 
 from __future__ import annotations
 
 CHAT = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}'
 SHORT = b'{"prompt": "x"}'
-# A body that looks like a request: whoever ends the one before too early reads this one.
+# A body that looks like a request: a parser that ends the request too early reads this one.
 INNER = b"GET /v1/models HTTP/1.1\r\nHost: inner\r\n\r\n"
 
 
@@ -51,7 +51,7 @@ REQUESTS: tuple[bytes, ...] = (
     b'00F;name=value;q="x"\r\n' + SHORT + b"\r\n0\r\n\r\n",
 )
 
-# Header lines with which one server has been made to read a message otherwise than another.
+# Header lines that servers have read differently (request smuggling).
 LINES: tuple[bytes, ...] = (
     b"Content-Length: 0",
     b"Content-Length: 5",

@@ -1,8 +1,8 @@
-"""Whether our readers take bytes as the reference does, however they are cut.
+"""Compare the router's parsers with the reference parser, for any cuts.
 
-The rule: what we take must be, to the reference, the same messages with the same ends; what is sent
-on of a request must be one request to whoever reads it, and the same one. What we refuse ends its
-connection, so that it does not matter how others would read it.
+Messages that the router accepts must be the same messages, with the same ends, to the reference.
+The bytes sent on must be the same single request. A refused message ends its connection, so that
+other readings of it do not matter.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ POOL = ConnectionPool(
 )
 
 
-class DifferError(AssertionError):
-    """We and the reference read it differently."""
+class DifferenceError(AssertionError):
+    """The router and the reference read bytes differently."""
 
 
 @dataclass
 class Tally:
-    """What came of many streams."""
+    """The results of many streams."""
 
     streams: int = 0
-    messages: int = 0  # as they were made
+    messages: int = 0  # generated
     taken: int = 0
     refused: int = 0
     waiting: int = 0
-    why: dict[str, int] = field(default_factory=dict)  # the refusals, by their words
+    refusals: dict[str, int] = field(default_factory=dict)  # refusals by message
 
-    def refuses(self, message: str) -> None:
-        """Count a refusal."""
+    def refuse(self, message: str) -> None:
         self.refused += 1
-        self.why[message] = self.why.get(message, 0) + 1
+        self.refusals[message] = self.refusals.get(message, 0) + 1
 
 
-def judged(head: RequestHead) -> None:
-    """Judge a head as the router does."""
+def set_route(head: RequestHead) -> None:
+    """Set a head's route or refusal as the router does."""
     found = find(head.method, head.path)
     if isinstance(found, Refusal):
         head.refusal = found
@@ -68,205 +67,204 @@ def judged(head: RequestHead) -> None:
 
 
 def read(pieces: list[bytes]) -> tuple[list[Request], ParserState, str | None]:
-    """Read pieces of a stream; say what came, in the middle of what it ends, why it was refused."""
-    reader = HttpRequestParser(judged, max_head=MAX_HEAD, max_body=MAX_BODY)
-    why = None
+    """Parse pieces of a stream; return the requests, the parser's state and the refusal."""
+    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY)
+    refusal = None
     try:
         for piece in pieces:
-            reader.feed(piece)
+            parser.feed(piece)
     except RefusedError as error:
-        status, why = error.refusal.status, error.refusal.message
+        status, refusal = error.refusal.status, error.refusal.message
         if not 400 <= status < 600:
-            raise DifferError(f"refused with {status}") from None
-    return list(reader.ready), reader.state, why
+            raise DifferenceError(f"refused with {status}") from None
+    return list(parser.ready), parser.state, refusal
 
 
-def shown(requests: list[Request]) -> list[tuple[Any, ...]]:
-    """Say all that matters of requests."""
+def fields_of(requests: list[Request]) -> list[tuple[Any, ...]]:
+    """Return the parts of requests that are compared."""
     return [
         (r.head.start, r.head.lines, r.head.authorization, r.id, r.head.keep_alive, r.body)
         for r in requests
     ]
 
 
-def requests(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
-    """Compare what is read of requests, whole and in pieces, with what the reference reads."""
-    data = b"".join(made)
-    got, state, why = read([data])
+def requests(messages: list[bytes], pieces: list[bytes], tally: Tally) -> None:
+    """Compare requests parsed whole and in pieces with the reference's."""
+    data = b"".join(messages)
+    got, state, refusal = read([data])
     cut, cut_state, cut_why = read(pieces)
-    again, again_state, again_why = read(made)  # each in a piece of its own: heads get known
+    again, again_state, again_why = read(messages)  # one piece each: heads get cached
     for other, other_state, other_why in (
         (cut, cut_state, cut_why),
         (again, again_state, again_why),
     ):
-        if shown(other) != shown(got) or (other_why is None) != (why is None):
-            raise DifferError(f"cut otherwise it is {shown(other)} {other_why}, not {shown(got)}")
-        if why is None and other_state is not state:
-            raise DifferError(f"cut otherwise it ends in {other_state}, not {state}")
+        if fields_of(other) != fields_of(got) or (other_why is None) != (refusal is None):
+            raise DifferenceError(
+                f"cut differently: {fields_of(other)} {other_why}, not {fields_of(got)}"
+            )
+        if refusal is None and other_state is not state:
+            raise DifferenceError(f"cut differently it ends in {other_state}, not {state}")
     at = 0
     for request in got:
-        at += _same(request, data[at:])
-        _forwarded(request)
+        at += compare_request(request, data[at:])
+        check_forwarded(request)
         if not request.head.keep_alive:
             break
     else:
-        if why is None:
-            _nothing_more(data[at:], state)
+        if refusal is None:
+            check_rest(data[at:], state)
     tally.streams += 1
-    tally.messages += len(made)
+    tally.messages += len(messages)
     tally.taken += len(got)
-    if why is not None:
-        tally.refuses(why)
+    if refusal is not None:
+        tally.refuse(refusal)
     elif state is not ParserState.NOTHING:
         tally.waiting += 1
 
 
-def _same(request: Request, data: bytes) -> int:
+def compare_request(request: Request, data: bytes) -> int:
     """Compare one request; return how many bytes it took."""
     try:
         other = reference.request(data)
     except RejectedError as error:
-        raise DifferError(f"taken, but {error}: {data!r}") from None
+        raise DifferenceError(f"taken, but {error}: {data!r}") from None
     if other is None:
-        raise DifferError(f"taken, but not whole: {data!r}")
+        raise DifferenceError(f"taken, but not whole: {data!r}")
     head = request.head
     target = b" ".join(head.start.split(b" ")[1:-2])
-    body = request.body if head.refusal is None else other.body  # which is not kept
-    ours = (head.method.encode(), target, body)
-    theirs = (other.start[0], origin_form(*other.start), other.body)
-    if ours != theirs:
-        raise DifferError(f"{ours} is {theirs} to the reference: {data!r}")
-    if head.keep_alive and not other.stays and other.version != b"1.0":
-        raise DifferError(f"the reference ends the connection after {data!r}")
-    expected = passing(other, REQUEST_HEADERS, b"connection")
-    if trimmed(head.lines) != expected:
-        raise DifferError(f"headers {head.lines!r}, not {expected!r}")
+    body = request.body if head.refusal is None else other.body  # a refused body is not kept
+    parsed = (head.method.encode(), target, body)
+    expected_parts = (other.start[0], origin_form(*other.start), other.body)
+    if parsed != expected_parts:
+        raise DifferenceError(f"{parsed} is {expected_parts} to the reference: {data!r}")
+    if head.keep_alive and not other.keep_alive and other.version != b"1.0":
+        raise DifferenceError(f"the reference ends the connection after {data!r}")
+    expected = forwarded_headers(other, REQUEST_HEADERS, b"connection")
+    if trim_lines(head.lines) != expected:
+        raise DifferenceError(f"headers {head.lines!r}, not {expected!r}")
     return other.size
 
 
 def origin_form(method: bytes, target: bytes) -> bytes:
-    """Say what a target is to a server that is no proxy."""
     if target.startswith(b"/") or target == b"*" or method == b"CONNECT":
         return target
     found = ABSOLUTE.match(target)
     if found is None:
-        raise DifferError(f"taken, but {target!r} is no target")
+        raise DifferenceError(f"taken, but {target!r} is no target")
     path = target[found.end() :].partition(b"#")[0]
     path, mark, query = path.partition(b"?")
     return (path or b"/") + (mark + query if query else b"")
 
 
-def passing(message: Message, known: dict[bytes, bool], hop: bytes) -> bytes:
-    """Write the headers that pass on, names in the spelling that came."""
+def forwarded_headers(message: Message, known: dict[bytes, bool], hop: bytes) -> bytes:
+    """Return the headers that are sent on, in their original spelling."""
     named = {hop}
     for name, value in message.headers:
         if name == hop:
-            named |= {each.strip(b" \t").lower() for each in value.split(b",")}
+            named |= {token.strip(b" \t").lower() for token in value.split(b",")}
     named -= {b"close", b"keep-alive", b"upgrade"} - {hop}
     lines = [
         b"%b: %b\r\n" % (name, value)
         for name, value in message.headers.raw_items()
         if known.get(name.lower()) is not False and name.lower() not in named
     ]
-    return trimmed(b"".join(lines))
+    return trim_lines(b"".join(lines))
 
 
-def trimmed(lines: bytes) -> bytes:
-    """Leave out white space before the end of each line; it is no part of a value."""
+def trim_lines(lines: bytes) -> bytes:
     return TRAILING.sub(b"\r\n", lines)
 
 
-def forwarded(request: Request) -> bytes:
-    """Write what a worker would be sent."""
+def worker_bytes(request: Request) -> bytes:
     return b"".join(to_worker(request, POOL, request.body, request.id or b"id"))
 
 
-def _forwarded(request: Request) -> None:
-    """Read what a worker would be sent: one request, the same, and nothing after it."""
+def check_forwarded(request: Request) -> None:
+    """Check that the bytes for a worker are exactly this one request."""
     if request.head.route is None:
         return
-    sent = forwarded(request)
+    sent = worker_bytes(request)
     try:
         other = reference.request(sent)
     except RejectedError as error:
-        raise DifferError(f"sent on, but {error}: {sent!r}") from None
-    if other is None or other.size != len(sent) or not other.stays:
-        raise DifferError(f"sent on, but not one request: {sent!r}")
+        raise DifferenceError(f"sent on, but {error}: {sent!r}") from None
+    if other is None or other.size != len(sent) or not other.keep_alive:
+        raise DifferenceError(f"sent on, but not one request: {sent!r}")
     if other.body != request.body or other.start[0] != request.head.method.encode():
-        raise DifferError(f"sent on as another: {sent!r}")
-    _, state, why = read([sent])
-    if why is not None or state is not ParserState.NOTHING:
-        raise DifferError(f"sent on, but we would not take it ourselves ({why}): {sent!r}")
+        raise DifferenceError(f"sent on as another request: {sent!r}")
+    _, state, refusal = read([sent])
+    if refusal is not None or state is not ParserState.NOTHING:
+        raise DifferenceError(f"sent on, but the router would refuse it ({refusal}): {sent!r}")
 
 
-def _nothing_more(rest: bytes, state: ParserState) -> None:
-    """See that the reference waits where we wait."""
+def check_rest(rest: bytes, state: ParserState) -> None:
+    """Check that the reference waits where the router waits."""
     try:
         other = reference.request(rest)
     except RejectedError:
         if state is ParserState.NOTHING and rest.strip(b"\r\n"):
-            raise DifferError(f"passed over: {rest!r}") from None
+            raise DifferenceError(f"skipped: {rest!r}") from None
         return
-    if other is not None and other.start[0] != b"PRI":  # HTTP/2's, of which llhttp wants more
-        raise DifferError(f"not taken yet ({state}), but whole to the reference: {rest!r}")
+    if other is not None and other.start[0] != b"PRI":  # HTTP/2's preface
+        raise DifferenceError(f"not taken yet ({state}), but whole to the reference: {rest!r}")
 
 
-def answers(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
-    """Compare what is read of a worker's answers, one after the other, with the reference."""
-    reader, fresh = ResponseParser(), ResponseParser()
+def answers(messages: list[bytes], pieces: list[bytes], tally: Tally) -> None:
+    """Compare a worker's answers, parsed in sequence, with the reference's."""
+    parser, fresh = ResponseParser(), ResponseParser()
     tally.streams += 1
-    tally.messages += len(made)
-    for data in made:
-        reader.expect()
-        got, head, why = answered(reader, [data])
+    tally.messages += len(messages)
+    for data in messages:
+        parser.expect()
+        got, head, refusal = parse_answer(parser, [data])
         fresh = ResponseParser()
-        again = answered(fresh, pieces if made == [data] else [data[:9], data[9:]])
-        if (got, why is None) != (again[0], again[2] is None):
-            raise DifferError(f"cut otherwise it is {again}, not {got} {why}")
-        if why is not None:
-            tally.refuses(why)
+        again = parse_answer(fresh, pieces if messages == [data] else [data[:9], data[9:]])
+        if (got, refusal is None) != (again[0], again[2] is None):
+            raise DifferenceError(f"cut differently it is {again}, not {got} {refusal}")
+        if refusal is not None:
+            tally.refuse(refusal)
             return
-        if head is None or not reader.ended:
+        if head is None or not parser.ended:
             tally.waiting += 1
-            _compare_answer(reader, data, tally)
+            compare_answer(parser, data, tally)
             return
-        _compare_answer(reader, data, tally)
-        if not reader.reusable:
+        compare_answer(parser, data, tally)
+        if not parser.reusable:
             return
 
 
-def answered(reader: ResponseParser, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
-    """Read pieces of an answer; return what is known of it, its head, and why it was refused."""
+def parse_answer(parser: ResponseParser, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
+    """Parse pieces of an answer; return its compared parts, its head and the refusal."""
     try:
         for piece in pieces:
-            reader.feed(piece)
+            parser.feed(piece)
     except ResponseError as error:
         return None, None, str(error)
-    head = reader.head
-    shown = None if head is None else (head.status, b"".join(head.lines), head.length)
-    body = b"".join(reader.pieces)
-    return (shown, body, reader.ended, reader.reusable), head, None
+    head = parser.head
+    fields_of = None if head is None else (head.status, b"".join(head.lines), head.length)
+    body = b"".join(parser.pieces)
+    return (fields_of, body, parser.ended, parser.reusable), head, None
 
 
-def _compare_answer(reader: ResponseParser, data: bytes, tally: Tally) -> None:
-    head = reader.head
-    ended = reader.ended or reader.finish()
+def compare_answer(parser: ResponseParser, data: bytes, tally: Tally) -> None:
+    head = parser.head
+    ended = parser.ended or parser.finish()
     if not ended or head is None:
         return
     tally.taken += 1
     try:
         other = reference.answer(data, ended=head.until_close)
     except RejectedError as error:
-        raise DifferError(f"taken, but {error}: {data!r}") from None
+        raise DifferenceError(f"taken, but {error}: {data!r}") from None
     if other is None:
-        raise DifferError(f"taken, but not whole: {data!r}")
-    body = b"".join(reader.pieces)
+        raise DifferenceError(f"taken, but not whole: {data!r}")
+    body = b"".join(parser.pieces)
     if (b"%d" % head.status, body) != (other.start[0], other.body):
-        raise DifferError(f"{head.status} {body!r} is {other} to the reference: {data!r}")
-    # llhttp heeds Proxy-Connection too, which makes HTTP/1.0 stay; h11 never lets that.
-    closes = not other.stays and other.version != b"1.0"
-    if reader.reusable and (closes or data[other.size :].strip(b"\r\n")):
-        raise DifferError(f"kept, though bytes are left or it closes: {data!r}")
-    expected = passing(other, RESPONSE_HEADERS, b"connection")
-    if trimmed(b"".join(head.lines)) != expected:
-        raise DifferError(f"headers {head.lines!r}, not {expected!r}")
+        raise DifferenceError(f"{head.status} {body!r} is {other} to the reference: {data!r}")
+    # llhttp also reads Proxy-Connection, which keeps HTTP/1.0 open; h11 never does.
+    closes = not other.keep_alive and other.version != b"1.0"
+    if parser.reusable and (closes or data[other.size :].strip(b"\r\n")):
+        raise DifferenceError(f"kept open, but bytes are left or it closes: {data!r}")
+    expected = forwarded_headers(other, RESPONSE_HEADERS, b"connection")
+    if trim_lines(b"".join(head.lines)) != expected:
+        raise DifferenceError(f"headers {head.lines!r}, not {expected!r}")

@@ -1,4 +1,4 @@
-"""Messages made wrong, in ways that a seed and a number say."""
+"""Mutated messages, determined by a seed and a number."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ Change = Callable[["Mutator", bytes], bytes]
 
 
 class Mutator:
-    """Makes streams of messages; the same seed and number make the same stream."""
+    """Generates streams of messages; the same seed and number give the same stream."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = random.Random(seed * 1_000_003 + number)
 
     def requests(self) -> list[bytes]:
-        """Make some requests that follow each other on one connection."""
+        """Return requests that follow each other on one connection."""
         return self._stream(corpus.REQUESTS, corpus.STARTS)
 
     def answers(self) -> list[bytes]:
-        """Make some answers."""
+        """Return answers that follow each other on one connection."""
         return self._stream(corpus.ANSWERS, corpus.STATUS_LINES)
 
-    def _stream(self, good: Sequence[bytes], starts: Sequence[bytes]) -> list[bytes]:
+    def _stream(self, valid: Sequence[bytes], starts: Sequence[bytes]) -> list[bytes]:
         dice = self.random
-        made = [dice.choice(good)]
-        while dice.random() < 0.55 and len(made) < 5:
-            # The same head again is what a connection usually brings, and read in another way.
-            made.append(made[-1] if dice.random() < 0.6 else dice.choice(good))
+        messages = [dice.choice(valid)]
+        while dice.random() < 0.55 and len(messages) < 5:
+            # A repeated head is usual, and takes the cached path.
+            messages.append(messages[-1] if dice.random() < 0.6 else dice.choice(valid))
         if dice.random() < 0.5:
-            made = [self._resized(each) for each in made]
+            messages = [self._resized(message) for message in messages]
         for _ in range(dice.choice((0, 1, 1, 1, 2, 3))):
-            at = dice.randrange(len(made))
-            made[at] = dice.choice(CHANGES)(self, made[at])
+            at = dice.randrange(len(messages))
+            messages[at] = dice.choice(CHANGES)(self, messages[at])
             if dice.random() < 0.1:
-                made[at] = self._with_start(made[at], dice.choice(starts))
-        return made
+                messages[at] = self._with_start(messages[at], dice.choice(starts))
+        return messages
 
     def cuts(self, data: bytes) -> list[bytes]:
-        """Cut bytes as a network might."""
+        """Cut bytes into pieces as a network might."""
         dice = self.random
         if dice.random() < 0.1:
             return [data[at : at + 1] for at in range(len(data))]
         places = sorted({dice.randrange(len(data) + 1) for _ in range(dice.randrange(1, 6))})
-        # Where lines end, states change.
+        # Parser states change at line ends.
         if CRLF in data and dice.random() < 0.5:
             places = sorted({*places, data.find(CRLF, dice.randrange(len(data))) + 1 or 1})
         edges = [0, *places, len(data)]
         return [data[a:b] for a, b in itertools.pairwise(edges)]
 
     def _resized(self, data: bytes) -> bytes:
-        """Give a message another body of another length, rightly."""
+        """Return the message with a longer body and the correct length."""
         head, end, body = data.partition(b"\r\n\r\n")
         found = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
         if not found or int(found[1]) != len(body):
@@ -72,7 +72,7 @@ class Mutator:
         _, end, rest = data.partition(CRLF)
         return start + end + rest
 
-    # One change each
+    # Each makes one change
 
     def line_added(self, data: bytes) -> bytes:
         head, end, body = data.partition(b"\r\n\r\n")
@@ -112,17 +112,17 @@ class Mutator:
         found = list(DIGITS.finditer(data))
         if not found:
             return data
-        one = self.random.choice(found)
-        value = int(one[0][:18]) + self.random.choice((-1, 1, 2, 10, -int(one[0][:18])))
+        match = self.random.choice(found)
+        value = int(match[0][:18]) + self.random.choice((-1, 1, 2, 10, -int(match[0][:18])))
         text = self.random.choice((b"%d", b"0%d", b"+%d", b"%x", b"%d ", b"\t%d")) % abs(value)
-        return data[: one.start()] + text + data[one.end() :]
+        return data[: match.start()] + text + data[match.end() :]
 
     def chunk_changed(self, data: bytes) -> bytes:
         found = list(CHUNK.finditer(data))
         if not found:
             return self.number_changed(data)
-        one = self.random.choice(found)
-        return data[: one.start()] + self.random.choice(corpus.SIZES) + data[one.end() :]
+        match = self.random.choice(found)
+        return data[: match.start()] + self.random.choice(corpus.SIZES) + data[match.end() :]
 
     def bytes_changed(self, data: bytes) -> bytes:
         at = self.random.randrange(len(data) + 1)

@@ -1,7 +1,7 @@
-"""What h11 makes of the same bytes: written by others, in another language than llhttp.
+"""The reference parser: h11, independent of llhttp.
 
-It is laxer than we are (bare LF, folded lines, two equal lengths); but what both take must mean the
-same to both.
+h11 is laxer than the router (bare LF, folded lines, two equal lengths). Messages that both accept
+must mean the same.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ NO_LIMIT = 1 << 30
 
 
 class RejectedError(Exception):
-    """It is no HTTP to h11."""
+    """h11 rejects the bytes."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A request or an answer, and how many bytes it took."""
+    """A request or an answer, and its size in bytes."""
 
     start: tuple[bytes, bytes]  # method and target; or status and nothing
     version: bytes
-    headers: h11._headers.Headers  # names in lower case; `raw_items` has them as they came
+    headers: h11._headers.Headers  # lower-case names; `raw_items` has the original spelling
     body: bytes
     size: int
-    stays: bool  # whether another may follow on its connection
+    keep_alive: bool  # whether another message may follow
 
 
 def request(data: bytes) -> Message | None:
-    """Read the first request of some bytes; None if it is not whole."""
+    """Return the first request in the bytes; None if it is not whole."""
     if not data.strip(b"\r\n"):
         return None
-    spare = len(data) - len(data.lstrip(b"\r\n"))  # blank lines before it, which h11 minds
-    # So it does more than one space between the words of the first line, which RFC 9112, 3 allows.
+    spare = len(data) - len(data.lstrip(b"\r\n"))  # leading blank lines, which h11 rejects
+    # h11 also rejects several spaces in the first line, which RFC 9112, 3 allows.
     line, end, rest = data[spare:].partition(b"\r\n")
     data = (words := SPACES.sub(b" ", line)) + end + rest
     spare += len(line) - len(words)
@@ -56,13 +56,13 @@ def request(data: bytes) -> Message | None:
     rest, _ = connection.trailing_data
     start = (head.method, head.target)
     headers = head.headers
-    stays = connection.their_state is not h11.MUST_CLOSE
+    keep_alive = connection.their_state is not h11.MUST_CLOSE
     size = spare + len(data) - len(rest)
-    return Message(start, head.http_version, headers, body, size, stays)
+    return Message(start, head.http_version, headers, body, size, keep_alive)
 
 
 def answer(data: bytes, *, ended: bool) -> Message | None:
-    """Read an answer to a POST; `ended` if the connection was closed after these bytes."""
+    """Return the answer to a POST; `ended` if the connection closed after these bytes."""
     connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=NO_LIMIT)
     connection.send(h11.Request(method="POST", target="/", headers=[("Host", "a")]))
     connection.send(h11.EndOfMessage())
@@ -89,9 +89,9 @@ def answer(data: bytes, *, ended: bool) -> Message | None:
     rest, _ = connection.trailing_data
     start = (b"%d" % head.status_code, b"")
     headers = head.headers
-    stays = connection.their_state is h11.DONE
+    keep_alive = connection.their_state is h11.DONE
     size = spare + len(data) - len(rest)
-    return Message(start, head.http_version, headers, body, size, stays)
+    return Message(start, head.http_version, headers, body, size, keep_alive)
 
 
 def _body(connection: h11.Connection) -> bytes | None:
@@ -109,7 +109,7 @@ def _body(connection: h11.Connection) -> bytes | None:
 
 
 def _plain_starts(data: bytes) -> bytes:
-    """Leave out what llhttp passes over and h11 minds: blank lines before a first line; reasons."""
+    """Remove what llhttp skips and h11 rejects: leading blank lines and reasons."""
     plain = b""
     while found := STATUS.match(data := data.lstrip(b"\r\n")):
         plain += found[1]

@@ -1,7 +1,7 @@
-"""The admin API of a running router, held to what its own description says of it.
+"""The admin API of a running router, checked against its OpenAPI description.
 
-schemathesis makes the requests: right ones and wrong ones, for every operation. No answer may be a
-500 of ours, or other than the description says; and the router serves on.
+schemathesis makes valid and invalid requests for every operation. No answer may be a 500 or differ
+from the description, and the router continues to serve.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import httpx
 import pytest
 import schemathesis
 
-# Now, not once it is first needed: by then a router runs in a thread of its own, and CPython before
-# 3.11.5 may fail to compile while another thread does (SystemError: AST constructor recursion ...).
+# Imported before a router runs in a thread: CPython before 3.11.5 may fail to compile while another
+# thread compiles (SystemError: AST constructor recursion ...).
 import schemathesis.specs.openapi.schemas
 import uvloop
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -34,9 +34,9 @@ router: {port: 0, admin: {port: 0}, probe: {interval_s: 60}}
 """
 WITHIN_S = 30.0
 EXAMPLES = 10
-# What the description cannot say: who may ask is told by a header before anything else; a method
-# that a path has not is answered by the framework.
-LEFT_OUT = {
+# Not in the description: authorization is checked before anything else; the framework answers
+# unknown methods.
+EXCLUDED_CHECKS = {
     "unsupported_method",
     "ignored_auth",
     "positive_data_acceptance",
@@ -46,10 +46,10 @@ LEFT_OUT = {
 
 @pytest.fixture(scope="module")
 def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a router in a loop of its own, and name its admin port."""
+    """Run a router in a thread; return its admin URL."""
     source = tmp_path_factory.mktemp("admin") / "fleet.yaml"
     source.write_text(FLEET)
-    ready, over = threading.Event(), asyncio.Event()
+    ready, stop = threading.Event(), asyncio.Event()
     found: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     async def serve(path: Path) -> None:
@@ -57,7 +57,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         await app.start()
         found.append((app.admin_url, asyncio.get_running_loop()))
         ready.set()
-        await over.wait()
+        await stop.wait()
         await app.stop()
 
     thread = threading.Thread(target=lambda: uvloop.run(serve(source)))
@@ -65,22 +65,22 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert ready.wait(WITHIN_S)
     [(url, loop)] = found
     yield url
-    loop.call_soon_threadsafe(over.set)
+    loop.call_soon_threadsafe(stop.set)
     thread.join(WITHIN_S)
     assert not thread.is_alive()
 
 
 def operations(url: str) -> list[schemathesis.APIOperation]:
-    """List what the API says that it does, streams without end aside."""
+    """Return the operations of the API, without endless streams."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", wait_for_schema=WITHIN_S)
     listed = [result.ok() for result in schema.get_all_operations()]
-    return [each for each in listed if "/live" not in each.path]
+    return [operation for operation in listed if "/live" not in operation.path]
 
 
-def test_every_operation_answers_as_described(admin: str) -> None:
+def test_every_operation_responds_as_described(admin: str) -> None:
     found = operations(admin)
     assert len(found) >= 8
-    checks = [check for check in CHECKS.get_all() if check.__name__ not in LEFT_OUT]
+    checks = [check for check in CHECKS.get_all() if check.__name__ not in EXCLUDED_CHECKS]
     assert "response_schema_conformance" in {check.__name__ for check in checks}
     for operation in found:
 

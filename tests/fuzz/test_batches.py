@@ -1,4 +1,4 @@
-"""What clients may send of files and batches: no 500 of ours, and what was begun gets done."""
+"""Fuzzed files and batches: no 500, and every batch ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body
 
 
 def line(**changed: object) -> bytes:
-    """Write a line of a batch, with some of it changed."""
+    """Return a line of a batch with changed fields."""
     return json.dumps(GOOD | changed).encode()
 
 
@@ -52,7 +52,7 @@ PATHS = (
 
 
 def form(dice: random.Random) -> bytes:
-    """Make a form, more or less."""
+    """Return a possibly invalid form."""
     lines = b"\n".join(dice.choice((*LINES, line())) for _ in range(4))
     parts = [
         (
@@ -74,23 +74,24 @@ def form(dice: random.Random) -> bytes:
 
 
 def upload(body: bytes) -> bytes:
-    """Make the request that brings a form."""
     return UPLOAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_nothing_that_clients_send_is_a_500(start: Start, tmp_path: Path, seed: int) -> None:
+async def test_fuzzed_uploads_and_batches_are_no_500(
+    start: Start, tmp_path: Path, seed: int
+) -> None:
     dice = random.Random(seed)
     office = Office(await start(), tmp_path / "batches")
     await office.open()
-    site, made = office.site, []
+    site, file_ids = office.site, []
     try:
         for _ in range(60):
             answer = await site.ask(upload(form(dice)))
             assert answer.status < 500, answer
             if answer.status == 200:
-                made.append(answer.json()["id"])
-        assert made
+                file_ids.append(answer.json()["id"])
+        assert file_ids
         for body in BODIES:
             assert (await site.ask(request(body, path="/v1/batches"))).status in (400, 404, 413), (
                 body
@@ -99,22 +100,22 @@ async def test_nothing_that_clients_send_is_a_500(start: Start, tmp_path: Path, 
             for method in ("GET", "POST", "DELETE", "PUT"):
                 answer = await site.ask(request(b"", path=path, method=method))
                 assert answer.status < 500, (method, path, answer)
-        asked = []
-        for each in made:
-            body = json.dumps({"input_file_id": each, "endpoint": "/v1/chat/completions",
+        batch_ids = []
+        for item_id in file_ids:
+            body = json.dumps({"input_file_id": item_id, "endpoint": "/v1/chat/completions",
                                "completion_window": "24h"}).encode()  # fmt: skip
             answer = await site.ask(request(body, path="/v1/batches"))
             assert answer.status < 500, answer
             if answer.status == 200:
-                asked.append(answer.json()["id"])
-        assert asked
-        # Each is over in time: done, or refused line by line.
-        for each in asked:
-            batch = await office.client.batches.retrieve(each)
+                batch_ids.append(answer.json()["id"])
+        assert batch_ids
+        # Each batch ends: completed, or failed line by line.
+        for item_id in batch_ids:
+            batch = await office.client.batches.retrieve(item_id)
             async with asyncio.timeout(30.0):
                 while batch.status in ("validating", "in_progress", "finalizing"):
                     await asyncio.sleep(0.02)
-                    batch = await office.client.batches.retrieve(each)
+                    batch = await office.client.batches.retrieve(item_id)
             assert batch.status in ("completed", "failed")
         await eventually(lambda: not site.unfinished(), site.unfinished, within=30.0)
     finally:

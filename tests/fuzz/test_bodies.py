@@ -1,4 +1,4 @@
-"""Bodies of all kinds through all that the router does with them, short of sending."""
+"""Fuzzed bodies through all steps of the router, without sending."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, usage_of
 from proxy.wire.handover.release import parse_fields as read_answer
-from tests.fuzz.texts import BODIES, RIGHT, WRONG
+from tests.fuzz.texts import BODIES, INVALID, VALID
 
 MODEL = "tiny"
-SANE = 2**62  # no sum of charges comes near it
+MAX_SANE = 2**62  # far above any sum of charges
 JSON_TYPE, FORM_TYPE = b"application/json", b"multipart/form-data; boundary=b"
 NIXL = connector(TransferConfig(connector="nixl"))
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -34,7 +34,7 @@ PATHS = st.sampled_from(sorted(ROUTES))
 
 
 def fleet() -> tuple[Fleet, list[Worker]]:
-    """Make one worker of each kind."""
+    """Return a fleet with a worker of each role."""
     made = Fleet()
     for role in (Role.GENERAL, Role.PREFILL, Role.DECODE):
         made.roster.add(WorkerSpec(role.value, "http://127.0.0.1:1", role, MODEL))
@@ -45,39 +45,39 @@ def fleet() -> tuple[Fleet, list[Worker]]:
 
 
 def charges(workers: list[Worker]) -> list[tuple[int, ...]]:
-    """Say what is charged to workers."""
     return [(w.requests, w.prefill_tokens, w.decode_tokens, w.kv_tokens) for w in workers]
 
 
-def passes(route: Route, body: bytes, kind: bytes, said: bytes = b"") -> RequestInfo | Refusal:
-    """Take a body through the router's life of a request, with what a worker says of its usage."""
-    made, workers = fleet()
-    router = Router(RouterSettings(transfer=True, disaggregate_above=1), made)
+def play_request(
+    route: Route, body: bytes, kind: bytes, response: bytes = b""
+) -> RequestInfo | Refusal:
+    """Play a request with this body; `response` is the worker's response with its usage."""
+    fleet_of_roles, workers = fleet()
+    router = Router(RouterSettings(transfer=True, disaggregate_above=1), fleet_of_roles)
     ask = router.read(route, body, kind, "id")
     if isinstance(ask, Refusal):
         assert 400 <= ask.status < 500
         return ask
     for number in (ask.prompt_tokens, ask.prompt_error, ask.largest_prompt, ask.expected_output):
         assert type(number) is int
-        assert 0 <= number <= SANE
-    assert 1 <= ask.samples <= SANE
-    assert ask.output_tokens is None or 0 <= ask.output_tokens <= SANE
+        assert 0 <= number <= MAX_SANE
+    assert 1 <= ask.samples <= MAX_SANE
+    assert ask.output_tokens is None or 0 <= ask.output_tokens <= MAX_SANE
     if counter := router.counter_for(ask):
         assert counter in workers
     placed = router.submit(ask, 2.0)
     if isinstance(placed, Lease):
-        ends(router, placed, body, said)
+        finish_request(router, placed, body, response)
         assert charges(workers) == [(0, 0, 0, 0)] * 3
     return ask
 
 
-def ends(router: Router, lease: Lease, body: bytes, said: bytes) -> None:
-    """Let a request run its course."""
+def finish_request(router: Router, lease: Lease, body: bytes, response: bytes) -> None:
     if lease.prefill is not None:
         pair = Pair(Side("p", "h"), Side("d", "h"), "1")
         first = prefill_body(NIXL, pair, lease.ask, body)
         assert orjson.loads(first)["max_tokens"] == 1 or lease.ask.route == "responses"
-        answer = read_answer(said)
+        answer = read_answer(response)
         taken = NIXL.take(pair, answer)
         second = decode_body(NIXL, pair, taken, lease.ask, body)
         known, lease.ask.field_names = lease.ask.field_names, None
@@ -88,29 +88,27 @@ def ends(router: Router, lease: Lease, body: bytes, said: bytes) -> None:
         orjson.loads(second)
     router.leases.first_token(lease, 4.0)
     router.leases.tokens(lease, 1)
-    router.leases.finish(lease, 5.0, Outcome.DONE, usage_in(said))
+    router.leases.finish(lease, 5.0, Outcome.DONE, usage_in(response))
     assert 0.0 < router.sizer.learnt(MODEL, lease.ask.route).bytes_per_token < 1e3
 
 
 @EXAMPLES
 @given(PATHS, BODIES, st.sampled_from([JSON_TYPE, b"", FORM_TYPE, b"\xff"]))
-def test_no_body_breaks_the_router(path: str, body: bytes, kind: bytes) -> None:
-    passes(ROUTES[path], body, kind)
+def test_any_body_is_played_or_refused(path: str, body: bytes, kind: bytes) -> None:
+    play_request(ROUTES[path], body, kind)
 
 
 @EXAMPLES
-@given(st.sampled_from(["chat/completions", "completions", "responses"]), RIGHT, WRONG)
-def test_a_request_that_is_right_is_served_whatever_is_said_of_it(
-    name: str, text: str, said: str
-) -> None:
+@given(st.sampled_from(["chat/completions", "completions", "responses"]), VALID, INVALID)
+def test_valid_request_is_played_with_any_response(name: str, text: str, response: str) -> None:
     route = ROUTES[f"/v1/{name}"]
     body = b'{"model":"tiny","prompt":"x","messages":[],"input":"x",' + text[1:].encode(
         "utf-8", "surrogatepass"
     )
-    usage = b'{"usage":' + said.encode("utf-8", "surrogatepass") + b"}"
+    usage = b'{"usage":' + response.encode("utf-8", "surrogatepass") + b"}"
     if body.endswith(b",}"):
         body = body[:-2] + b"}"
-    passes(route, body, JSON_TYPE, usage)
+    play_request(route, body, JSON_TYPE, usage)
 
 
 NUMBERS = st.sampled_from(
@@ -120,17 +118,17 @@ NUMBERS = st.sampled_from(
 
 @EXAMPLES
 @given(NUMBERS, NUMBERS, NUMBERS, st.booleans())
-def test_no_usage_breaks_what_is_learnt(
+def test_any_usage_keeps_estimates_valid(
     prompt: str, written: str, cached: str, typed: bool
 ) -> None:
     names = ("input_tokens", "output_tokens") if typed else ("prompt_tokens", "completion_tokens")
-    said = (
+    response = (
         f'{{"kv_transfer_params": {{"remote_host": {prompt}}}, "usage": {{"{names[0]}": {prompt}, '
         f'"{names[1]}": {written}, "prompt_tokens_details": {{"cached_tokens": {cached}}}}}}}'
     )
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}'
-    passes(ROUTES["/v1/chat/completions"], body, JSON_TYPE, said.encode())
-    recounted(said.encode(), 5)
+    play_request(ROUTES["/v1/chat/completions"], body, JSON_TYPE, response.encode())
+    recounted(response.encode(), 5)
 
 
 @EXAMPLES
@@ -143,7 +141,7 @@ def test_no_usage_breaks_what_is_learnt(
     ),
     st.integers(1, 9),
 )
-def test_a_stream_passes_whole_whatever_it_is(parts: list[bytes], size: int) -> None:
+def test_any_event_stream_passes_complete(parts: list[bytes], size: int) -> None:
     data, stream = b"".join(parts), EventStream()
     out = b"".join(stream.feed(data[at : at + size]) for at in range(0, len(data), size))
     assert out + stream.rest() == data
@@ -151,7 +149,7 @@ def test_a_stream_passes_whole_whatever_it_is(parts: list[bytes], size: int) -> 
     stream.error_event("gone", "code")
 
 
-# Too deep, too long, or too many.
+# Too deep, too long, or too many values.
 REFUSED = (
     b'{"messages":' + b"[" * 500_000,
     b'{"messages":' + b'{"a":' * 500_000,
@@ -161,10 +159,10 @@ REFUSED = (
 )
 
 
-def test_depth_and_length_are_refused_not_feared() -> None:
+def test_too_deep_or_long_bodies_are_400() -> None:
     route = ROUTES["/v1/chat/completions"]
     for body in REFUSED:
-        found = passes(route, body, JSON_TYPE)
+        found = play_request(route, body, JSON_TYPE)
         assert isinstance(found, Refusal)
         assert found.status == 400
 
@@ -175,7 +173,7 @@ def _many(unit: bytes, size: int, before: bytes = b"{", after: bytes = b'"z":1}'
 
 ARGS = b'{"vllm_xargs":{},'
 XARGS = b'content-disposition: form-data; name="vllm_xargs"\r\n'
-# What a reader that looks again and again would take seconds for.
+# Bodies that take a quadratic parser seconds.
 HARD = {
     "empty objects": lambda n: _many(b'"a":{},', n, ARGS),
     "empty lists": lambda n: _many(b'"a":[],', n, ARGS),
@@ -202,10 +200,10 @@ HARD_FORMS = {
 
 
 @pytest.mark.parametrize("name", [*HARD, *HARD_FORMS])
-def test_work_grows_with_the_size_alone(name: str) -> None:
-    """Sixteen times the bytes may take sixteen times as long, and as much again for noise.
+def test_reading_time_is_linear_in_the_size(name: str) -> None:
+    """Sixteen times the bytes may take 64 times as long: sixteen, and a factor of four for noise.
 
-    What was quadratic took 256 times as long; processor time, the best of several.
+    A quadratic parser takes 256 times as long. Processor time, the best of several runs.
     """
     form = name in HARD_FORMS
     make = (HARD | HARD_FORMS)[name]

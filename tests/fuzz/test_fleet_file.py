@@ -1,4 +1,4 @@
-"""Fleet files of all kinds: a configuration or all that is wrong with it, never a traceback."""
+"""Fuzzed fleet files: a configuration or a list of errors, never a traceback."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ODD = (
 )  # fmt: skip
 PIECES = st.sampled_from(["\t", "\n", ": ", "- ", "&a ", "*a", "!!", "{", "]", "<<: "])
 PIECES |= st.text(max_size=5)
-FEW = settings(max_examples=150, deadline=None)
-LONGEST_ERROR = 100_000
+FEWER_EXAMPLES = settings(max_examples=150, deadline=None)
+MAX_ERROR_CHARS = 100_000
 
 
 def read(text: str) -> FleetConfig | ConfigError:
-    """Read a file, and look at what comes of it as its user would."""
+    """Parse a file and render its configuration or its errors."""
     try:
         config = parse(text, "fleet.yaml")
     except ConfigError as error:
@@ -44,20 +44,19 @@ def read(text: str) -> FleetConfig | ConfigError:
         return config
     assert found.problems
     assert all(problem.message for problem in found.problems)
-    assert len(str(found)) < LONGEST_ERROR
+    assert len(str(found)) < MAX_ERROR_CHARS
     return found
 
 
-def fails(text: str) -> str:
-    """Return what is said of a bad file."""
+def error_of(text: str) -> str:
     error = read(text)
     assert isinstance(error, ConfigError), error
     return str(error)
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value[:30]))
-def test_an_odd_value_anywhere(value: str) -> None:
-    """In the place of each value of a file with all blocks, one at a time."""
+def test_odd_value_in_place_of_any_value(value: str) -> None:
+    """In place of each value of a file with all blocks, one at a time."""
     lines = max(EXAMPLES, key=len).splitlines()
     places = [at for at, line in enumerate(lines) if ": " in line and "#" not in line]
     for at in random.Random(value).sample(places, min(len(places), 12)):
@@ -69,25 +68,25 @@ def test_an_odd_value_anywhere(value: str) -> None:
     read(GOOD.replace("a,", f"{value},") + f"transfer: {value}\n")
 
 
-@FEW
+@FEWER_EXAMPLES
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_a_file_with_some_characters_changed(text: str, data: st.DataObject) -> None:
+def test_file_with_changed_characters(text: str, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text)))
-        gone = data.draw(st.integers(0, 20))
+        removed = data.draw(st.integers(0, 20))
         piece = data.draw(PIECES)
-        text = text[:at] + piece + text[at + gone :]
+        text = text[:at] + piece + text[at + removed :]
     read(text)
 
 
-@FEW
+@FEWER_EXAMPLES
 @given(st.text(max_size=200))
-def test_any_text(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     read(text)
 
 
 def bomb(first: str, more: str) -> str:
-    """Make each of nine nodes of nine of the one before."""
+    """Return nine nested nodes, each with nine aliases of the node before."""
     lines = [f"a0: &a0 {first}"]
     lines += [f"a{n}: &a{n} " + more.replace("*", f"*a{n - 1}") for n in range(1, 9)]
     return "\n".join(lines) + "\n"
@@ -102,7 +101,7 @@ BOMBS = {
 
 
 def merges_once() -> bool:
-    """Whether PyYAML, as 6.0.4 does, merges what comes again and again but once."""
+    """Return whether PyYAML merges repeated aliases once, as 6.0.4 does."""
     loader = yaml.SafeLoader("<<: [&a {k: v}, *a]")
     node = loader.get_single_node()
     loader.flatten_mapping(node)
@@ -121,11 +120,11 @@ def merges_once() -> bool:
         GOOD.replace("}", ", launch: {env: *a8}}"),
     ],
 )
-def test_a_bomb_does_not_go_off(name: str, rest: str) -> None:
-    # Where merges do not add up there is no bomb, and nothing but names that nobody knows.
+def test_alias_bomb_is_refused(name: str, rest: str) -> None:
+    # If merges do not add up, the bomb is harmless and has unknown keys only.
     harmless = name == "merges" and merges_once()
-    told = fails(BOMBS[name] + rest)
-    assert ("a0: is not a known key" if harmless else "100,000 values") in told
+    error = error_of(BOMBS[name] + rest)
+    assert ("a0: is not a known key" if harmless else "100,000 values") in error
 
 
 @pytest.mark.parametrize(
@@ -136,27 +135,27 @@ def test_a_bomb_does_not_go_off(name: str, rest: str) -> None:
         "&t {model: *t, workers: *t}\n",
     ],
 )
-def test_what_is_inside_itself_is_refused(text: str) -> None:
-    assert "aliases" in fails(text)
+def test_recursive_alias_is_refused(text: str) -> None:
+    assert "aliases" in error_of(text)
 
 
 @pytest.mark.parametrize("depth", [20, 55, 65, 100, 300, 1000, 20_000])
 @pytest.mark.parametrize("kind", ["[]", "{a: }"])
-def test_depth(depth: int, kind: str) -> None:
+def test_deep_nesting_is_refused(depth: int, kind: str) -> None:
     begin, end = ("[", "]") if kind == "[]" else ("{a: ", "}")
     nested = begin * depth + end * depth
-    fails(GOOD + f"router: {nested}\n")
-    fails(f"model: {nested}\n")
+    error_of(GOOD + f"router: {nested}\n")
+    error_of(f"model: {nested}\n")
     read(GOOD.replace("}", f", launch: {{policies: {{x: {{y: {nested}}}}}}}}}"))
 
 
-def test_much() -> None:
-    assert "1,048,576" in fails(GOOD + "# " + "x" * 1_100_000)
-    many = fails(GOOD + "".join(f"key{n}: 1\n" for n in range(2000)))
+def test_large_file_and_many_errors_are_bounded() -> None:
+    assert "1,048,576" in error_of(GOOD + "# " + "x" * 1_100_000)
+    many = error_of(GOOD + "".join(f"key{n}: 1\n" for n in range(2000)))
     assert many.count("\n") == 100
     assert "more errors" in many
 
 
-def test_no_error_about_a_number_tells_a_key() -> None:
+def test_number_error_does_not_show_a_key() -> None:
     text = GOOD.replace("}", ", api_key: !!int sk-secret}")
-    assert "sk-secret" not in fails(text)
+    assert "sk-secret" not in error_of(text)

@@ -1,6 +1,6 @@
-"""The readers of HTTP against h11, over messages made wrong: see `judge`.
+"""The HTTP parsers against h11, over mutated messages: see `judge`.
 
-`python -m benchmarks.fuzz` does the same for as many as one likes.
+`python -m benchmarks.fuzz` does the same for any number of messages.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ SEED, STREAMS = 8, 12_000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 
 
-def test_requests_are_read_as_the_reference_reads_them() -> None:
+def test_requests_parse_as_in_the_reference() -> None:
     tally = Tally()
     for number in range(STREAMS):
         mutator = Mutator(SEED, number)
-        made = mutator.requests()
-        judge.requests(made, mutator.cuts(b"".join(made)), tally)
-    # It would all be for nothing if nothing were taken, or nothing refused.
+        messages = mutator.requests()
+        judge.requests(messages, mutator.cuts(b"".join(messages)), tally)
+    # The mutations must give accepted and refused requests.
     assert tally.taken > STREAMS / 2
     assert tally.refused > STREAMS / 2
     assert tally.waiting > STREAMS / 50
-    assert len(tally.why) > 20
+    assert len(tally.refusals) > 20
 
 
-def test_answers_are_read_as_the_reference_reads_them() -> None:
+def test_answers_parse_as_in_the_reference() -> None:
     tally = Tally()
     for number in range(STREAMS):
         mutator = Mutator(SEED, number)
-        made = mutator.answers()
-        judge.answers(made, mutator.cuts(b"".join(made)), tally)
+        messages = mutator.answers()
+        judge.answers(messages, mutator.cuts(b"".join(messages)), tally)
     assert tally.taken > STREAMS / 2
     assert tally.refused > STREAMS / 3
-    assert len(tally.why) > 20
+    assert len(tally.refusals) > 20
 
 
-def test_a_seed_and_a_number_say_all() -> None:
+def test_mutator_is_deterministic() -> None:
     assert Mutator(1, 2).requests() == Mutator(1, 2).requests()
     assert Mutator(1, 2).requests() != Mutator(1, 3).requests()
 
 
-def test_what_is_right_is_taken() -> None:
+def test_valid_requests_are_accepted() -> None:
     for data in corpus.REQUESTS:
-        got, _, why = judge.read([data])
-        assert (len(got), why) == (1, None), data
+        got, _, refusal = judge.read([data])
+        assert (len(got), refusal) == (1, None), data
 
 
 @pytest.mark.parametrize("line", corpus.LINES, ids=lambda line: repr(line[:40]))
-def test_each_line_alone_beside_either_framing(line: bytes) -> None:
-    """All of them, in front and behind, not only those that chance picks."""
+def test_each_header_line_with_either_framing(line: bytes) -> None:
+    """Every line, before and after the framing, not only random ones."""
     tally = Tally()
     for framing, body in (
         (b"Content-Length: 15\r\n", corpus.SHORT),
@@ -72,47 +72,47 @@ def test_each_line_alone_beside_either_framing(line: bytes) -> None:
     assert tally.streams == 6
 
 
-# Found by this, and mended
+# Regressions found by fuzzing
 
 
-def test_a_length_of_many_thousand_noughts_is_refused() -> None:
+def test_length_with_thousands_of_zeros_is_refused() -> None:
     """Python refuses to read such a number."""
-    _, _, why = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
-    assert why is not None
-    assert "digits" in why
+    _, _, refusal = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
+    assert refusal is not None
+    assert "digits" in refusal
     with pytest.raises(ResponseError):
         ResponseParser().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
 
 
 @pytest.mark.parametrize(
-    "one",
+    "message",
     [
         HEAD + b"Content-Length: 2\r\n\r\n{}",
         HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}",
     ],
     ids=["known", "upgrade"],
 )
-def test_thousands_sent_ahead_at_once_do_not_nest(one: bytes) -> None:
-    got, _, why = judge.read([one, one * 5000])
-    assert (len(got), why) == (5001, None)
+def test_thousands_of_pipelined_requests_are_parsed(message: bytes) -> None:
+    got, _, refusal = judge.read([message, message * 5000])
+    assert (len(got), refusal) == (5001, None)
 
 
-def test_what_is_wrong_after_an_upgrade_is_refused() -> None:
+def test_invalid_request_after_an_upgrade_is_refused() -> None:
     upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
-    got, _, why = judge.read([upgrade + HEAD + b"Expect: more\r\n\r\n"])
+    got, _, refusal = judge.read([upgrade + HEAD + b"Expect: more\r\n\r\n"])
     assert len(got) == 1
-    assert why is not None
+    assert refusal is not None
 
 
-def test_nothing_is_read_after_an_upgrade_that_was_to_be_the_last() -> None:
+def test_bytes_after_a_closing_upgrade_are_ignored() -> None:
     last = HEAD + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
-    got, _, why = judge.read([last + corpus.INNER])
-    assert (len(got), why) == (1, None)
+    got, _, refusal = judge.read([last + corpus.INNER])
+    assert (len(got), refusal) == (1, None)
 
 
-def test_a_target_that_is_no_url_is_refused() -> None:
-    _, _, why = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
-    assert why == "the request target is neither a path nor a URL"
+def test_invalid_target_is_refused() -> None:
+    _, _, refusal = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
+    assert refusal == "the request target is neither a path nor a URL"
 
 
 @pytest.mark.parametrize(
@@ -126,25 +126,25 @@ def test_a_target_that_is_no_url_is_refused() -> None:
         b"HTTP/2.0 200 OK\r\nContent-Length: 2",
     ],
 )
-def test_a_worker_that_frames_oddly_speaks_no_http(head: bytes) -> None:
+def test_ambiguous_framing_of_a_worker_is_an_error(head: bytes) -> None:
     with pytest.raises(ResponseError):
         ResponseParser().feed(head + b"\r\n\r\n{}")
 
 
-def test_every_connection_header_of_a_worker_counts() -> None:
-    reader = ResponseParser()
-    reader.feed(
+def test_every_connection_header_of_a_worker_applies() -> None:
+    parser = ResponseParser()
+    parser.feed(
         b"HTTP/1.1 200 OK\r\nConnection: X-A\r\nX-A: 1\r\nConnection: X-B\r\nX-B: 1\r\n"
         b"Content-Length: 0\r\n\r\n"
     )
-    assert present(reader.head).lines == []
+    assert present(parser.head).lines == []
 
 
-# What is held of a message without end
+# Memory of endless messages
 
 
 @pytest.mark.parametrize(
-    ("begin", "more"),
+    ("begin", "piece"),
     [
         (b"GET /", b"x" * 997),
         (HEAD, b"X: " + b"y" * 997 + b"\r\n"),
@@ -158,48 +158,48 @@ def test_every_connection_header_of_a_worker_counts() -> None:
         (b"", b"\r\n" * 500),
     ],
 )
-def test_what_has_no_end_is_refused_within_its_limit(begin: bytes, more: bytes) -> None:
-    reader = HttpRequestParser(judge.judged, max_head=20_000, max_body=50_000)
-    # Chunks of a byte take six; all else is refused as soon as the limit is reached.
-    most = 50_000 * 7
+def test_endless_message_is_refused_at_the_limit(begin: bytes, piece: bytes) -> None:
+    parser = HttpRequestParser(judge.set_route, max_head=20_000, max_body=50_000)
+    # Chunks of one byte take six; anything else is refused at the limit.
+    max_bytes = 50_000 * 7
 
-    def pour() -> None:
-        for data in (begin, *itertools.repeat(more, most // len(more))):
-            reader.feed(data)
+    def feed_endlessly() -> None:
+        for data in (begin, *itertools.repeat(piece, max_bytes // len(piece))):
+            parser.feed(data)
 
     with pytest.raises(RefusedError):
-        pour()
+        feed_endlessly()
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_answers_in_a_flood_of_interim_ones_cost_nothing(size: int) -> None:
-    reader = ResponseParser()
+def test_interim_answers_are_not_kept(size: int) -> None:
+    parser = ResponseParser()
     flood = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 2000
     for at in range(0, len(flood), size):
-        reader.feed(flood[at : at + size])
-    assert reader.head is None
-    assert reader.pieces == []
-    reader.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-    assert reader.ended
+        parser.feed(flood[at : at + size])
+    assert parser.head is None
+    assert parser.pieces == []
+    parser.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    assert parser.ended
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "segments"])
-def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) -> None:
+def test_body_in_tiny_pieces_takes_less_than_twice_its_size(chunked: bool) -> None:
     size = 1 << 18
-    reader = HttpRequestParser(judge.judged, max_head=20_000, max_body=size)
+    parser = HttpRequestParser(judge.set_route, max_head=20_000, max_body=size)
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
-    reader.feed(HEAD + framing + b"\r\n\r\n")
+    parser.feed(HEAD + framing + b"\r\n\r\n")
     piece = b"2\r\n{}\r\n" if chunked else b"{}"
     tracemalloc.start()
     try:
         for _ in range(size // 2 - 1):
-            reader.feed(piece)
+            parser.feed(piece)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held < 2 * size
-    reader.feed(piece + b"0\r\n\r\n" if chunked else piece)
-    [request] = reader.ready
+    parser.feed(piece + b"0\r\n\r\n" if chunked else piece)
+    [request] = parser.ready
     assert len(request.body) == size
 
 
@@ -215,5 +215,5 @@ def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) ->
         b"",
     ],
 )
-def test_a_time_that_no_calendar_has_says_nothing(value: bytes) -> None:
+def test_invalid_retry_after_is_none(value: bytes) -> None:
     assert seconds(value) is None

@@ -1,4 +1,4 @@
-"""Messages made wrong on real sockets: clients before a router, and workers behind one."""
+"""Mutated messages on real sockets: from clients and from workers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.raw_client import BrokenError, Client, chat
 from tests.proxy.wire.site import Site
 
-SEED, STREAMS, AT_ONCE, MANY_AT_ONCE = 12, 240, 24, 80
+SEED, STREAMS, CONCURRENT_STREAMS, CONCURRENT_REQUESTS = 12, 240, 24, 80
 WITHIN_S = 30.0
-# What the router says of its own accord to what is wrong, and what fakes say.
-PROPER = {200, 400, 401, 404, 405, 408, 413, 417, 431, 505}
-QUICK = {"linger_s": 0.05, "first_byte_s": 0.5, "idle_s": 0.5, "count_s": 0.5}
+# The router's refusals and the fakes' statuses.
+EXPECTED_STATUSES = {200, 400, 401, 404, 405, 408, 413, 417, 431, 505}
+SHORT_TIMEOUTS = {"linger_s": 0.05, "first_byte_s": 0.5, "idle_s": 0.5, "count_s": 0.5}
 ENDS = ("close", "reset", "stall", "keep")
 
 
-async def play(site: Site, number: int, heard: bytearray | None = None) -> int:
-    """Send one stream of requests, and read the answers that are due, then perhaps a refusal.
+async def play(site: Site, number: int, received: bytearray | None = None) -> int:
+    """Send one stream of requests and read its answers, then a refusal if one is expected.
 
-    Return how many requests were taken. `heard` gets all bytes that the router sends.
+    Return how many requests were accepted. `received` gets all bytes that the router sends.
     """
     mutator = Mutator(SEED, number)
     data = b"".join(mutator.requests())
-    taken, _, why = judge.read([data])
-    data = up_to_the_end(data, taken)
+    taken, _, refusal = judge.read([data])
+    data = until_close(data, taken)
     client = await site.client()
-    if heard is not None:
-        record(client, heard)
+    if received is not None:
+        record_received(client, received)
     try:
         for piece in mutator.cuts(data):
-            if client.writer.is_closing():  # the router has refused what came before
+            if client.writer.is_closing():  # the router refused an earlier piece
                 break
             client.writer.write(piece)
             await asyncio.sleep(0)
         for at, request in enumerate(taken):
-            await answered(client, request)
+            await read_answer(client, request)
             if not request.head.keep_alive:
                 assert await client.closed(within=WITHIN_S) == b""
                 return at + 1
-        if why is not None:
+        if refusal is not None:
             refused = await client.answer(within=WITHIN_S)
             if refused.status == 100:
                 refused = await client.answer(within=WITHIN_S)
-            assert refused.status in PROPER - {200}, (refused, why)
+            assert refused.status in EXPECTED_STATUSES - {200}, (refused, refusal)
             refused.error()
             assert await client.closed(within=WITHIN_S) == b""
         return len(taken)
@@ -60,10 +60,10 @@ async def play(site: Site, number: int, heard: bytearray | None = None) -> int:
         client.close()
 
 
-def up_to_the_end(data: bytes, taken: Sequence[Request]) -> bytes:
-    """Leave out what follows a request that closes the connection.
+def until_close(data: bytes, taken: Sequence[Request]) -> bytes:
+    """Remove the bytes after a request that closes the connection.
 
-    Bytes that come after the close reset the connection, perhaps before its answer is read.
+    Bytes after the close reset the connection, perhaps before the answer is read.
     """
     if not taken or taken[-1].head.keep_alive:
         return data
@@ -72,44 +72,41 @@ def up_to_the_end(data: bytes, taken: Sequence[Request]) -> bytes:
 
 
 def count_taken(data: bytes) -> int:
-    """Return how many whole requests these bytes hold."""
     return len(judge.read([data])[0])
 
 
-def record(client: Client, heard: bytearray) -> None:
-    """Copy what a client receives."""
+def record_received(client: Client, received: bytearray) -> None:
     feed = client.reader.feed_data
 
     def copy(data: bytes) -> None:
-        heard.extend(data)
+        received.extend(data)
         feed(data)
 
     client.reader.feed_data = copy
 
 
-async def answered(client: Client, request: Request) -> None:
-    """Read the answer to one request."""
+async def read_answer(client: Client, request: Request) -> None:
     head_only = request.head.method == "HEAD"
     answer = await client.answer(head_only=head_only, within=WITHIN_S)
     if answer.status == 100:
         answer = await client.answer(head_only=head_only, within=WITHIN_S)
-    assert answer.status in PROPER, (answer, request.head.start, request.body)
+    assert answer.status in EXPECTED_STATUSES, (answer, request.head.start, request.body)
 
 
-async def test_each_stream_of_requests_gets_the_answers_that_are_due(start: Start) -> None:
-    site = await start(wire={"linger_s": WITHIN_S})  # a refused client has the time to read that
+async def test_each_stream_of_requests_gets_its_answers(start: Start) -> None:
+    site = await start(wire={"linger_s": WITHIN_S})  # time for a refused client to read the refusal
     site.fake.always(scripts.answer())
     taken = 0
-    for first in range(0, STREAMS, AT_ONCE):
-        numbers = range(first, first + AT_ONCE)
+    for first in range(0, STREAMS, CONCURRENT_STREAMS):
+        numbers = range(first, first + CONCURRENT_STREAMS)
         taken += sum(await asyncio.gather(*(play(site, number) for number in numbers)))
     assert taken > STREAMS / 2
     assert len(site.fake.served) > STREAMS / 4
-    # `Site.stop` sees that nothing is left, and that the worker found no fault with what it got.
+    # `Site.stop` checks that nothing is left and that the worker found no fault.
 
 
-async def answers_wrongly(call: Call) -> None:
-    """Answer with what a number says."""
+async def answer_mutated(call: Call) -> None:
+    """Send the mutated answers of the request's number."""
     [number] = call.all(b"x-number")
     mutator = Mutator(SEED, int(number))
     pieces = mutator.cuts(b"".join(mutator.answers()))
@@ -117,8 +114,7 @@ async def answers_wrongly(call: Call) -> None:
     await scripts.raw(*pieces, gap_s=gap_s, end=mutator.random.choice(ENDS))(call)
 
 
-async def hear(site: Site, number: int) -> str:
-    """Ask a worker that answers wrongly; say what came of it."""
+async def ask_hostile_worker(site: Site, number: int) -> str:
     client = await site.client()
     try:
         answer = await client.ask(chat("hi", b"X-Number: %d" % number), within=WITHIN_S)
@@ -132,7 +128,7 @@ async def hear(site: Site, number: int) -> str:
     return "passed"
 
 
-async def keep_closed(site: Site) -> None:
+async def keep_breaker_closed(site: Site) -> None:
     """Close the worker's breaker in each turn of the event loop."""
     while True:
         site.fleet.health.succeeded(site.worker())
@@ -140,19 +136,19 @@ async def keep_closed(site: Site) -> None:
 
 
 async def test_each_request_to_a_hostile_worker_has_an_end(start: Start) -> None:
-    site = await start(wire=QUICK)
-    site.fake.always(answers_wrongly)
-    came: list[str] = []
-    breaker = asyncio.create_task(keep_closed(site))
-    for first in range(0, STREAMS, MANY_AT_ONCE):
-        numbers = range(first, first + MANY_AT_ONCE)
-        came += await asyncio.gather(*(hear(site, number) for number in numbers))
+    site = await start(wire=SHORT_TIMEOUTS)
+    site.fake.always(answer_mutated)
+    outcomes: list[str] = []
+    breaker = asyncio.create_task(keep_breaker_closed(site))
+    for first in range(0, STREAMS, CONCURRENT_REQUESTS):
+        numbers = range(first, first + CONCURRENT_REQUESTS)
+        outcomes += await asyncio.gather(*(ask_hostile_worker(site, number) for number in numbers))
     breaker.cancel()
-    assert set(came) == {"broken", "refused", "passed"}
+    assert set(outcomes) == {"broken", "refused", "passed"}
     assert len(site.fake.served) > STREAMS * 3 / 4
     site.fake.always(scripts.answer())
     assert (await site.ask(chat())).status == 200
-    # Its own: it goes on talking after what was a whole answer, while another request comes.
+    # The fake's own faults: it sends more bytes after a whole answer.
     site.fake.faults.clear()
 
 
@@ -166,8 +162,8 @@ async def test_each_request_to_a_hostile_worker_has_an_end(start: Start) -> None
     ],
     ids=["interim answers", "headers", "blank lines", "an extension"],
 )
-async def test_a_worker_that_never_gets_to_the_point_is_given_up(start: Start, more: bytes) -> None:
-    site = await start(wire=QUICK)
+async def test_worker_without_a_final_answer_is_given_up(start: Start, more: bytes) -> None:
+    site = await start(wire=SHORT_TIMEOUTS)
 
     async def flood(call: Call) -> None:
         await call.send(more)

@@ -1,4 +1,4 @@
-"""Texts that are JSON, nearly JSON, or not at all."""
+"""Texts that are JSON, nearly JSON, or no JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-# Members that are looked at, of every route; and what engines read.
+# Members that the router reads, of every route, and members that engines read.
 KEYS = (
     "model", "messages", "prompt", "input", "inputs", "texts", "images", "token_ids", "system",
     "tools", "tool_choice", "instructions", "state", "questions", "query", "queries", "documents",
@@ -21,14 +21,14 @@ ODD_NUMBERS = (
     "0", "-0", "-1", "1", "1.0", "1e0", "16", "99999999999", "18446744073709551616", "1e308",
     "-1e308", "5e-324", "0.1", "2147483648", "1" + "0" * 300,
 )  # fmt: skip
-NO_NUMBERS = (
+INVALID_NUMBERS = (
     "NaN", "Infinity", "-Infinity", "1e9999", "01", "1.", "+1", "0x1", "1_0", "9" * 5000, ".5",
 )  # fmt: skip
 ODD_STRINGS = (
     '""', '"tiny"', '"\\u0000"', '"\\ud83d\\ude00"', '"auto"', '"true"', '"x\\"y"', '"\\\\"',
     '"data:image/png;base64,AAAA"', '"kv_transfer_params"', '"\u2028é"',
 )  # fmt: skip
-NO_STRINGS = ('"\\ud800"', '"\\x"', '"\t"', '"open', "'x'", '"\\u12"')
+INVALID_STRINGS = ('"\\ud800"', '"\\x"', '"\t"', '"open', "'x'", '"\\u12"')
 SPACE = st.sampled_from(["", " ", "\n", "\t", "\r\n  "])
 
 
@@ -36,25 +36,27 @@ def _object(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     key = st.sampled_from(KEYS).map(json.dumps) | st.text(max_size=8).map(json.dumps)
     spelt = key | st.sampled_from(['"\\u006dodel"', '"m\\u006fdel"', '"vllm_\\u0078args"'])
     member = st.builds(lambda k, s, v: f"{k}{s}:{s}{v}", spelt, SPACE, inner)
-    return st.lists(member, max_size=6).map(lambda each: "{" + ",".join(each) + "}")
+    return st.lists(member, max_size=6).map(lambda members: "{" + ",".join(members) + "}")
 
 
 def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    return _object(inner) | st.lists(inner, max_size=5).map(lambda each: "[" + ",".join(each) + "]")
+    return _object(inner) | st.lists(inner, max_size=5).map(
+        lambda items: "[" + ",".join(items) + "]"
+    )
 
 
-def _values(*, right: bool) -> st.SearchStrategy[str]:
+def _values(*, valid: bool) -> st.SearchStrategy[str]:
     odd = (*ODD_NUMBERS, *ODD_STRINGS, "true", "false", "null")
-    if not right:
-        odd = (*odd, *NO_NUMBERS, *NO_STRINGS, "", "tru", "[", "{")
+    if not valid:
+        odd = (*odd, *INVALID_NUMBERS, *INVALID_STRINGS, "", "tru", "[", "{")
     plain: Any = st.sampled_from(odd) | st.integers().map(str)
     plain |= st.text(max_size=30).map(json.dumps)
     return st.recursive(plain, _nested, max_leaves=12)
 
 
-RIGHT = _object(_values(right=True))
-WRONG = _object(_values(right=False))
-# What a recursive descent would fall over.
+VALID = _object(_values(valid=True))
+INVALID = _object(_values(valid=False))
+# Too deep for a recursive parser.
 DEEP = st.builds(
     lambda depth, one, close: '{"messages":' + one[0] * depth + (one[1] * depth if close else ""),
     st.sampled_from([10, 500, 1000, 5000, 100_000]),
@@ -62,11 +64,11 @@ DEEP = st.builds(
     st.booleans(),
 ).map(lambda text: text + "}")
 BODIES: st.SearchStrategy[bytes] = st.one_of(
-    RIGHT.map(lambda text: text.encode("utf-8", "surrogatepass")),
-    WRONG.map(lambda text: text.encode("utf-8", "surrogatepass")),
+    VALID.map(lambda text: text.encode("utf-8", "surrogatepass")),
+    INVALID.map(lambda text: text.encode("utf-8", "surrogatepass")),
     DEEP.map(str.encode),
     st.binary(max_size=200),
     st.builds(lambda text, at, byte: text[:at] + byte + text[at:],
-              RIGHT.map(lambda text: text.encode("utf-8", "surrogatepass")),
+              VALID.map(lambda text: text.encode("utf-8", "surrogatepass")),
               st.integers(0, 200), st.binary(min_size=1, max_size=3)),
 )  # fmt: skip

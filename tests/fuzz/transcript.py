@@ -1,4 +1,4 @@
-"""What the router makes of many inputs, one line for each, to compare plain and compiled modules.
+"""The router's results for many inputs, one line each, to compare plain and compiled modules.
 
     python -m tests.fuzz.transcript PART COUNT
 
@@ -24,15 +24,15 @@ from proxy.http.response_parser import ResponseParser
 from proxy.http.sse import EventStream, recounted, usage_in, without_usage
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
-from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, passes
+from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, play_request
 from tests.fuzz.test_sockets import SEED as SOCKET_SEED
 from tests.fuzz.test_sockets import play
-from tests.fuzz.texts import KEYS, NO_NUMBERS, NO_STRINGS, ODD_NUMBERS, ODD_STRINGS
+from tests.fuzz.texts import INVALID_NUMBERS, INVALID_STRINGS, KEYS, ODD_NUMBERS, ODD_STRINGS
 from tests.proxy.wire import scripts
 from tests.proxy.wire.site import Fake, Site
 
 SEED = 21
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # sent only where a body is late
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # sent only if a body is late
 FORMS = tuple(
     b"".join(b"--b\r\n%b\r\n\r\n%b\r\n" % part for part in parts) + b"--b--\r\n"
     for parts in (
@@ -48,10 +48,10 @@ FORMS = tuple(
         ),
     )
 )
-ASKS = '"model":"tiny","prompt":"x","messages":[],"input":"x"'
-SPELT = (*(f'"{key}"' for key in KEYS), '"\\u006dodel"', '"vllm_\\u0078args"')
-PLAIN = (*ODD_NUMBERS, *ODD_STRINGS, '"' + "é" * 40_000 + '"', "true", "false", "null")
-WRONG = (*NO_NUMBERS, *NO_STRINGS, "tru", "[")
+PROMPT_MEMBERS = '"model":"tiny","prompt":"x","messages":[],"input":"x"'
+SPELT_KEYS = (*(f'"{key}"' for key in KEYS), '"\\u006dodel"', '"vllm_\\u0078args"')
+VALID_VALUES = (*ODD_NUMBERS, *ODD_STRINGS, '"' + "é" * 40_000 + '"', "true", "false", "null")
+INVALID_VALUES = (*INVALID_NUMBERS, *INVALID_STRINGS, "tru", "[")
 EVENTS = (
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
     b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -66,34 +66,36 @@ EVENTS = (
 
 
 def requests(count: int) -> Iterator[object]:
-    """Read streams of requests, cut in three ways; show them, and what a worker would be sent."""
+    """Parse streams of requests, cut in three ways; yield them and the bytes for a worker."""
     for number in range(count):
         mutator = Mutator(SEED, number)
-        made = mutator.requests()
-        data = b"".join(made)
-        for pieces in ([data], mutator.cuts(data), made):
+        messages = mutator.requests()
+        data = b"".join(messages)
+        for pieces in ([data], mutator.cuts(data), messages):
             try:
-                found, state, why = judge.read(pieces)
+                found, state, refusal = judge.read(pieces)
             except Exception as error:
                 yield repr(error)
                 continue
-            sent = [judge.forwarded(each) for each in found if each.head.route is not None]
-            yield judge.shown(found), state, why, sent
+            sent = [
+                judge.worker_bytes(request) for request in found if request.head.route is not None
+            ]
+            yield judge.fields_of(found), state, refusal, sent
 
 
 def answers(count: int) -> Iterator[object]:
-    """Read streams of answers, whole and cut."""
+    """Parse streams of answers, whole and cut."""
     for number in range(count):
         mutator = Mutator(SEED, number)
-        made = mutator.answers()
-        data = b"".join(made)
-        for pieces in (made, mutator.cuts(data)):
+        messages = mutator.answers()
+        data = b"".join(messages)
+        for pieces in (messages, mutator.cuts(data)):
             reader, shown = ResponseParser(), []
             for piece in pieces:
                 if reader.ended:
                     reader.expect()
                 try:
-                    shown.append(judge.answered(reader, [piece])[::2])
+                    shown.append(judge.parse_answer(reader, [piece])[::2])
                 except Exception as error:
                     shown.append(repr(error))
                     break
@@ -101,36 +103,38 @@ def answers(count: int) -> Iterator[object]:
 
 
 def bodies(count: int) -> Iterator[object]:
-    """Read bodies, send them on, and end their requests."""
-    token_estimate.SAMPLE_STEP_FACTOR, token_estimate.SAMPLE_PHASE = 0.75, 0.5  # which are random
+    """Play requests with random bodies."""
+    token_estimate.SAMPLE_STEP_FACTOR, token_estimate.SAMPLE_PHASE = 0.75, 0.5  # random by default
     paths, kinds = sorted(ROUTES), (JSON_TYPE, JSON_TYPE, JSON_TYPE, FORM_TYPE, b"\xff")
     for number in range(count):
         mutator = Mutator(SEED, number)
         dice = mutator.random
-        members = [f"{dice.choice(SPELT)}:{_value(dice, 0)}" for _ in range(dice.randrange(8))]
-        text = ",".join([dice.choice(("", ASKS, ASKS, ASKS)), *members]).strip(",")
+        members = [f"{dice.choice(SPELT_KEYS)}:{_value(dice, 0)}" for _ in range(dice.randrange(8))]
+        text = ",".join(
+            [dice.choice(("", PROMPT_MEMBERS, PROMPT_MEMBERS, PROMPT_MEMBERS)), *members]
+        ).strip(",")
         data = f"{{{text}}}".encode("utf-8", "surrogatepass")
         if dice.random() < 0.2:
             data = mutator.bytes_changed(data)
         try:
-            yield passes(ROUTES[dice.choice(paths)], data, dice.choice(kinds))
+            yield play_request(ROUTES[dice.choice(paths)], data, dice.choice(kinds))
         except Exception as error:
             yield repr(error)
 
 
 def _value(dice: random.Random, depth: int) -> str:
-    """Write a JSON value; one in thirty is none."""
+    """Return a JSON value; one in thirty is invalid."""
     chance = dice.random()
     if depth < 4 and chance < 0.2:
         return "[" + ",".join(_value(dice, depth + 1) for _ in range(dice.randrange(4))) + "]"
     if depth < 4 and chance < 0.4:
-        members = [f"{dice.choice(SPELT)}:{_value(dice, depth + 1)}" for _ in range(2)]
+        members = [f"{dice.choice(SPELT_KEYS)}:{_value(dice, depth + 1)}" for _ in range(2)]
         return "{" + ",".join(members) + "}"
-    return dice.choice(WRONG if chance > 0.97 else PLAIN)
+    return dice.choice(INVALID_VALUES if chance > 0.97 else VALID_VALUES)
 
 
 def forms(count: int) -> Iterator[object]:
-    """Read forms that end anywhere, and forms with changed bytes."""
+    """Parse truncated forms and forms with changed bytes."""
     cut = [form[:end] for form in FORMS for end in range(len(form) + 1)]
     changed = [
         Mutator.bytes_changed(Mutator(SEED, number), FORMS[number % len(FORMS)])
@@ -148,7 +152,7 @@ def forms(count: int) -> Iterator[object]:
 
 
 def events(count: int) -> Iterator[object]:
-    """Pass streams of events on that are cut and changed."""
+    """Pass cut and changed event streams."""
     for number in range(count):
         mutator = Mutator(SEED, number)
         data = EVENTS[number % len(EVENTS)]
@@ -158,14 +162,14 @@ def events(count: int) -> Iterator[object]:
         stream = EventStream()
         try:
             passed = [(stream.feed(data[a:b]), stream.tokens) for a, b in pairwise(ends)]
-            told = [recounted(data, 1), without_usage(data), usage_in(data)]
-            yield passed, stream.rest(), stream.usage(), stream.error_event("no", "no"), told
+            rewritten = [recounted(data, 1), without_usage(data), usage_in(data)]
+            yield passed, stream.rest(), stream.usage(), stream.error_event("no", "no"), rewritten
         except Exception as error:
             yield repr(error)
 
 
 def sockets(count: int) -> Iterator[object]:
-    """Send streams of requests to a router; show what the client and the worker receive."""
+    """Send streams of requests to a router; yield what the client and the worker receive."""
     yield from uvloop.run(_sockets(count))  # not asyncio's loop: the router runs on this one
 
 
@@ -180,10 +184,10 @@ async def _sockets(count: int) -> list[object]:
         read, _, _ = judge.read([b"".join(Mutator(SOCKET_SEED, number).requests())])
         if not all(request.head.keep_alive for request in read):
             continue  # the bytes after such a request may have the connection reset
-        heard, before = bytearray(), len(site.fake.served)
-        taken = await play(site, number, heard)
+        received, before = bytearray(), len(site.fake.served)
+        taken = await play(site, number, received)
         calls = [(call.head.replace(host, b"w"), call.body) for call in site.fake.served[before:]]
-        shown.append((taken, bytes(heard).replace(CONTINUE, b""), calls))
+        shown.append((taken, bytes(received).replace(CONTINUE, b""), calls))
     await asyncio.wait_for(site.stop(), 60.0)
     return shown
 

@@ -1,4 +1,4 @@
-"""On which event loops these tests run."""
+"""The event loops of these tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on those that the module names: to pytest a hook of its own would be no hook."""
+    """Return the event loops in the module's `ON`; pytest reads no hook from a module."""
     module = item.getparent(pytest.Module)
     names = getattr(module and module.obj, "ON", ("asyncio",))
     return {name: LOOPS[name] for name in names}

@@ -26,7 +26,7 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup import app as assembly
 from proxy.setup.secrets import SecretKeys
-from proxy.wire import bind as waiting
+from proxy.wire import bind
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -38,16 +38,15 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[list[FakeWorker]]:
-    """Two workers."""
-    made = [FakeWorker("a"), FakeWorker("b")]
-    for each in made:
-        await each.listen()
-    yield made
-    for each in made:
-        await each.stop()
+    workers = [FakeWorker("a"), FakeWorker("b")]
+    for fake in workers:
+        await fake.listen()
+    yield workers
+    for fake in workers:
+        await fake.stop()
 
 
-def written(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
+def write_fleet(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
     """Write a fleet file for these workers, with free ports for the router."""
     workers = "".join(f"  - {{name: {f.name}, url: '{f.url}'}}\n" for f in fakes)
     router = "router: {port: 0, admin: {port: 0}, drain_s: 60.0, probe: {interval_s: 0.05}}\n"
@@ -55,7 +54,7 @@ def written(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
     return path
 
 
-async def ready(app: App, *names: str) -> None:
+async def wait_until_up(app: App, *names: str) -> None:
     """Wait until the workers of these names are up."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -66,17 +65,15 @@ async def ready(app: App, *names: str) -> None:
 
 @pytest.fixture
 async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
-    """Run a router before both workers."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     running = App(load(source), source)
     await running.start()
-    await ready(running, "a", "b")
+    await wait_until_up(running, "a", "b")
     yield running
     await running.stop()
 
 
 async def ask(app: App, data: bytes) -> int:
-    """Ask once; return the status."""
     client = await Client.connect(app.wire.port)
     try:
         return (await client.ask(data)).status
@@ -84,7 +81,7 @@ async def ask(app: App, data: bytes) -> int:
         client.close()
 
 
-async def test_it_serves_and_tells(app: App) -> None:
+async def test_app_serves_requests_admin_and_metrics(app: App) -> None:
     assert await ask(app, chat()) == 200
     assert await ask(app, get("/ready")) == 200
     async with aiohttp.ClientSession() as session:
@@ -99,47 +96,45 @@ async def test_it_serves_and_tells(app: App) -> None:
         assert "\nproxy_log_lines_dropped_total 7\n" in page
 
 
-async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
+async def test_reload_removes_a_worker_and_keeps_its_request(
     app: App, fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    opening = asyncio.Event()
-    for each in fakes:
-        each.always(scripts.gated(opening, scripts.answer()))
-    asked = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
-    await asyncio.gather(*(each.got() for each in fakes))
-    written(tmp_path / "fleet.yaml", fakes[1])
+    gate = asyncio.Event()
+    for fake in fakes:
+        fake.always(scripts.gated(gate, scripts.answer()))
+    requests = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
+    await asyncio.gather(*(fake.got() for fake in fakes))
+    write_fleet(tmp_path / "fleet.yaml", fakes[1])
     assert await app.reload() == []
     assert [worker.name for worker in app.fleet.roster] == ["b"]
-    opening.set()
-    assert await asyncio.gather(*asked) == [200, 200]
+    gate.set()
+    assert await asyncio.gather(*requests) == [200, 200]
     fakes[1].always(scripts.answer())
     assert [await ask(app, chat()) for _ in range(3)] == [200] * 3
     assert len(fakes[0].served) == 1
 
 
-async def test_a_reload_before_it_serves_is_as_any_other(
-    tmp_path: Path, fakes: list[FakeWorker]
-) -> None:
-    """It may have to wait for its ports, which an earlier router has yet to let go."""
-    source = written(tmp_path / "fleet.yaml", fakes[0])
-    begun = App(load(source), source)
-    written(tmp_path / "fleet.yaml", *fakes)
-    await begun.reload()
-    assert [worker.name for worker in begun.fleet.roster] == ["a", "b"]
+async def test_reload_before_start_applies(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+    """The router may still wait for ports of an earlier router."""
+    source = write_fleet(tmp_path / "fleet.yaml", fakes[0])
+    router_app = App(load(source), source)
+    write_fleet(tmp_path / "fleet.yaml", *fakes)
+    await router_app.reload()
+    assert [worker.name for worker in router_app.fleet.roster] == ["a", "b"]
 
 
-async def test_a_reload_with_a_mistake_changes_nothing(
+async def test_invalid_reload_changes_nothing(
     app: App, fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    written(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
+    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
     with pytest.raises(ConfigError, match=r"routing\.policy"):
         await app.reload()
     assert [worker.name for worker in app.fleet.roster] == ["a", "b"]
     assert app.config.routing.policy == "adaptive"
 
 
-async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Path) -> None:
-    """Whoever started the router may know more of it: what workers are launched with, say."""
+async def test_reload_uses_the_callers_read(app: App, tmp_path: Path) -> None:
+    """The caller's `read` may check more, such as launch arguments."""
 
     def read(path: Path) -> FleetConfig:
         raise ConfigError(str(path), [Problem("workers[0].launch.policies", "what is that?")])
@@ -150,42 +145,42 @@ async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Pat
     assert [worker.name for worker in another.fleet.roster] == ["a", "b"]
 
 
-async def test_while_a_file_is_read_again_the_router_serves(
+async def test_router_serves_while_a_reload_reads_the_file(
     fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    """And of two reloads the one that was asked for last has the last word."""
-    source, began, going_on = written(tmp_path / "fleet.yaml", *fakes), Event(), Event()
+    """The later of two reloads applies last."""
+    source, began, may_continue = write_fleet(tmp_path / "fleet.yaml", *fakes), Event(), Event()
     readings: list[str] = []
 
     def read(path: Path) -> FleetConfig:
         readings.append(path.read_text())
         began.set()
-        assert going_on.wait(DEADLINE_S)
+        assert may_continue.wait(DEADLINE_S)
         return parse(readings[-1], str(path))
 
     app = App(load(source), source, read=read)
     await app.start()
-    await ready(app, "a", "b")
+    await wait_until_up(app, "a", "b")
     first = asyncio.create_task(app.reload())
     await asyncio.to_thread(began.wait, DEADLINE_S)
-    written(source, fakes[1])
+    write_fleet(source, fakes[1])
     second = asyncio.create_task(app.reload())
     assert await ask(app, chat()) == 200
     assert not first.done()
     assert len(readings) == 1
-    going_on.set()
+    may_continue.set()
     await asyncio.gather(first, second)
     assert [worker.name for worker in app.fleet.roster] == ["b"]
     await app.stop()
 
 
-async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> None:
+async def test_reload_returns_settings_that_need_a_restart(app: App, tmp_path: Path) -> None:
     source = tmp_path / "fleet.yaml"
     source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
     assert await app.reload() == ["router.port"]
 
 
-async def test_keys_that_the_file_only_names_are_in_no_log(
+async def test_keys_from_files_and_environment_are_hidden_in_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, file = tmp_path / "fleet.yaml", tmp_path / "pool.key"
@@ -194,21 +189,21 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
         f"discovery: {{pools: [{{name: p, dns: h, port: 1, api_key_file: {file}}}]}}\n"
     )
 
-    def said(app: App) -> bytes:
+    def log_line(app: App) -> bytes:
         record = logging.makeLogRecord({"msg": f"{file.read_text()} {os.environ['THE_KEY']}"})
         return app.logs.line_of(record, "").rstrip()
 
     file.write_text("of-the-pool")
     monkeypatch.setenv("THE_KEY", "of-the-operator-1")
     app = App(load(source), source)
-    assert said(app).endswith(b" *** ***")
+    assert log_line(app).endswith(b" *** ***")
     file.write_text("another-of-the-pool")
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
     await app.reload()
-    assert said(app).endswith(b" *** ***")
+    assert log_line(app).endswith(b" *** ***")
 
 
-async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
+async def test_model_list_wait_uses_the_monotonic_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
@@ -219,22 +214,24 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
     assert app.fleet.roster.all_listed()
 
 
-def test_keys_are_not_shown_where_what_was_read_is() -> None:
+def test_repr_of_secret_keys_hides_them() -> None:
     assert "secret" not in repr(SecretKeys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
-async def test_the_key_of_a_worker_that_is_added_is_in_no_log(app: App) -> None:
-    def said() -> bytes:
+async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
+    def log_line() -> bytes:
         record = logging.makeLogRecord({"msg": "of-this-worker of-this"})
         return app.logs.line_of(record, "").rstrip()
 
-    assert said().endswith(b" of-this-worker of-this")
+    assert log_line().endswith(b" of-this-worker of-this")
     for name, key in (("c", "of-this"), ("d", "of-this-worker")):
         app.add_worker(WorkerConfig(name=name, url=f"http://{name}", api_key=key))
-    assert said().endswith(b" *** ***")
+    assert log_line().endswith(b" *** ***")
 
 
-async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: Path) -> None:
+async def test_restart_settings_are_compared_with_the_running_config(
+    app: App, tmp_path: Path
+) -> None:
     source = tmp_path / "fleet.yaml"
     good = source.read_text()
     source.write_text(good.replace("{port: 0, admin", "{port: 9, admin"))
@@ -245,21 +242,21 @@ async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: P
     assert await app.reload() == ["workers[0].launch"]
 
 
-async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
+async def test_reload_names_a_removed_launched_worker(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     good = source.read_text()
     source.write_text(good.replace("'}", "', launch: {}}", 1))
-    begun = App(load(source), source)
+    router_app = App(load(source), source)
     source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
-    assert await begun.reload() == ["workers: a keeps running if `up` started it"]
+    assert await router_app.reload() == ["workers: a keeps running if `up` started it"]
 
 
-async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
+async def test_non_leader_process_logs_requests_without_handover(
     tmp_path: Path, fakes: list[FakeWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = written(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
     text = source.read_text()
     for name, role in (("a", "prefill"), ("b", "decode")):
         text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
@@ -273,7 +270,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
         await app.stop()
 
 
-def test_as_many_files_as_the_system_allows() -> None:
+def test_allow_connections_raises_the_open_file_limit() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -283,26 +280,26 @@ def test_as_many_files_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None:
+async def test_reload_without_a_source_file_is_an_error(app: App) -> None:
     app.source = None
     with pytest.raises(ProxyError, match="not started from a file"):
         await app.reload()
 
 
-@pytest.mark.parametrize("which", ["clients'", "operators'"])
-async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
-    which: str,
+@pytest.mark.parametrize("port_owner", ["clients'", "operators'"])
+async def test_start_waits_for_a_port_of_a_draining_router(
+    port_owner: str,
     tmp_path: Path,
     fakes: list[FakeWorker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(waiting, "MAX_WAIT_S", DEADLINE_S)
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    monkeypatch.setattr(bind, "MAX_WAIT_S", DEADLINE_S)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = "{port: 0, admin" if which == "clients'" else "admin: {port: 0"
-        source.write_text(source.read_text().replace(said, said.replace("0", str(port))))
+        key = "{port: 0, admin" if port_owner == "clients'" else "admin: {port: 0"
+        source.write_text(source.read_text().replace(key, key.replace("0", str(port))))
         app = App(load(source), source)
         starting = asyncio.create_task(app.start())
         await eventually(lambda: "may still drain" in caplog.text)
@@ -310,17 +307,17 @@ async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
     try:
         await starting
         assert str(port) in app.url + app.admin_url
-        await ready(app, "a", "b")
+        await wait_until_up(app, "a", "b")
         assert caplog.text.count("may still drain") == 1
     finally:
         await app.stop()
 
 
-async def test_a_port_in_use_is_a_clear_error(
+async def test_port_in_use_is_a_proxy_error(
     tmp_path: Path, fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.2)
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    monkeypatch.setattr(bind, "MAX_WAIT_S", 0.2)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         source.write_text(source.read_text().replace("{port: 0, admin", f"{{port: {port}, admin"))
@@ -332,8 +329,8 @@ async def test_a_port_in_use_is_a_clear_error(
 async def process(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
-    """Run the router as its users do; give the process and the port."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    """Start the router as a process; return the process and its port."""
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     async with router_process(source) as started:
         port, _ = await listening(started)
         yield started, port
@@ -341,7 +338,7 @@ async def process(
 
 @asynccontextmanager
 async def router_process(source: Path, *before: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run the router in a process of its own, perhaps by way of another command."""
+    """Start the router as a process, optionally through another command."""
     command = [*before, sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
     started = await asyncio.create_subprocess_exec(
         *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -355,32 +352,34 @@ async def router_process(source: Path, *before: str) -> AsyncIterator[asyncio.su
 
 
 async def listening(process: asyncio.subprocess.Process) -> tuple[int, int]:
-    """Read both ports from what the process says, once both workers are up."""
+    """Return both ports from the process's output once both workers are up."""
     assert process.stderr is not None
-    said: list[str] = []
+    lines: list[str] = []
     async with asyncio.timeout(DEADLINE_S):
-        while sum("is up" in line for line in said) < 2 or not any("/v1" in line for line in said):
+        while sum("is up" in line for line in lines) < 2 or not any(
+            "/v1" in line for line in lines
+        ):
             line = (await process.stderr.readline()).decode()
-            assert line, f"it ended: {''.join(said)}"
-            said.append(line)
-    [address] = [line for line in said if "/v1" in line]
+            assert line, f"the process ended: {''.join(lines)}"
+            lines.append(line)
+    [address] = [line for line in lines if "/v1" in line]
     clients, operators = (int(port) for port in re.findall(r"://127\.0\.0\.1:(\d+)", address))
     return clients, operators
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: ", b""])
-async def test_clients_of_the_admin_port_leave_open_files_for_requests(
+async def test_admin_connections_leave_files_for_requests(
     tmp_path: Path, fakes: list[FakeWorker], data: bytes
 ) -> None:
-    """450 connections are more than the process may open files."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
-    few = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
-    async with router_process(source, *few) as started:
+    """450 connections exceed the process's limit of open files."""
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
+    low_limit = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
+    async with router_process(source, *low_limit) as started:
         port, admin = await listening(started)
-        halves = []
+        connections = []
         for _ in range(450):
-            halves.append(await Client.connect(admin))
-            await halves[-1].send(data)
+            connections.append(await Client.connect(admin))
+            await connections[-1].send(data)
         for _ in range(3):
             clients = [await Client.connect(port) for _ in range(20)]
             for client in clients:
@@ -388,20 +387,18 @@ async def test_clients_of_the_admin_port_leave_open_files_for_requests(
                 client.close()
         operator = await Client.connect(admin)
         assert (await operator.ask(get("/admin/workers"))).status == 200
-        for each in (operator, *halves):
-            each.close()
+        for fake in (operator, *connections):
+            fake.close()
 
 
-async def any_got(fakes: list[FakeWorker]) -> None:
-    """Wait until one of them has the request."""
-    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
+async def any_received(fakes: list[FakeWorker]) -> None:
+    arrivals = [asyncio.create_task(fake.got(within=DEADLINE_S)) for fake in fakes]
     _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
 
 
-async def refuses(port: int) -> None:
-    """Wait until nobody listens there any more."""
+async def port_closed(port: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -411,53 +408,55 @@ async def refuses(port: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_sigterm_drains(
+async def test_sigterm_drains_the_router(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
 ) -> None:
     started, port = process
-    opening = asyncio.Event()
-    for each in fakes:
-        each.always(scripts.gated(opening, scripts.answer()))
+    gate = asyncio.Event()
+    for fake in fakes:
+        fake.always(scripts.gated(gate, scripts.answer()))
     client = await Client.connect(port)
     await client.send(chat())
-    await any_got(fakes)
+    await any_received(fakes)
     started.send_signal(signal.SIGTERM)
-    await refuses(port)
+    await port_closed(port)
     assert started.returncode is None
-    opening.set()
+    gate.set()
     assert (await client.answer()).status == 200
     client.close()
     assert await asyncio.wait_for(started.wait(), DEADLINE_S) == 0
 
 
-async def test_a_second_signal_stops_at_once(
+async def test_second_signal_stops_at_once(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
 ) -> None:
     started, port = process
-    for each in fakes:
-        each.always(scripts.stall)
+    for fake in fakes:
+        fake.always(scripts.stall)
     client = await Client.connect(port)
     await client.send(chat())
-    await any_got(fakes)
+    await any_received(fakes)
     started.send_signal(signal.SIGINT)
-    await refuses(port)  # the first has been heeded: two at once may be one
+    await port_closed(port)  # the first signal was handled: two at once may merge
     assert started.returncode is None
     started.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(started.wait(), DEADLINE_S / 2) == 130  # a drain takes twice that
+    assert (
+        await asyncio.wait_for(started.wait(), DEADLINE_S / 2) == 130
+    )  # a drain takes twice as long
     client.close()
 
 
-async def test_sighup_reloads(
+async def test_sighup_reloads_the_fleet_file(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
     started, port = process
-    written(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
+    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
     started.send_signal(signal.SIGHUP)
     assert started.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
         while b"was not reloaded" not in await started.stderr.readline():
             pass
-    written(tmp_path / "fleet.yaml", fakes[0])
+    write_fleet(tmp_path / "fleet.yaml", fakes[0])
     started.send_signal(signal.SIGHUP)
     async with asyncio.timeout(DEADLINE_S):
         while b"yaml: 1 workers" not in await started.stderr.readline():
@@ -468,8 +467,7 @@ async def test_sighup_reloads(
     assert not fakes[1].served
 
 
-def written_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
-    """Write a fleet file for a prefill and a decode worker."""
+def write_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
     roles = zip(("prefill", "decode"), fakes, strict=True)
     workers = "".join(f"  - {{name: {f.name}, url: '{f.url}', role: {r}}}\n" for r, f in roles)
     router = "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
@@ -478,24 +476,24 @@ def written_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") ->
     return path
 
 
-async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
+async def test_prefill_and_decode_fleet_warms_up_then_hands_over(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
     kv = Kv()
     for role, fake in zip(("prefill", "decode"), fakes, strict=True):
         fake.always(kv.worker(fake, role))
-    source = written_pair(tmp_path / "fleet.yaml", fakes)
+    source = write_pair(tmp_path / "fleet.yaml", fakes)
     app = App(load(source), source)
     await app.start()
     try:
-        await ready(app, "a", "b")
+        await wait_until_up(app, "a", "b")
         await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
         assert await ask(app, chat("hello " * 50)) == 200
         assert kv.ends() == ["read", "read"]
-        [entry] = app.recent.newest(9)  # of the warm-up nothing is to be seen
+        [entry] = app.recent.newest(9)  # no entry of the warm-up
         assert (entry.prefill_worker, entry.worker) == ("a", "b")
         await eventually(lambda: [shown.model for shown in app.balance.shown()] == ["tiny"])
-        written_pair(source, fakes, "lmcache")
+        write_pair(source, fakes, "lmcache")
         assert await app.reload() == ["transfer"]
         assert app.wire.connector is not None
         assert app.wire.connector.name == "nixl"

@@ -15,7 +15,7 @@ from proxy.config import load, parse
 from proxy.errors import ConfigError, ProxyError
 from tests.present import present
 from tests.proxy.batches.office import ACTIVE, CHAT, lines
-from tests.proxy.test_app import ready
+from tests.proxy.test_app import wait_until_up
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 
@@ -40,7 +40,7 @@ async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -
     fleet(source, fake.url, f"{{path: {tmp_path / 'kept'}, concurrency: 4}}")
     first = App(load(source), source)
     await first.start()
-    await ready(first, "a")
+    await wait_until_up(first, "a")
     fake.then(scripts.obey("a"))
     fake.always(scripts.stall)
     window: Any = "1h"

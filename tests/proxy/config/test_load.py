@@ -1,4 +1,4 @@
-"""Fleet files as people write them, and every mistake told with its place and remedy."""
+"""Loading fleet files; every error names its place and its remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ routing: {policy: adaptive, short_limit: 10000}
 
 
 def problems(text: str) -> dict[str, str]:
-    """Return what is wrong with a text, by path."""
     with pytest.raises(ConfigError) as caught:
         parse(text, "fleet.yaml")
     assert str(caught.value).splitlines() == [f"fleet.yaml: {p}" for p in caught.value.problems]
@@ -42,12 +41,12 @@ def problems(text: str) -> dict[str, str]:
 
 
 def worker(**fields: Any) -> str:
-    """Write a file whose only worker has these fields."""
+    """Return a file whose only worker has these fields."""
     fields = {"name": "s0", "url": "http://127.0.0.1:9001"} | fields
     return yaml.safe_dump({"model": "m", "workers": [fields]})
 
 
-def test_the_issues_example_is_read() -> None:
+def test_example_file_is_read() -> None:
     config = parse(GOOD, "fleet.yaml")
     short, long = config.workers
     assert (short.name, short.role, short.url) == ("s0", "short", "http://127.0.0.1:9001")
@@ -60,7 +59,7 @@ def test_the_issues_example_is_read() -> None:
     assert config.model_of(short) == "tiny"
 
 
-def test_what_is_not_said_has_its_default() -> None:
+def test_missing_keys_have_defaults() -> None:
     config = parse("model: m\nworkers: [{name: a, url: 'http://a'}]", "fleet.yaml")
     assert config.workers[0].role == "general"
     assert config.workers[0].address == ("a", 80)
@@ -70,12 +69,12 @@ def test_what_is_not_said_has_its_default() -> None:
     assert (config.routing.policy, config.routing.prefix_affinity) == ("adaptive", True)
 
 
-def test_it_can_not_be_changed() -> None:
+def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         parse(GOOD, "fleet.yaml").model = "other"  # type: ignore[misc]
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     text = """
         model: 7
         workers:
@@ -141,7 +140,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ),
     ],
 )
-def test_mistakes(text: str, path: str, words: list[str]) -> None:
+def test_errors_have_path_and_words(text: str, path: str, words: list[str]) -> None:
     found = problems(text)
     assert list(found) == [path]
     for word in words:
@@ -164,7 +163,7 @@ def test_mistakes(text: str, path: str, words: list[str]) -> None:
         ("http://[::1", "IPv6"),
     ],
 )
-def test_bad_urls(url: str, words: str) -> None:
+def test_bad_urls_are_reported(url: str, words: str) -> None:
     found = problems(worker(url=url))
     assert list(found) == ["workers[0].url"]
     assert repr(url.replace("?x=1", "?***")) in found["workers[0].url"]
@@ -172,18 +171,20 @@ def test_bad_urls(url: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["HTTPS://h:1", "  https://h:1/", "hTTps://h:1"])
-def test_a_scheme_is_one_however_it_is_written(url: str) -> None:
+def test_scheme_is_normalised(url: str) -> None:
     config = parse(worker(url=url), "fleet.yaml")
     assert config.workers[0].url == "https://h:1"
-    assert config.tls_of(config.workers[0]) is not None  # a key would go out in the clear else
+    assert (
+        config.tls_of(config.workers[0]) is not None
+    )  # otherwise the key would be sent unencrypted
 
 
-def test_ipv6_has_an_address() -> None:
+def test_ipv6_url_has_an_address() -> None:
     config = parse(worker(url="http://[::1]:9001"), "fleet.yaml")
     assert config.workers[0].address == ("::1", 9001)
 
 
-def test_a_long_value_is_cut() -> None:
+def test_long_value_is_shortened_in_the_error() -> None:
     assert len(problems(worker(role="x" * 5000))["workers[0].role"]) < 200
 
 
@@ -200,14 +201,14 @@ def test_a_long_value_is_cut() -> None:
         {"url": "a:1?123456"},
     ],
 )
-def test_no_error_tells_a_secret(fields: dict[str, Any]) -> None:
+def test_errors_hide_secrets(fields: dict[str, Any]) -> None:
     (message,) = problems(worker(**fields)).values()
     assert "123" not in message
     assert "***" in message
 
 
 @pytest.mark.parametrize("url", ["https://user:123456@a:1", "https://a:1?token=123456"])
-def test_what_would_be_shown_of_the_cluster_has_no_secret(url: str) -> None:
+def test_cluster_url_with_a_secret_is_refused(url: str) -> None:
     pools = "pools: [{name: p, selector: {app: v}}]"
     found = problems(f"model: m\ndiscovery: {{kubernetes: {{url: '{url}'}}, {pools}}}")
     [message] = [message for path, message in found.items() if path.endswith("url")]
@@ -215,7 +216,7 @@ def test_what_would_be_shown_of_the_cluster_has_no_secret(url: str) -> None:
     assert "token_file" in message
 
 
-def test_anchors_may_be_used_to_say_things_once() -> None:
+def test_yaml_anchors_are_supported() -> None:
     config = parse(
         "model: m\n"
         "workers:\n"
@@ -227,7 +228,7 @@ def test_anchors_may_be_used_to_say_things_once() -> None:
     assert config.workers[1].name == "b"
 
 
-def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "none.yaml", "No such file"),
         (tmp_path, "directory"),
@@ -239,7 +240,7 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
         assert caught.value.source == str(path)
 
 
-MISTAKEN = """
+SEVERAL_ERRORS = """
 model: m
 workers:
   - {name: a, url: 'http://h:1', max_requests: 0}
@@ -249,9 +250,9 @@ router: {port: 8000, queue: {max_wait_s: no}, timeouts: 5}
 """
 
 
-def test_one_mistake_does_not_hide_others_between_blocks() -> None:
-    """Neither of the block that has it nor of those beside it."""
-    assert {*problems(MISTAKEN)} == {
+def test_one_error_hides_no_others() -> None:
+    """Neither errors of the same block nor of other blocks."""
+    assert {*problems(SEVERAL_ERRORS)} == {
         "workers[0].max_requests",
         "workers[1].name",
         "workers[1].launch.cpus[0]",
@@ -274,18 +275,16 @@ def test_one_mistake_does_not_hide_others_between_blocks() -> None:
         ("body_min_bytes_per_s", "true", "whole number"),
     ],
 )
-def test_limits_on_time_and_rate_are_named_with_what_they_may_be(
-    name: str, value: str, limit: str
-) -> None:
-    one = "workers: [{name: a, url: 'http://h:1'}]"
-    found = problems(f"model: m\n{one}\nrouter: {{timeouts: {{{name}: {value}}}}}")
+def test_errors_of_timeouts_name_the_limit(name: str, value: str, limit: str) -> None:
+    workers = "workers: [{name: a, url: 'http://h:1'}]"
+    found = problems(f"model: m\n{workers}\nrouter: {{timeouts: {{{name}: {value}}}}}")
     assert found.keys() == {f"router.timeouts.{name}"}
     assert limit in found[f"router.timeouts.{name}"]
 
 
 @pytest.mark.parametrize("wrong", ["role: prefil", "url: x", "model: ''", "name: ' '"])
-def test_a_block_that_might_be_any_is_judged_by_nothing_else(wrong: str) -> None:
-    """Or it would be told that its prefill workers have no decode workers, for a typing mistake."""
+def test_invalid_worker_block_causes_no_further_errors(wrong: str) -> None:
+    """Otherwise a typing error would also report missing decode workers."""
     rest = ", ".join(
         f"{key}: {value}"
         for key, value in (
@@ -317,9 +316,7 @@ def test_a_block_that_might_be_any_is_judged_by_nothing_else(wrong: str) -> None
         ({"worker_tls": {"cert_file": "c", "keyfile": "k"}}, "worker_tls.keyfile"),
     ],
 )
-def test_what_may_be_meant_for_a_field_is_not_also_told_that_it_is_missing(
-    blocks: dict[str, Any], field: str
-) -> None:
+def test_misspelt_field_is_not_also_reported_as_missing(blocks: dict[str, Any], field: str) -> None:
     workers = [
         {"name": "s", "url": "http://h:1", "role": "short", "max_model_len": 4096},
         {"name": "l", "url": "http://h:2", "role": "long", "max_model_len": 8192},
@@ -329,7 +326,7 @@ def test_what_may_be_meant_for_a_field_is_not_also_told_that_it_is_missing(
     assert found.keys() == {field}
 
 
-def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
+def test_extra_checks_see_the_valid_blocks() -> None:
     seen: list[list[str]] = []
 
     def check(draft: PartialConfig) -> list[Problem]:
@@ -343,7 +340,7 @@ def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
     assert [p.path for p in caught.value.problems] == ["workers[0].url", "workers[1].launch"]
 
 
-def test_what_is_shown_is_whole_and_without_secrets() -> None:
+def test_shown_config_is_complete_and_hides_secrets() -> None:
     args = ["--hf-token", "secret1", "--tokenizer", "t", "--x-key=secret2", "--max-num-seqs", "4"]
     env = {"HF_TOKEN": "secret3", "OMP_NUM_THREADS": "1", "DATABASE_URL": "secret4"}
     config = parse(worker(api_key="secret5", launch={"args": args, "env": env}), "fleet.yaml")
@@ -358,18 +355,18 @@ def test_what_is_shown_is_whole_and_without_secrets() -> None:
     assert launch["env"] == {"HF_TOKEN": "***", "OMP_NUM_THREADS": "1", "DATABASE_URL": "***"}
 
 
-def test_what_is_shown_can_be_read_again() -> None:
+def test_shown_config_can_be_parsed() -> None:
     config = parse(GOOD, "fleet.yaml")
     assert parse(yaml.safe_dump(shown(config)), "again.yaml") == config
 
 
-def test_a_key_is_not_in_the_repr() -> None:
+def test_api_key_is_not_in_the_repr() -> None:
     config = parse(worker(api_key="hush"), "fleet.yaml")
     assert config.workers[0].api_key == "hush"
     assert "hush" not in repr(config)
 
 
-# Whatever YAML can hold, under the keys that mean something.
+# Any YAML value under known keys.
 KEYS = st.sampled_from(
     ["model", "workers", "name", "url", "role", "launch", "args", "env", "router", "admin", "port"]
 ) | st.none() | st.integers() | st.text(max_size=3)  # fmt: skip
@@ -381,7 +378,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
-def test_any_file_is_good_or_has_problems(data: dict[Any, Any]) -> None:
+def test_any_file_is_valid_or_a_config_error(data: dict[Any, Any]) -> None:
     with suppress(ConfigError):
         parse(yaml.safe_dump(data), "fleet.yaml")
 
@@ -390,6 +387,6 @@ BLOCKS = Block.__subclasses__()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.__name__ for block in BLOCKS])
-def test_every_setting_says_what_it_is(block: type[Block]) -> None:
+def test_every_setting_has_a_description(block: type[Block]) -> None:
     for name, info in block.model_fields.items():
         assert info.description or isinstance(info.default, Block), name

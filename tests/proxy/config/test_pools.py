@@ -1,4 +1,4 @@
-"""Pools of workers that are discovered, in the fleet file."""
+"""Discovery pools in the fleet file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ SELECTOR = {"name": "a", "selector": "a=b"}
 
 
 def read(*pools: dict[str, Any], **blocks: Any) -> FleetConfig:
-    """Read a file with these pools."""
     return parse(yaml.safe_dump({"model": "m", "discovery": {"pools": [*pools]}, **blocks}), "f")
 
 
 def problems(*pools: dict[str, Any], **blocks: Any) -> dict[str, str]:
-    """Return what is wrong with such a file, by path."""
     with pytest.raises(ConfigError) as caught:
         read(*pools, **blocks)
     return {problem.path: problem.message for problem in caught.value.problems}
@@ -33,11 +31,11 @@ def test_a_file_with_pools_needs_no_workers() -> None:
     assert present(config.discovery).kubernetes.watch_s == 30.0
 
 
-def test_nor_are_those_missed_where_the_pools_have_a_mistake() -> None:
+def test_invalid_pool_does_not_report_missing_workers() -> None:
     assert list(problems({"name": "a b", "dns": "x"})) == ["discovery.pools[0].name"]
 
 
-def test_somebody_is_needed() -> None:
+def test_workers_or_pools_are_required() -> None:
     assert list(problems()) == ["discovery.pools"]
     with pytest.raises(ConfigError, match="workers"):
         parse("model: m\ndiscovery: null\nworkers: []\n", "f")
@@ -62,27 +60,27 @@ def test_somebody_is_needed() -> None:
         ({"name": "b", "dns": "y", "role": "fast"}, "discovery.pools[1].role", "'fast'"),
     ],
 )
-def test_mistakes(pool: dict[str, Any], path: str, words: str) -> None:
+def test_pool_errors_have_path_and_words(pool: dict[str, Any], path: str, words: str) -> None:
     found = problems(SELECTOR, pool)
     assert list(found) == [path]
     assert words in found[path]
 
 
 @pytest.mark.parametrize("url", ["10.0.0.1:6443", "https://", "https://a/api", "ftp://a"])
-def test_the_api_servers_address(url: str) -> None:
+def test_invalid_kubernetes_url_is_reported(url: str) -> None:
     given = {"pools": [SELECTOR], "kubernetes": {"url": url}}
     with pytest.raises(ConfigError, match=r"kubernetes\.url.*https://host:port"):
         parse(yaml.safe_dump({"model": "m", "discovery": given}), "f")
 
 
-def test_the_limit_between_short_and_long_counts_for_pools_too() -> None:
+def test_short_limit_is_checked_for_pools() -> None:
     short = {"name": "s", "selector": "a=b", "role": "short", "max_model_len": 4096}
     long = {"name": "l", "selector": "a=b", "role": "long"}
     assert list(problems(short, long)) == ["routing.short_limit"]
     assert read(short, long, routing={"short_limit": 4096})
 
 
-def test_both_sides_of_a_handover_may_be_pools() -> None:
+def test_prefill_and_decode_workers_may_be_pools() -> None:
     prefill = {"name": "p", "selector": "a=p", "role": "prefill"}
     decode = {"name": "d", "selector": "a=d", "role": "decode"}
     assert read(prefill, decode, transfer="nixl")
@@ -92,13 +90,13 @@ def test_both_sides_of_a_handover_may_be_pools() -> None:
     assert read(prefill, workers=mixed, transfer="nixl")
 
 
-def test_a_pools_key_is_not_shown() -> None:
+def test_api_key_of_a_pool_is_hidden() -> None:
     data = shown(read(SELECTOR | {"api_key": "hush"}))
     assert data["discovery"]["pools"][0]["api_key"] == "***"
     assert "hush" not in repr(read(SELECTOR | {"api_key": "hush"}))
 
 
-def test_a_pool_has_all_that_a_worker_has_but_name_address_and_start() -> None:
+def test_pool_has_all_worker_fields_but_address_and_launch() -> None:
     own = {"name", "url", "launch", "profile"}
     assert set(WorkerConfig.model_fields) - own <= set(PoolConfig.model_fields)
     pool = PoolConfig(name="p", selector="a=b", role="long", max_requests=3, api_key_file=Path("k"))

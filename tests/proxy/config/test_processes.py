@@ -1,4 +1,4 @@
-"""How many processes a fleet file may ask for."""
+"""`router.processes` in the fleet file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ FILE = "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\nrouter: {p
 
 
 @pytest.mark.parametrize("number", ["1", "2", "64", "auto"])
-def test_so_many_or_as_many_as_there_are_processors(number: str) -> None:
+def test_processes_may_be_a_number_or_auto(number: str) -> None:
     assert str(parse(FILE % number, "fleet.yaml").router.processes) == number
 
 
-def test_one_if_nothing_is_said() -> None:
+def test_default_is_one_process() -> None:
     assert parse(FILE.partition("router")[0], "fleet.yaml").router.processes == 1
 
 
 @pytest.mark.parametrize("number", ["0", "65", "-1", "many", "AUTO"])
-def test_anything_else_is_refused_with_what_it_may_be(number: str) -> None:
+def test_invalid_values_name_the_range(number: str) -> None:
     with pytest.raises(ConfigError, match=r"router\.processes: .*from 1 to 64, or auto"):
         parse(FILE % number, "fleet.yaml")
 
 
 @pytest.mark.parametrize("number", ["true", "1.5", "[2]"])
-def test_what_is_no_number_is_refused(number: str) -> None:
+def test_other_types_are_refused(number: str) -> None:
     with pytest.raises(ConfigError, match=r"router\.processes"):
         parse(FILE % number, "fleet.yaml")

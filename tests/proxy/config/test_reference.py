@@ -1,4 +1,4 @@
-"""The reference of the fleet file is what the models say."""
+"""The generated reference of the fleet file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from proxy.config import reference
 from proxy.config.reference import FILE, anchor, main, places
 
 
-def test_it_is_written_as_the_models_are() -> None:
+def test_reference_is_up_to_date() -> None:
     assert main(["--check"]) == 0, "run `python -m proxy.config.reference`"
 
 
-def test_every_key_has_a_line_that_says_what_it_is() -> None:
+def test_every_key_has_a_described_row() -> None:
     parts = FILE.read_text().split("\n## ")[1:]
     sections = {heading: text for heading, _, text in (part.partition("\n") for part in parts)}
     assert len(sections) == len(places())
@@ -23,19 +23,19 @@ def test_every_key_has_a_line_that_says_what_it_is() -> None:
         text = sections[f"`{path}`" if path else "The file itself"]
         rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| `" in line[:3]]
         assert len(rows) == len(block.model_fields), path
-        for name, what, default, said in rows:
-            assert all((name, what, default)), name
-            assert said.strip(" |"), f"{path}.{name} has no description"
-            assert what != "anything", f"{path}.{name}"
+        for name, kind, default, description in rows:
+            assert all((name, kind, default)), name
+            assert description.strip(" |"), f"{path}.{name} has no description"
+            assert kind != "anything", f"{path}.{name}"
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_a_heading() -> None:
     text = FILE.read_text()
-    headings = {anchor(each) for each in re.findall(r"^## (.*)$", text, re.MULTILINE)}
+    headings = {anchor(heading) for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)}
     assert set(re.findall(r"\(#([\w-]*)\)", text)) <= headings
 
 
-def test_a_page_that_is_not_so_is_told(
+def test_check_reports_an_outdated_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reference, "FILE", tmp_path / "configuration.md")

@@ -1,4 +1,4 @@
-"""Fleets, routers and requests, as tests need them."""
+"""Fleets, routers and requests for tests."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def spec(
     most: int | None = None,
     model: str = MODEL,
 ) -> WorkerSpec:
-    """Describe a worker."""
     return WorkerSpec(name, f"http://{name}", role, model, limit, most)
 
 
 def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Fleet:
     """Make a fleet whose workers are all up."""
     fleet = Fleet(clock=clock)
-    for one in specs:
-        fleet.roster.add(one)
-        fleet.health.probe_ok(one.name, 0.0)
+    for worker_spec in specs:
+        fleet.roster.add(worker_spec)
+        fleet.health.probe_ok(worker_spec.name, 0.0)
     return fleet
 
 
@@ -52,12 +51,10 @@ def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
 
 
 def members(fleet: Fleet) -> list[Worker]:
-    """List a fleet's workers in the order they came."""
     return list(fleet.roster)
 
 
 def worker_of(router: Router, name: str) -> Worker:
-    """Find a worker that is there."""
     return present(router.fleet.roster.get(name))
 
 
@@ -74,8 +71,7 @@ def ask(
     prefix: tuple[int, ...] = (),
     model: str = MODEL,
 ) -> RequestInfo:
-    """Make a request of known size."""
-    made = RequestInfo(
+    info = RequestInfo(
         f"r{next(_ids)}",
         "chat/completions",
         model,
@@ -92,12 +88,11 @@ def ask(
         long=long,
         prefix=prefix,
     )
-    made.prefix_bytes = max(prompt * 4, COVERED[len(prefix)])
-    return made
+    info.prefix_bytes = max(prompt * 4, COVERED[len(prefix)])
+    return info
 
 
 def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
-    """Find a route that exists."""
     found = find(method, path)
     assert isinstance(found, Route)
     return found
@@ -106,48 +101,42 @@ def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
 def read(
     router: Router, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions"
 ) -> RequestInfo | Refusal:
-    """Read a body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return router.read(route(path), raw, b"application/json", "id")
 
 
 def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
-    """Read a body that is in order."""
+    """Read a valid body."""
     found = read(router, body, path)
     assert isinstance(found, RequestInfo), found
     return found
 
 
 def chat(*contents: object, **fields: object) -> dict[str, Any]:
-    """Write a chat."""
-    return {"messages": [{"role": "user", "content": one} for one in contents], **fields}
+    return {"messages": [{"role": "user", "content": content} for content in contents], **fields}
 
 
 def placed(answer: Lease | Ticket | Refusal) -> Lease:
-    """Insist on a lease."""
     assert isinstance(answer, Lease), answer
     return answer
 
 
 def waits(answer: Lease | Ticket | Refusal) -> Ticket:
-    """Insist on a ticket."""
     assert isinstance(answer, Ticket), answer
     return answer
 
 
-def those(router: Router, *names: str) -> frozenset[Worker]:
-    """Name workers that have failed a request."""
+def workers_named(router: Router, *names: str) -> frozenset[Worker]:
     return frozenset(worker_of(router, name) for name in names)
 
 
 def refused(answer: object) -> Refusal:
-    """Insist on a refusal."""
     assert isinstance(answer, Refusal), answer
     return answer
 
 
 def idle(workers: Iterable[Worker]) -> bool:
-    """Whether nothing is charged to any of them."""
+    """Return whether nothing is charged to any of the workers."""
     return all(
         not any((w.requests, w.sequences, w.prefill_tokens, w.long_tokens, w.decode_tokens))
         and not any(

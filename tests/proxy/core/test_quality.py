@@ -1,4 +1,4 @@
-"""How good the decisions are, in virtual time on a toy fleet."""
+"""The quality of decisions, in virtual time on a toy fleet."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Job, Speed, Speeds, Toy, p99
 
 PAIR = spec("s", SHORT, 8192), spec("l", LONG, 65_536)
-# As on a CPU: each sequence costs its own time, so that a worker can be full.
+# As on a CPU: each sequence costs time, so that a worker can be full.
 COMPUTE_BOUND = Speed(token_s=2e-4, base_s=0.002, each_s=0.002)
 GPU = Speed(token_s=1e-4, base_s=0.02, each_s=2e-4)
 Maker = Callable[[random.Random], RequestInfo]
 
 
 def short(rng: random.Random) -> RequestInfo:
-    """Make a short."""
     return ask(rng.randint(50, 1500), rng.randint(20, 200))
 
 
 def long(rng: random.Random) -> RequestInfo:
-    """Make a long."""
     return ask(rng.randint(10_000, 40_000), rng.randint(20, 200))
 
 
 def mixed(share: float) -> Maker:
-    """Make a long now and then."""
+    """Return a function that makes longs with this probability, else shorts."""
     return lambda rng: long(rng) if rng.random() < share else short(rng)
 
 
-def send(toy: Toy, made: RequestInfo) -> Job:
-    """Send what writes as much as it may."""
-    return toy.send(made, made.output_tokens or 1)
+def send(toy: Toy, info: RequestInfo) -> Job:
+    """Send a request that writes its whole output limit."""
+    return toy.send(info, info.output_tokens or 1)
 
 
 def open_load(
@@ -49,7 +47,7 @@ def open_load(
     make: Maker,
     **settings: object,
 ) -> Toy:
-    """Send at random moments, so many a second, and play until all have ended."""
+    """Send at random times at a rate, and play until all requests have ended."""
     toy, rng, now = Toy(*specs, speed=speed, **settings), random.Random(3), 0.0
     while now < seconds:
         now += rng.expovariate(rate)
@@ -60,7 +58,7 @@ def open_load(
 
 
 def saturated(specs: tuple[WorkerSpec, ...], clients: int, *, stream: bool) -> float:
-    """Return how many shorts a second are served when there are always enough."""
+    """Return how many shorts a second a saturated fleet serves."""
     toy, rng, seconds = Toy(*specs, speed=COMPUTE_BOUND), random.Random(1), 60.0
 
     def again(_: Job | None = None) -> None:
@@ -75,19 +73,18 @@ def saturated(specs: tuple[WorkerSpec, ...], clients: int, *, stream: bool) -> f
 
 
 def ttfts(toy: Toy, *, long: bool) -> list[float]:
-    """Return the times to first token of one size."""
     return [job.ttft for job in toy.jobs if job.ask.long is long and job.first_at is not None]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("clients", [32, 64])
-def test_with_shorts_alone_the_long_worker_carries_its_share(clients: int, stream: bool) -> None:
+def test_long_worker_carries_its_share_of_shorts(clients: int, stream: bool) -> None:
     alone = saturated(PAIR[:1], clients, stream=stream)
     both = saturated(PAIR, clients, stream=stream)
     assert both >= 1.8 * alone
 
 
-def test_shorts_are_not_behind_longs() -> None:
+def test_shorts_do_not_wait_behind_longs() -> None:
     def short_p99(*specs: WorkerSpec, policy: str) -> float:
         toy, rng = Toy(*specs, speed=GPU, policy=policy), random.Random(2)
         for i in range(30):
@@ -108,7 +105,7 @@ def test_shorts_are_not_behind_longs() -> None:
 
 
 @pytest.mark.parametrize("shorts_pass", [False, True])
-def test_under_a_mixed_load_shorts_are_as_fast_as_in_a_pool_of_their_own(shorts_pass: bool) -> None:
+def test_adaptive_keeps_shorts_fast_under_mixed_load(shorts_pass: bool) -> None:
     specs = (*PAIR, spec("s1", SHORT, 8192), spec("l1", LONG, 65_536))
     speed = Speed(1e-4, 0.02, 2e-4, shorts_pass=shorts_pass)
     toys = {
@@ -121,7 +118,7 @@ def test_under_a_mixed_load_shorts_are_as_fast_as_in_a_pool_of_their_own(shorts_
     assert longs["adaptive"] < 1.25 * longs["length"]
 
 
-def test_a_general_pool_parts_shorts_from_longs_by_itself() -> None:
+def test_adaptive_separates_shorts_from_longs_in_a_general_pool() -> None:
     specs = tuple(spec(f"g{i}", GENERAL, 65_536) for i in range(4))
     toys = {
         policy: open_load(specs, GPU, 6, 150, mixed(0.05), policy=policy)
@@ -131,7 +128,7 @@ def test_a_general_pool_parts_shorts_from_longs_by_itself() -> None:
     assert p99s["adaptive"] < p99s["least_loaded"] / 2
 
 
-def test_a_slow_worker_is_given_less() -> None:
+def test_slow_worker_gets_fewer_requests() -> None:
     specs = tuple(spec(f"g{i}") for i in range(3))
     speed = {"g0": GPU, "g1": GPU, "g2": Speed(4e-4, 0.08, 8e-4)}
     toy = open_load(specs, speed, 12, 150, short)
@@ -141,7 +138,7 @@ def test_a_slow_worker_is_given_less() -> None:
     assert p99(ttfts(toy, long=False)) < p99(ttfts(least, long=False)) / 2
 
 
-def test_conversations_return_to_where_their_prefix_is() -> None:
+def test_conversations_return_to_the_worker_with_their_prefix() -> None:
     def turns(policy: str) -> float:
         toy = Toy(*(spec(f"g{i}") for i in range(4)), speed=GPU, policy=policy)
         rng = random.Random(5)
@@ -149,8 +146,8 @@ def test_conversations_return_to_where_their_prefix_is() -> None:
             start = rng.uniform(0, 60)
             for turn in range(1, 8):
                 prefix = tuple(1000 * session + i for i in range(8 * turn))
-                made = ask(600 * turn, 50, prefix=prefix)
-                toy.at(start + 6 * turn, lambda made=made: send(toy, made))  # type: ignore[misc]
+                info = ask(600 * turn, 50, prefix=prefix)
+                toy.at(start + 6 * turn, lambda info=info: send(toy, info))  # type: ignore[misc]
         toy.run()
         return mean(ttfts(toy, long=False))
 
@@ -158,27 +155,27 @@ def test_conversations_return_to_where_their_prefix_is() -> None:
 
 
 @pytest.mark.parametrize("rate", [5, 20, 40])
-def test_a_prefix_that_all_share_makes_no_hot_spot(rate: float) -> None:
+def test_common_prefix_makes_no_hot_spot(rate: float) -> None:
     """A cached prefix is worth its prefill: 5000 tokens x 0.1 ms = 0.5 s.
 
-    An answer of 125 tokens is delayed by 125 x 0.2 ms = 25 ms per sequence beside it. So at most
-    some 20 requests more than elsewhere gather where the prefix is, whatever the rate.
+    An answer of 125 tokens is delayed by 125 x 0.2 ms = 25 ms per sequence beside it. So at any
+    rate, at most some 20 requests more than elsewhere are placed where the prefix is.
     """
 
     def make(rng: random.Random) -> RequestInfo:
         return ask(5000, rng.randint(50, 200), prefix=tuple(range(1, 33)))
 
     toy = open_load(tuple(spec(f"g{i}") for i in range(4)), GPU, rate, 100, make)
-    most = [engine.most_jobs for engine in toy.engines.values()]
-    assert max(most) - min(most) <= 30
+    peaks = [engine.most_jobs for engine in toy.engines.values()]
+    assert max(peaks) - min(peaks) <= 30
     if rate >= 20:
         counts = Counter(job.where for job in toy.jobs if job.at > 10)
         assert max(counts.values()) < 1.5 * min(counts.values())
     assert p99([job.ttft for job in toy.jobs if job.at > 10]) < 0.2
 
 
-def test_longs_that_wait_keep_their_reserve() -> None:
-    """A flood of shorts beside longs that are too many for the long worker's places."""
+def test_waiting_longs_keep_their_reserve() -> None:
+    """A flood of shorts beside more longs than the long worker has slots."""
     specs = spec("s", SHORT, 8192, most=16), spec("l", LONG, 65_536, most=4)
     toy, rng = Toy(*specs, speed=GPU, queue_wait_s=600.0), random.Random(4)
     on_long: list[int] = []
@@ -199,13 +196,13 @@ def test_longs_that_wait_keep_their_reserve() -> None:
     assert all(job.done_at for job in toy.jobs)
 
 
-def test_a_tired_fleet_turns_away_what_it_cannot_serve_and_keeps_its_word() -> None:
+def test_overloaded_fleet_rejects_and_keeps_the_wait_limit() -> None:
     specs = (spec("g0", most=8), spec("g1", most=8))
     toy = open_load(specs, COMPUTE_BOUND, 60, 60, short, queue_requests=30, queue_wait_s=4.0)
-    turned_away = [job for job in toy.jobs if job.refusal is not None]
-    assert turned_away
-    assert {job.refusal.status for job in turned_away if job.refusal} == {429}
+    rejected = [job for job in toy.jobs if job.refusal is not None]
+    assert rejected
+    assert {job.refusal.status for job in rejected if job.refusal} == {429}
     waits = [job.lease.charged_at - job.at for job in toy.jobs if job.lease is not None]
     assert max(waits) <= 4.0 + 0.1
-    promises = [job.refusal.retry_after_s or 0 for job in turned_away[50:] if job.refusal]
-    assert 1 <= mean(promises) <= 8
+    retry_after_s = [job.refusal.retry_after_s or 0 for job in rejected[50:] if job.refusal]
+    assert 1 <= mean(retry_after_s) <= 8

@@ -1,4 +1,4 @@
-"""The router as its callers see it."""
+"""The public API of the router."""
 
 from __future__ import annotations
 
@@ -25,46 +25,48 @@ from tests.proxy.core.making import (
     router_of,
     sized,
     spec,
-    those,
     waits,
     worker_of,
+    workers_named,
 )
 
-# Who may not be served
+# Refusals
 
 
-def prose(router: Router, count: int = 300) -> None:
-    """Serve texts that are all alike, so that the router is sure of the bytes of a token."""
+def learn_prose(router: Router, count: int = 300) -> None:
+    """Serve uniform texts, so that the error of the bytes per token is small."""
     for n in range(count):
-        asked = sized(router, chat("x" * (2000 + 90 * n), max_tokens=500))
-        usage = Usage(int(asked.text_bytes / 4.2) + 7, 200)
-        router.leases.finish(placed(router.submit(asked, n)), n + 0.5, Outcome.DONE, usage)
+        info = sized(router, chat("x" * (2000 + 90 * n), max_tokens=500))
+        usage = Usage(int(info.text_bytes / 4.2) + 7, 200)
+        router.leases.finish(placed(router.submit(info, n)), n + 0.5, Outcome.DONE, usage)
     learnt = router.sizer.learnt(MODEL, "chat/completions")
     assert learnt.error(20_000) < 0.1 * learnt.tokens(20_000)
 
 
 @pytest.mark.parametrize("per_token", [6, 7, 8, 12])
-def test_what_may_fit_is_for_the_largest_worker_to_judge_and_teaches(per_token: int) -> None:
-    """Padded tables have fewer tokens than prose, and are no longer than they are."""
+def test_uncertain_size_goes_to_the_largest_worker_and_teaches(per_token: int) -> None:
+    """Padded tables have fewer tokens than prose of the same length."""
     router = router_of(spec("s", SHORT, 20_480), spec("l", LONG, 131_072))
-    prose(router)
+    learn_prose(router)
     body = chat("x" * 90_000 * per_token, max_tokens=500)
     learnt = router.sizer.learnt(MODEL, "chat/completions")
     for now in range(400, 420):
-        known = learnt.bytes_per_token
+        before = learnt.bytes_per_token
         lease = placed(router.submit(sized(router, body), now))
         assert lease.worker.name == "l"
         assert lease.prefill_tokens <= 131_072
         router.leases.finish(lease, now + 0.5, Outcome.DONE, Usage(90_007, 200))
-        assert known < learnt.bytes_per_token < per_token
+        assert before < learnt.bytes_per_token < per_token
     for _ in range(3):
         router.fleet.health.probe_failed("l", 421.0)
-    assert refused(router.submit(sized(router, body), 422.0)).status == 503  # nobody smaller tries
+    assert (
+        refused(router.submit(sized(router, body), 422.0)).status == 503
+    )  # no smaller worker tries
 
 
-def test_what_is_too_long_whatever_its_words_is_refused_at_once() -> None:
+def test_certainly_too_long_prompt_is_400() -> None:
     router = router_of(spec("s", SHORT, 2048), spec("l", LONG, 8192))
-    prose(router, 50)
+    learn_prose(router, 50)
     refusal = refused(router.submit(sized(router, chat("x" * 140_000)), 100.0))
     assert (refusal.status, refusal.code) == (400, "context_length_exceeded")
     assert "maximum context length is 8192 tokens" in refusal.message
@@ -81,10 +83,10 @@ def test_what_is_too_long_whatever_its_words_is_refused_at_once() -> None:
         ("/v1/messages", chat("hi", max_tokens=8190)),
     ],
 )
-def test_an_output_limit_that_nobody_can_keep_may_be_cut_by_the_largest(
+def test_too_large_output_limit_goes_to_the_largest_worker(
     path: str, body: dict[str, object]
 ) -> None:
-    """As vLLM does it, where that is wished: a client that always sends a large one is served."""
+    """As vLLM does with `cut_output`: clients that always send a large limit are served."""
     specs = spec("s", SHORT, 2048), spec("l", LONG, 8192), spec("t", SHORT, 2048)
     router = router_of(*specs, cut_output=True)
     assert placed(router.submit(sized(router, body, path), 0.0)).worker.name == "l"
@@ -92,18 +94,18 @@ def test_an_output_limit_that_nobody_can_keep_may_be_cut_by_the_largest(
     assert refused(router.submit(sized(router, body, path), 0.0)).status == 503
 
 
-def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
+def test_smaller_worker_may_try_after_the_larger_failed() -> None:
     router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384, most=1))
-    one = ask(8000, 50, error=500)
-    lease = placed(router.submit(one, 0.0))
+    info = ask(8000, 50, error=500)
+    lease = placed(router.submit(info, 0.0))
     assert lease.worker.name == "l"
-    waits(router.submit(ask(8000, 50, error=500), 0.0))  # full is worth the wait
-    assert placed(router.submit(one, 0.0, Attempts(those(router, "l")))).worker.name == "s"
+    waits(router.submit(ask(8000, 50, error=500), 0.0))  # the request waits for the full worker
+    assert placed(router.submit(info, 0.0, Attempts(workers_named(router, "l")))).worker.name == "s"
     router.fleet.health.failed(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
 
 
-def test_nobody_live_is_503_and_says_when() -> None:
+def test_no_live_worker_is_503_with_retry_after() -> None:
     router = router_of(spec("a"), spec("b"), panic_threshold=0.0)
     for name, rest_s in (("a", 7.0), ("b", 9.0)):
         router.fleet.health.failed(worker_of(router, name), 0.0, rest_s)
@@ -112,7 +114,7 @@ def test_nobody_live_is_503_and_says_when() -> None:
     assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
 
 
-def test_a_worker_never_probed_is_given_nothing_and_waited_for() -> None:
+def test_requests_wait_for_a_worker_not_probed_yet() -> None:
     fleet = Fleet()
     fleet.roster.add(spec("a"))
     router = Router(RouterSettings(), fleet)
@@ -122,7 +124,7 @@ def test_a_worker_never_probed_is_given_nothing_and_waited_for() -> None:
     assert [(t, placed(end).worker.name) for t, end in router.due(0.2)] == [(ticket, "a")]
 
 
-def test_where_nobody_may_wait_a_worker_never_probed_is_503_and_not_busy() -> None:
+def test_worker_not_probed_yet_is_503_without_a_queue() -> None:
     fleet = Fleet()
     fleet.roster.add(spec("a"))
     router = Router(RouterSettings(queue_requests=0), fleet)
@@ -130,14 +132,14 @@ def test_where_nobody_may_wait_a_worker_never_probed_is_503_and_not_busy() -> No
     assert (refusal.status, refusal.retry_after_s) == (503, 1.0)
 
 
-def test_draining_refuses_the_new_and_ends_the_old() -> None:
+def test_draining_refuses_new_requests_and_serves_waiting_ones() -> None:
     router = router_of(spec("a", most=1))
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
     assert (
-        refused(router.submit(ask(), 0.0, Attempts(those(router, "a")))).status == 502
-    )  # an old one
+        refused(router.submit(ask(), 0.0, Attempts(workers_named(router, "a")))).status == 502
+    )  # a retry
     router.leases.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
 
@@ -145,7 +147,7 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
 # The queue
 
 
-def test_a_worker_without_a_stated_limit_is_full_at_twice_its_cache() -> None:
+def test_worker_without_a_limit_is_full_at_twice_its_cache() -> None:
     router = router_of(spec("a"))
     router.fleet.health.set_gauges("a", Gauges(at=0.0, kv_capacity_tokens=1000))
     leases = [placed(router.submit(ask(400, 100), 0.0)) for _ in range(4)]
@@ -154,7 +156,7 @@ def test_a_worker_without_a_stated_limit_is_full_at_twice_its_cache() -> None:
     assert [found for found, _ in router.due(1.0)] == [ticket]
 
 
-def test_one_too_many_is_429_with_a_time() -> None:
+def test_full_queue_is_429_with_retry_after() -> None:
     router = router_of(spec("a", most=1), queue_requests=1, queue_wait_s=12.0)
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
@@ -162,7 +164,7 @@ def test_one_too_many_is_429_with_a_time() -> None:
     assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, Reason.QUEUE_FULL, 12)
 
 
-def test_who_waited_too_long_is_429() -> None:
+def test_wait_timeout_is_429() -> None:
     router = router_of(spec("a", most=1), queue_wait_s=5.0)
     placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 1.0))
@@ -174,7 +176,7 @@ def test_who_waited_too_long_is_429() -> None:
     assert router.due(7.0) == []
 
 
-def test_those_who_wait_hear_when_nobody_is_left() -> None:
+def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
     router = router_of(spec("a", most=1))
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
@@ -184,7 +186,7 @@ def test_those_who_wait_hear_when_nobody_is_left() -> None:
     assert refused(end).status == 503
 
 
-def test_a_worker_that_is_busy_is_waited_for() -> None:
+def test_requests_wait_for_a_busy_worker() -> None:
     router = router_of(spec("a"))
     lease = placed(router.submit(ask(), 0.0))
     router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
@@ -196,55 +198,57 @@ def test_a_worker_that_is_busy_is_waited_for() -> None:
 # Retries
 
 
-def test_attempts_are_bounded() -> None:
+def test_attempts_per_request_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit(ask(), 0.0, Attempts(those(router, "a"))))
-    assert refused(router.submit(ask(), 0.0, Attempts(those(router, "a", "b")))).status == 502
+    placed(router.submit(ask(), 0.0, Attempts(workers_named(router, "a"))))
+    assert (
+        refused(router.submit(ask(), 0.0, Attempts(workers_named(router, "a", "b")))).status == 502
+    )
 
 
-def test_so_are_all_retries_together() -> None:
+def test_retries_of_all_requests_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), retry_budget=0.1)
-    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(30)]
+    ends = [router.submit(ask(), 0.0, Attempts(workers_named(router, "a"))) for _ in range(30)]
     assert sum(isinstance(end, Lease) for end in ends) == 10
     assert all(refused(end).status == 502 for end in ends[10:])
 
 
-def test_requests_earn_retries() -> None:
+def test_finished_requests_earn_retries() -> None:
     router = router_of(spec("a"), spec("b"), retry_budget=0.1)
     for _ in range(300):
         router.leases.finish(placed(router.submit(ask(), 0.0)), 0.0, Outcome.DONE)
-    ends = [router.submit(ask(), 0.0, Attempts(those(router, "a"))) for _ in range(60)]
+    ends = [router.submit(ask(), 0.0, Attempts(workers_named(router, "a"))) for _ in range(60)]
     assert sum(isinstance(end, Lease) for end in ends) > 10
 
 
-def test_a_namesake_elsewhere_falls_by_itself() -> None:
-    """The first to fall there pays, too, and the next does not."""
+def test_moved_worker_has_its_own_failure_event() -> None:
+    """The first failure there takes from the budget, the next does not."""
     router = router_of(spec("a"), spec("b"))
 
-    def fails(at: Worker, now: float, times: int) -> list[float]:
+    def fail(at: Worker, now: float, times: int) -> list[float]:
         leases = [placed(router.submit(ask(), now)) for _ in range(2 * times)]
-        there = [lease for lease in leases if lease.worker is at][:times]
+        own_leases = [lease for lease in leases if lease.worker is at][:times]
         left = []
-        for lease in there:
+        for lease in own_leases:
             router.leases.finish(lease, now + 0.1, Outcome.FAILED)
             tried = frozenset({at})
             placed(router.submit(lease.ask, now + 0.1, Attempts(tried), after=lease))
             left.append(router._retries._saved)
         return left
 
-    fails(worker_of(router, "a"), 0.0, 1)
+    fail(worker_of(router, "a"), 0.0, 1)
     moved = replace(spec("a"), url="http://elsewhere")
     router.reconfigure(router.settings, [moved, spec("b")])
     router.fleet.health.probe_ok("a", 0.2)
-    first, second = fails(worker_of(router, "a"), 0.2, 2)
+    first, second = fail(worker_of(router, "a"), 0.2, 2)
     assert first == second
 
 
-# How it ends
+# Outcomes
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_each_way_out_releases_once(outcome: Outcome) -> None:
+def test_each_outcome_releases_once(outcome: Outcome) -> None:
     router = router_of(spec("a"))
     lease = placed(router.submit(ask(), 0.0))
     router.leases.first_token(lease, 0.1)
@@ -271,10 +275,11 @@ def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> No
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> None:
+def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
     router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
-    answer = router.submit(ask(), 0.0)
-    for dropped in (False, True, False, True):  # of the others it is known that they did not act
+    info = ask()
+    answer = router.submit(info, 0.0)
+    for dropped in (False, True, False, True):  # the other workers did not act
         lease = placed(answer)
         answer = router.retry(
             lease, 0.1, Outcome.FAILED, avoid=lease.worker, after=lease, free=free, dropped=dropped
@@ -287,8 +292,8 @@ def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_do_not_wait_any_longer_teach_that_a_worker_is_slow(stream: bool) -> None:
-    """It is well by its probes, and hangs; requests come one by one, so it always looks idle."""
+def test_client_timeouts_teach_that_a_worker_is_slow(stream: bool) -> None:
+    """The worker passes its probes but hangs; requests come one by one, so it looks idle."""
     router, now, hung = router_of(spec("a"), spec("b")), 0.0, 0
     for _ in range(30):
         lease = placed(router.submit(ask(output=10, stream=stream), now))
@@ -305,7 +310,7 @@ def test_clients_that_do_not_wait_any_longer_teach_that_a_worker_is_slow(stream:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
+def test_early_client_disconnect_teaches_nothing(stream: bool) -> None:
     router = router_of(spec("a"))
     pace = worker_of(router, "a").pace
     before = pace.first_token_s(1000)
@@ -315,13 +320,11 @@ def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
     lease = placed(router.submit(ask(stream=True), 2.0))
     router.leases.first_token(lease, 2.0 + before / 20)
     at_first = pace.first_token_s(1000)
-    router.leases.finish(
-        lease, 60.0, Outcome.CLIENT_GONE
-    )  # who reads for long was not kept waiting
+    router.leases.finish(lease, 60.0, Outcome.CLIENT_GONE)  # a long stream is no wait
     assert pace.first_token_s(1000) == at_first <= before
 
 
-def test_a_cached_prompt_that_a_client_leaves_is_late_by_its_uncached_tokens() -> None:
+def test_lateness_of_a_cached_prompt_counts_uncached_tokens() -> None:
     router = router_of(spec("a"))
     pace = worker_of(router, "a").pace
     text = chat("x" * 9000, stream=True)
@@ -335,23 +338,23 @@ def test_a_cached_prompt_that_a_client_leaves_is_late_by_its_uncached_tokens() -
     assert pace.first_token_s(uncached) > before
 
 
-def test_many_that_leave_at_once_say_it_once() -> None:
+def test_simultaneous_disconnects_teach_once() -> None:
     paces = []
-    for leaving in (1, 100):
+    for clients in (1, 100):
         router = router_of(spec("a"))
         pace = worker_of(router, "a").pace
         for i in range(60):
             lease = placed(router.submit(ask(), float(i)))
             router.leases.first_token(lease, i + 0.1)
             router.leases.finish(lease, i + 0.2, Outcome.DONE)
-        leases = [placed(router.submit(ask(), 100.0)) for _ in range(leaving)]
+        leases = [placed(router.submit(ask(), 100.0)) for _ in range(clients)]
         for lease in leases:
             router.leases.finish(lease, 130.0, Outcome.CLIENT_GONE)
         paces.append(pace.first_token_s(100))
     assert paces[0] >= paces[1] > 0.1
 
 
-def test_an_unstreamed_answer_left_too_late_is_blamed_on_its_steps_too() -> None:
+def test_late_unstreamed_answer_raises_the_step_time() -> None:
     router = router_of(spec("a"))
     pace = worker_of(router, "a").pace
     before = pace.first_token_s(100), pace.step_s(1)
@@ -361,7 +364,7 @@ def test_an_unstreamed_answer_left_too_late_is_blamed_on_its_steps_too() -> None
     assert 1.0 < first < 1.1 < step <= 2.0
 
 
-def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
+def test_success_of_an_older_request_does_not_close_a_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     old = placed(router.submit(ask(), 0.0))
@@ -370,7 +373,7 @@ def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
     assert not worker.breaker.closed
 
 
-def test_a_trial_that_ends_well_does() -> None:
+def test_success_of_a_trial_closes_the_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     router.fleet.health.failed(worker, 0.0, 1.0)
@@ -379,7 +382,7 @@ def test_a_trial_that_ends_well_does() -> None:
     assert router.fleet.roster.ejections.resting == set()
 
 
-def test_a_trial_whose_client_left_lets_another_try() -> None:
+def test_abandoned_trial_allows_another_trial() -> None:
     router = router_of(spec("a"), panic_threshold=0.0)
     router.fleet.health.failed(worker_of(router, "a"), 0.0, 1.0)
     lease = placed(router.submit(ask(), 1.0))
@@ -388,13 +391,13 @@ def test_a_trial_whose_client_left_lets_another_try() -> None:
     placed(router.submit(ask(), 1.2))
 
 
-def test_a_stream_that_tells_no_usage_teaches_by_its_events() -> None:
+def test_stream_without_usage_teaches_by_its_events() -> None:
     router = router_of(spec("a"))
     pace = worker_of(router, "a").pace
 
     def stream(now: float, **fields: object) -> None:
-        one = sized(router, chat("x" * 400, stream=True, n=2, **fields))
-        lease = placed(router.submit(one, now))
+        info = sized(router, chat("x" * 400, stream=True, n=2, **fields))
+        lease = placed(router.submit(info, now))
         router.leases.first_token(lease, now + 0.2)
         router.leases.tokens(lease, 102)
         router.leases.finish(lease, now + 4.2, Outcome.DONE)
@@ -404,12 +407,12 @@ def test_a_stream_that_tells_no_usage_teaches_by_its_events() -> None:
     assert sized(router, chat("x")).expected_output == pytest.approx(51, abs=1)
     assert pace.step_s(1) == pytest.approx(0.08, rel=0.2)
     learnt = pace.step_s(1), sized(router, chat("x")).expected_output
-    for i in range(60, 90):  # a call may come in a few events, however long it is
+    for i in range(60, 90):  # a tool call may come in few events
         stream(10.0 * i, tools=[{"type": "function", "function": {"name": "f"}}])
     assert (pace.step_s(1), sized(router, chat("x")).expected_output) == learnt
 
 
-def test_a_cache_that_is_smaller_than_believed_is_trusted_less() -> None:
+def test_reported_cache_misses_reduce_trust_in_the_cache() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     for i in range(40):
@@ -420,11 +423,11 @@ def test_a_cache_that_is_smaller_than_believed_is_trusted_less() -> None:
 
 
 @pytest.mark.parametrize(("keeps", "missing"), [(True, 0.0), (False, 0.9)])
-def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: float) -> None:
+def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: float) -> None:
     router = router_of(spec("a"))
     for i in range(200):
         letter = "xy"[i % 2]
-        text = letter * 9000 if i % 4 < 2 else f"{i:09d}" * 1000  # known, or new
+        text = letter * 9000 if i % 4 < 2 else f"{i:09d}" * 1000  # repeated, or new
         lease = placed(router.submit(sized(router, chat(text, stream=True)), float(i)))
         tokens = lease.ask.prompt_tokens
         if keeps:
@@ -434,45 +437,44 @@ def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: f
     assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
 
 
-# Telling
+# Explanations and counters
 
 
 @pytest.mark.parametrize(
     ("path", "shorts"), [("/tokenize", 0), ("/v1/embeddings", 1), ("/v1/completions", 1)]
 )
-def test_only_what_an_engine_computes_is_of_the_tide(path: str, shorts: int) -> None:
+def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None:
     router = router_of(spec("a"))
-    one = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
-    lease = placed(router.submit(one, 0.0))
+    info = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
+    lease = placed(router.submit(info, 0.0))
     assert router.placer.traffic_of(MODEL).shorts_ever == shorts
     assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
-def scores(told: object) -> dict[str, Score]:
-    """Return the scores by worker."""
-    return {score.worker: score for score in getattr(told, "scores")}  # noqa: B009
+def scores(decision: object) -> dict[str, Score]:
+    return {score.worker: score for score in getattr(decision, "scores")}  # noqa: B009
 
 
-def test_explain_says_why_not() -> None:
+def test_explain_notes_why_a_worker_is_excluded() -> None:
     router = router_of(spec("a", GENERAL, 1000, most=1), spec("b", GENERAL, 100))
     assert refused(router.placer.explain(ask(5000), 0.0)).reason is Reason.TOO_LONG
     placed(router.submit(ask(500), 0.0))
-    told = refused(router.placer.explain(ask(500), 0.0))
-    assert told.reason is Reason.FLEET_FULL
-    assert scores(told)["a"].note == "full"
+    decision = refused(router.placer.explain(ask(500), 0.0))
+    assert decision.reason is Reason.FLEET_FULL
+    assert scores(decision)["a"].note == "full"
     router.fleet.health.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
     assert scores(router.placer.explain(ask(50), 0.0))["b"].note == "busy"
 
 
-def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
+def test_explain_separates_reserved_from_costlier_workers() -> None:
     many = [spec(f"s{at}", SHORT, 8192) for at in range(MAX_UNRANKED + 1)]
     router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
     left_out = {score.note for score in scores(router.placer.explain(ask(10), 0.0)).values()}
     assert left_out == {"", "higher cost than the chosen worker"}
     router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
-    told = scores(router.placer.explain(ask(10), 1.0))
-    assert told["l"].note == "reserved for long requests"
-    assert {score.note for name, score in told.items() if name != "l"} == left_out
+    decision = scores(router.placer.explain(ask(10), 1.0))
+    assert decision["l"].note == "reserved for long requests"
+    assert {score.note for name, score in decision.items() if name != "l"} == left_out
     for worker in router.fleet.roster:
         if worker.role is SHORT:
             router.fleet.health.failed(worker, 1.0, 60.0)
@@ -481,27 +483,27 @@ def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
     assert scores(router.placer.explain(ask(10), 1.0))["l"].note == "full"
 
 
-def test_explain_tells_that_one_would_wait_for_what_is_kept() -> None:
+def test_explain_refusal_names_the_reserve() -> None:
     router = router_of(spec("s", SHORT, 8192, most=1), spec("l", LONG, 65_536, most=1))
     router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
     placed(router.submit(ask(10), 1.0))
-    told = refused(router.placer.explain(ask(10), 1.0))
-    assert {name: score.note for name, score in scores(told).items()} == {
+    decision = refused(router.placer.explain(ask(10), 1.0))
+    assert {name: score.note for name, score in scores(decision).items()} == {
         "s": "full",
         "l": "reserved for long requests",
     }
-    assert "reserved for long requests" in told.message
+    assert "reserved for long requests" in decision.message
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
-def test_every_policy_explains_itself(policy: str) -> None:
+def test_every_policy_explains_its_scores(policy: str) -> None:
     router = router_of(spec("s", SHORT), spec("l", LONG), spec("g"), policy=policy)
-    told = router.placer.explain(ask(), 0.0)
-    assert not isinstance(told, Refusal)
-    assert all(score.total > 0 or score.note for score in told.scores)
+    decision = router.placer.explain(ask(), 0.0)
+    assert not isinstance(decision, Refusal)
+    assert all(score.total > 0 or score.note for score in decision.scores)
 
 
-def test_every_decision_is_counted_by_its_reason() -> None:
+def test_decisions_are_counted_by_reason() -> None:
     router = router_of(spec("s", SHORT, 8192, most=1), queue_requests=1)
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
@@ -515,10 +517,10 @@ def test_every_decision_is_counted_by_its_reason() -> None:
     }
 
 
-# Changing
+# Reloads
 
 
-def test_a_reload_touches_nothing_in_flight() -> None:
+def test_reload_keeps_requests_in_flight() -> None:
     router = router_of(spec("a"), spec("b"))
     leases = [placed(router.submit(ask(), 0.0)) for _ in range(4)]
     worker = worker_of(router, "a")
@@ -530,29 +532,29 @@ def test_a_reload_touches_nothing_in_flight() -> None:
     assert sized(router, chat("x" * 400)).long
     lease = placed(router.submit(ask(), 1.0))
     assert (lease.worker.name, lease.decision.reason) == ("a", Reason.ROUND_ROBIN)
-    for one in (*leases, lease):
-        router.leases.finish(one, 2.0, Outcome.DONE, Usage(100, 50))
-    assert idle({one.worker for one in leases})
+    for ended in (*leases, lease):
+        router.leases.finish(ended, 2.0, Outcome.DONE, Usage(100, 50))
+    assert idle({ended.worker for ended in leases})
 
 
 # Pinned
 
 
-def test_a_pinned_request_goes_to_its_worker_even_if_that_drains() -> None:
+def test_pinned_request_goes_to_its_draining_worker() -> None:
     router = router_of(spec("a"), spec("b", GENERAL, 1000))
-    one = ask(100)
-    one.pinned = "b"
+    info = ask(100)
+    info.pinned = "b"
     router.fleet.roster.drain("b")
-    assert placed(router.submit(one, 0.0)).worker.name == "b"
+    assert placed(router.submit(info, 0.0)).worker.name == "b"
     large = ask(5000)
     large.pinned = "b"
     assert refused(router.submit(large, 0.0)).reason is Reason.TOO_LONG
     for _ in range(3):
         router.fleet.health.probe_failed("b", 0.0)
-    assert refused(router.submit(one, 0.0)).status == 503
+    assert refused(router.submit(info, 0.0)).status == 503
 
 
-def test_a_pinned_request_waits_for_its_worker_alone() -> None:
+def test_pinned_request_waits_for_its_worker_only() -> None:
     router = router_of(spec("a"), spec("b", most=1))
     first, second = ask(), ask()
     first.pinned = second.pinned = "b"

@@ -1,4 +1,4 @@
-"""The router under any sequence of events: what must hold whatever happens."""
+"""Invariants of the router under random sequences of events."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.proxy.core.making import MODEL, ask, idle
 Facts = dict[str, object]
 PLAIN = int | float | str | tuple | frozenset | None
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])
-MOST_WAITING, MOST_BYTES, WAIT_S = 4, 40_000, 5.0
+MAX_WAITING, MAX_BYTES, WAIT_S = 4, 40_000, 5.0
 SIDES = [Role.PREFILL, Role.DECODE]
-OFTEN = st.sampled_from([True, True, True, False])
+MOSTLY_TRUE = st.sampled_from([True, True, True, False])
 ROLES = st.sampled_from([*Role, *SIDES])
 
 
@@ -48,13 +48,13 @@ def facts_of(one: object) -> Facts:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Submits, ends and changes at random."""
+    """Submits, ends and fleet changes at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.fleet = Fleet()
-        self.workers: list[Worker] = []  # all there ever were, in the order they came
+        self.workers: list[Worker] = []  # all workers ever added, in order
         self.leases: list[Lease] = []
         self.tickets: list[Ticket] = []
         self.transfer = False
@@ -64,7 +64,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
-        transfer=OFTEN,
+        transfer=MOSTLY_TRUE,
         above=st.sampled_from([None, 1, 500]),
         roles=st.lists(ROLES, max_size=5),
     )
@@ -81,8 +81,8 @@ class RouterMachine(RuleBasedStateMachine):
         return RouterSettings(
             policy,
             short_limit=1000,
-            queue_requests=MOST_WAITING,
-            queue_bytes=MOST_BYTES,
+            queue_requests=MAX_WAITING,
+            queue_bytes=MAX_BYTES,
             queue_wait_s=WAIT_S,
             transfer=self.transfer,
             disaggregate_above=self.above,
@@ -90,7 +90,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @property
     def waiting(self) -> list[Ticket]:
-        """Those in the queue: who gave way to another is told so when its turn to be told comes."""
+        """The tickets in the queue; an evicted ticket is reported by a later `due`."""
         return [ticket for ticket in self.tickets if not ticket.left]
 
     # Workers
@@ -101,7 +101,7 @@ class RouterMachine(RuleBasedStateMachine):
         limit=st.sampled_from([None, 500, 2000, 8000]),
         most=st.sampled_from([None, 1, 2]),
     )
-    def comes(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
+    def add_worker(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
         self.add(name, role, limit, most)
 
     def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
@@ -136,8 +136,8 @@ class RouterMachine(RuleBasedStateMachine):
     )
     def gauges(self, name: str, running: int, waiting: int, usage: float) -> None:
         capacity = 5000 if running % 2 else None
-        told = Gauges(self.now, running, waiting, usage, kv_capacity_tokens=capacity)
-        self.fleet.health.set_gauges(name, told)
+        page = Gauges(self.now, running, waiting, usage, kv_capacity_tokens=capacity)
+        self.fleet.health.set_gauges(name, page)
 
     @rule(policy=st.sampled_from(["adaptive", "length", "round_robin"]))
     def reload(self, policy: str) -> None:
@@ -152,12 +152,12 @@ class RouterMachine(RuleBasedStateMachine):
         output=st.sampled_from([None, 0, 50, 1500]),
         samples=st.integers(1, 3),
         stream=st.booleans(),
-        generates=OFTEN,
+        generates=MOSTLY_TRUE,
         prefix=st.sampled_from([(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (3, 4, 5, 6, 7)]),
         failed=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
-        splits=OFTEN,
-        who=st.integers(0, 5),
+        splits=MOSTLY_TRUE,
+        tenant_index=st.integers(0, 5),
     )
     def submit(
         self,
@@ -171,9 +171,9 @@ class RouterMachine(RuleBasedStateMachine):
         failed: frozenset[str],
         pinned: str,
         splits: bool,
-        who: int,
+        tenant_index: int,
     ) -> None:
-        one = ask(
+        info = ask(
             prompt,
             output,
             error=min(error, prompt),
@@ -183,20 +183,20 @@ class RouterMachine(RuleBasedStateMachine):
             prefix=prefix if prompt else (),
             size=prompt * 4 + 1,
         )
-        one.long = one.budget > 1000
-        one.pinned = pinned
-        one.whole = "samples" if not splits or pinned or not generates else ""
-        one.tenant = self.tenants[who % len(self.tenants)]
-        if one.tenant is not None:
-            one.rank = one.tenant.spec.rank
+        info.long = info.budget > 1000
+        info.pinned = pinned
+        info.whole = "samples" if not splits or pinned or not generates else ""
+        info.tenant = self.tenants[tenant_index % len(self.tenants)]
+        if info.tenant is not None:
+            info.rank = info.tenant.spec.rank
         waiting_before = [
             t.ask
             for t in self.waiting
-            if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
+            if t.ask.long == info.long and plain(t) and t.ask.rank <= info.rank
         ]
-        self.asked.append((one, facts_of(one)))
+        self.asked.append((info, facts_of(info)))
         tried = frozenset(w for w in self.fleet.roster if w.name in failed)
-        placed = self.router.submit(one, self.now, Attempts(tried))
+        placed = self.router.submit(info, self.now, Attempts(tried))
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
             assert not waiting_before or tried or pinned
@@ -206,17 +206,17 @@ class RouterMachine(RuleBasedStateMachine):
             assert placed.status in (400, 429, 502, 503)
 
     def check_placed(self, lease: Lease, tried: frozenset[Worker]) -> None:
-        worker, one = lease.worker, lease.ask
+        worker, info = lease.worker, lease.ask
         assert self.fleet.roster.get(worker.name) is worker
         assert worker.up
-        assert worker.role.serves_whole or one.pinned
-        assert not worker.draining or one.pinned
+        assert worker.role.serves_whole or info.pinned
+        assert not worker.draining or info.pinned
         assert worker not in tried
-        assert one.pinned in ("", worker.name)
+        assert info.pinned in ("", worker.name)
         assert worker.max_requests is None or worker.requests <= worker.max_requests
         limit = worker.max_model_len
-        assert limit is None or one.needs - one.prompt_error <= limit
-        if limit is not None and one.needs + one.prompt_error > limit and not one.pinned:
+        assert limit is None or info.needs - info.prompt_error <= limit
+        if limit is not None and info.needs + info.prompt_error > limit and not info.pinned:
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet.roster
@@ -228,9 +228,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.leases.append(lease)
 
     def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[Worker]) -> None:
-        prefill, decode, one = first.worker, lease.worker, lease.ask
+        prefill, decode, info = first.worker, lease.worker, lease.ask
         assert self.transfer
-        assert not one.whole
+        assert not info.whole
         assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
         assert self.fleet.roster.get(prefill.name) is prefill
         assert prefill.up
@@ -238,9 +238,11 @@ class RouterMachine(RuleBasedStateMachine):
         assert prefill not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
         assert not prefill.barred or (first.trial and self.now >= prefill.breaker.until)
-        told = decode.gauges
-        known = told is not None and self.now - told.at <= MAX_PAGE_AGE_S
-        if known and decode.kv_capacity and decode.kv_held > lease.kv_tokens:  # else it had nothing
+        gauges = decode.gauges
+        recent = gauges is not None and self.now - gauges.at <= MAX_PAGE_AGE_S
+        if (
+            recent and decode.kv_capacity and decode.kv_held > lease.kv_tokens
+        ):  # otherwise the cache was empty
             assert decode.kv_held <= decode.kv_capacity, "its decode has room"
         assert lease.under_way is first
         assert not lease.sent
@@ -249,9 +251,9 @@ class RouterMachine(RuleBasedStateMachine):
     def time_passes(self, wait: float) -> None:
         self.now += wait
         waiting = {id(ticket) for ticket in self.tickets}
-        gave_way = {id(ticket) for ticket in self.tickets if ticket.left}
+        evicted = {id(ticket) for ticket in self.tickets if ticket.left}
         for ticket, end in self.router.due(self.now):
-            assert id(ticket) in waiting, "an end for one that waits, and only one"
+            assert id(ticket) in waiting, "one end for each waiting ticket"
             waiting.remove(id(ticket))
             assert ticket.left
             same = [
@@ -260,7 +262,7 @@ class RouterMachine(RuleBasedStateMachine):
                 if t.ask.long == ticket.ask.long and t.ask.tenant is ticket.ask.tenant and plain(t)
             ]
             first = same[:1] == [ticket]
-            assert first or not plain(ticket) or id(ticket) in gave_way, "first come first served"
+            assert first or not plain(ticket) or id(ticket) in evicted, "first come first served"
             self.tickets.remove(ticket)
             if isinstance(end, Lease):
                 assert self.now < ticket.deadline
@@ -314,8 +316,8 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(prompt=st.sampled_from([10, 5000]))
     def explain(self, prompt: int) -> None:
         before = [(w.requests, w.prefill_tokens) for w in self.fleet.roster]
-        told = self.router.placer.explain(ask(prompt), self.now)
-        assert len(told.scores) == len(self.fleet.roster)
+        decision = self.router.placer.explain(ask(prompt), self.now)
+        assert len(decision.scores) == len(self.fleet.roster)
         assert [w.requests for w in self.fleet.roster] == [requests for requests, _ in before]
 
     @precondition(lambda self: self.asked)
@@ -337,62 +339,66 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.placer.decide(one, self.now, attempts, explain=False, aged=aged, late=late)
         assert inputs() == before, "a decision changes nothing"
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def what_was_known_of_requests_stays(self) -> None:
         assert all(facts_of(one) == facts for one, facts in self.asked)
 
     @invariant()
-    def the_queue_keeps_its_bounds(self) -> None:
+    def queue_stays_within_its_bounds(self) -> None:
         if hasattr(self, "router"):
-            assert len(self.router.queue) == len(self.waiting) <= MOST_WAITING
+            assert len(self.router.queue) == len(self.waiting) <= MAX_WAITING
             assert self.router.queue.bytes == sum(t.ask.body_bytes for t in self.waiting)
-            assert self.router.queue.bytes <= MOST_BYTES
+            assert self.router.queue.bytes <= MAX_BYTES
 
     @invariant()
-    def tenants_have_in_flight_what_is(self) -> None:
+    def tenants_count_their_requests_in_flight(self) -> None:
         asks = [lease.ask for lease in self.leases] + [ticket.ask for ticket in self.waiting]
         for tenant in self.tenants:
             if tenant is not None:
-                assert tenant.ledger.running == sum(one.tenant is tenant for one in asks)
+                assert tenant.ledger.running == sum(info.tenant is tenant for info in asks)
                 assert tenant.waiting == sum(t.ask.tenant is tenant for t in self.waiting)
 
     @invariant()
-    def charges_are_what_the_leases_say(self) -> None:
+    def charges_equal_the_leases(self) -> None:
         legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
         for worker in self.workers:
-            # Its own, and of those that it replaced: it is the same server.
-            line = {
-                each
-                for each in self.workers[: self.workers.index(worker) + 1]
-                if each.url == worker.url
+            # Its own, and those of the workers that it replaced at the same server.
+            predecessors = {
+                other
+                for other in self.workers[: self.workers.index(worker) + 1]
+                if other.url == worker.url
             }
-            there = [leg for leg in legs if leg and not leg.released and leg.worker in line]
-            assert worker.requests == len(there)
-            assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in there)
-            assert worker.decode_tokens == sum(lease.decode_tokens for lease in there)
-            alone = sum(lease.kv_tokens for lease in there)
-            assert worker.kv_tokens == alone + sum(each.running_prefixes.tokens for each in line)
-            assert worker.kv_coming == sum(lease.kv_coming for lease in there)
-            assert worker.sequences == sum(lease.ask.samples for lease in there if lease.sent)
-            assert worker.decoding <= sum(lease.ask.samples for lease in there)
-            assert worker.shut == (worker.full or worker.barred), "what pools rely on is true"
+            charged = [
+                leg for leg in legs if leg and not leg.released and leg.worker in predecessors
+            ]
+            assert worker.requests == len(charged)
+            assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in charged)
+            assert worker.decode_tokens == sum(lease.decode_tokens for lease in charged)
+            alone = sum(lease.kv_tokens for lease in charged)
+            assert worker.kv_tokens == alone + sum(
+                other.running_prefixes.tokens for other in predecessors
+            )
+            assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
+            assert worker.sequences == sum(lease.ask.samples for lease in charged if lease.sent)
+            assert worker.decoding <= sum(lease.ask.samples for lease in charged)
+            assert worker.shut == (worker.full or worker.barred), "the flag that pools read"
 
     @invariant()
-    def a_released_lease_has_released_its_other_half(self) -> None:
+    def released_lease_has_released_its_prefill(self) -> None:
         assert not any(lease.released for lease in self.leases)
         for lease in self.leases:
             assert lease.prefill is None or lease.sent == lease.prefill.released
 
     @invariant()
-    def those_at_rest_are_known(self) -> None:
+    def resting_workers_have_open_breakers(self) -> None:
         assert self.fleet.roster.ejections.resting == {
             w for w in self.fleet.roster if not w.breaker.closed
         }
 
     @invariant()
-    def a_pool_panics_where_fewer_than_half_are_well(self) -> None:
+    def pool_panics_if_fewer_than_half_are_healthy(self) -> None:
         live, out = Counter[Key](), Counter[Key]()
         for worker in self.fleet.roster:
             if worker.up and not worker.draining:
@@ -414,12 +420,12 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 def plain(ticket: Ticket) -> bool:
-    """Whether it waits in the line of its size, not apart."""
+    """Return whether a ticket waits in the common queue of its size."""
     return not ticket.attempts.tried and not ticket.ask.pinned
 
 
 class HandoverMachine(RouterMachine):
-    """The same, most of it hand-overs."""
+    """Mostly hand-overs."""
 
     @initialize(policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]))
     def begin(self, policy: str) -> None:  # type: ignore[override]
@@ -427,7 +433,7 @@ class HandoverMachine(RouterMachine):
 
 
 class TenantMachine(RouterMachine):
-    """The same, of tenants of all classes, with and without limits."""
+    """Tenants of all classes, with and without limits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""One tenant floods, others ask one request at a time: how long they wait, in virtual time.
+"""Waits of tenants with one request at a time beside a flood, in virtual time.
 
-A request runs for as long as the tokens that it is charged for in the end. What is estimated when
-it is placed may be anything.
+A request runs in proportion to the tokens that it is finally charged for. The estimate at its
+placement may be anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.proxy.core.making import ask, router_of, spec
 
 @dataclass(frozen=True)
 class Size:
-    """What a request has in truth, and by how much its estimate is off."""
+    """The true size of a request, and the factor of its estimate."""
 
     prompt: int
     output: int
@@ -30,18 +30,18 @@ class Size:
 
     @property
     def runs(self) -> float:
-        """How long it runs; as many tokens are charged for it."""
+        """The run time, which equals the tokens charged."""
         return self.prompt + 2.0 * self.output
 
 
 @dataclass
 class World:
-    """A worker with a few places, a tenant that fills the queue, and tenants that do not."""
+    """A worker with a few slots, a tenant that fills the queue, and tenants that do not."""
 
     places: int
     flood: list[Size]
     polite: list[Size]
-    depth: int = 14  # requests of the flood that wait at any time
+    depth: int = 14  # waiting requests of the flood
     now: float = 0.0
     waited: list[float] = field(default_factory=list)
 
@@ -56,11 +56,10 @@ class World:
         self.numbers = count()
 
     def ask(self, tenant: Tenant, size: Size) -> None:
-        """Submit a request."""
-        one: RequestInfo = ask(max(int(size.prompt * size.error), 1), size.output + 1)
-        one.expected_output = int(size.output * size.error)
-        one.tenant, one.rank = tenant, tenant.spec.rank
-        answer = self.router.submit(one, self.now)
+        info: RequestInfo = ask(max(int(size.prompt * size.error), 1), size.output + 1)
+        info.expected_output = int(size.output * size.error)
+        info.tenant, info.rank = tenant, tenant.spec.rank
+        answer = self.router.submit(info, self.now)
         assert not isinstance(answer, Refusal), answer
         if isinstance(answer, Ticket):
             self.tickets[answer] = size, self.now
@@ -68,18 +67,16 @@ class World:
             self.begin(answer, size, self.now)
 
     def begin(self, lease: Lease, size: Size, since: float) -> None:
-        """Run a request."""
         heapq.heappush(self.running, (self.now + size.runs, next(self.numbers), lease, size))
         if lease.ask.tenant is not self.flooder:
             self.waited.append(self.now - since)
 
     def refill(self, turn: int) -> None:
-        """Keep the queue full."""
         while self.flooder.waiting < self.depth:
             self.ask(self.flooder, self.flood[(turn + self.flooder.waiting) % len(self.flood)])
 
     def play(self, ends: int, quiet: int) -> None:
-        """Let so many requests end; the polite tenants come after the first `quiet` of them."""
+        """End this many requests; the other tenants come after the first `quiet` ends."""
         for turn in range(ends):
             self.refill(turn)
             if turn == quiet:
@@ -97,12 +94,10 @@ class World:
         self.waited += [self.now - at for at in since]
 
     def is_polite(self, ticket: Ticket) -> bool:
-        """Whether a request is not the flood's."""
         return ticket.ask.tenant is not self.flooder
 
     @property
     def longest(self) -> float:
-        """How long the longest request runs."""
         return max(size.runs for size in (*self.flood, *self.polite))
 
 
@@ -118,7 +113,7 @@ SIZES = st.builds(Size, st.integers(1, 2000), st.integers(0, 500), ERRORS)
 )
 @example(12, [Size(540, 10, 170.0)], Size(100, 20, 1.0), 30)
 @settings(deadline=None, max_examples=50)
-def test_one_request_at_a_time_waits_for_two_requests_at_most_whatever_estimates_say(
+def test_single_requests_wait_for_two_requests_at_most(
     places: int, flood: list[Size], polite: Size, quiet: int
 ) -> None:
     world = World(places, flood, [polite])
@@ -127,26 +122,26 @@ def test_one_request_at_a_time_waits_for_two_requests_at_most_whatever_estimates
     assert max(world.waited) <= 2 * world.longest + 1e-6
 
 
-def test_a_flood_of_overestimated_requests_starves_no_tenant_that_comes_later() -> None:
-    """Ninety tiny images, foreseen at 1,024 tokens each, and a small chat of another tenant."""
+def test_overestimated_flood_starves_no_later_tenant() -> None:
+    """Ninety tiny images, estimated at 1,024 tokens each, and a small chat."""
     world = World(16, [Size(540, 10, 170.0)], [Size(100, 20, 1.0)], depth=134)
     world.play(300, 50)
     assert max(world.waited) <= world.longest
 
 
-def test_a_tenant_whose_estimates_were_too_high_has_not_saved_up_a_share() -> None:
-    """It begins to wait with requests in flight that come to far less than was charged for them."""
+def test_overestimates_earn_no_share() -> None:
+    """Its requests in flight end with far fewer tokens than were charged."""
     world = World(4, [Size(100, 0, 1.0)], [Size(100, 0, 1.0)])
     world.play(400, 10)
     router, late = world.router, Tenant(TenantSpec("late"))
     for _ in range(20):
-        one = ask(100_000, 1)
-        one.expected_output = 0
-        one.tenant = late
-        answer = router.submit(one, world.now)
+        info = ask(100_000, 1)
+        info.expected_output = 0
+        info.tenant = late
+        answer = router.submit(info, world.now)
         assert isinstance(answer, Ticket)
         world.tickets[answer] = Size(100, 0, 1000.0), world.now
     world.play(60, -1)
-    names = [each[2].ask.tenant for each in world.running]
+    names = [entry[2].ask.tenant for entry in world.running]
     assert late in names
-    assert len(set(names)) == 3, "no tenant has all places"
+    assert len(set(names)) == 3, "no tenant has all slots"

@@ -20,11 +20,9 @@ from tests.present import present
 
 @dataclass(frozen=True)
 class Speed:
-    """What an engine can do."""
-
     token_s: float = 2e-4  # per prefilled token
     base_s: float = 0.02  # of a step
-    each_s: float = 5e-4  # more for each sequence that decodes
+    each_s: float = 5e-4  # added by each sequence that decodes
     budget: int = 2048  # tokens in a step
     shorts_pass: bool = False  # whether shorts are prefilled before longs
 
@@ -34,7 +32,7 @@ Speeds = Speed | dict[str, Speed]
 
 @dataclass(eq=False)
 class Job:
-    """One request, from client to end."""
+    """One request, from its client to its end."""
 
     ask: RequestInfo
     output: int
@@ -48,19 +46,18 @@ class Job:
 
     @property
     def ttft(self) -> float:
-        """From its client's sending to its first token."""
+        """The seconds from sending to the first token."""
         assert self.first_at is not None
         return self.first_at - self.at
 
     @property
     def where(self) -> str:
-        """The name of its worker."""
         return present(self.lease).worker.name
 
 
 @dataclass(eq=False)
 class Engine:
-    """One worker's: prefills come first, in the order of arrival, in chunks beside the decodes."""
+    """A worker's engine: prefills come first, in order of arrival, in chunks beside the decodes."""
 
     speed: Speed
     jobs: list[Job] = field(default_factory=list)
@@ -69,7 +66,6 @@ class Engine:
     most_jobs: int = 0
 
     def take(self, job: Job) -> None:
-        """Receive a request."""
         blocks = job.ask.prefix
         held = next((i for i, block in enumerate(blocks) if block not in self.cached), len(blocks))
         share = held / len(blocks) if blocks else 0.0
@@ -78,7 +74,7 @@ class Engine:
         self.most_jobs = max(self.most_jobs, len(self.jobs))
 
     def step(self) -> tuple[float, list[tuple[Job, bool]]]:
-        """Return a step's time, and which jobs wrote a token in it, their first or a later one."""
+        """Return a step's time and the jobs that wrote a token, and if it was the first."""
         speed = self.speed
         decoding = [job for job in self.jobs if job.left == 0]
         budget = speed.budget
@@ -116,16 +112,15 @@ class Toy:
         self._numbers = count()
         self.finished: Callable[[Job], None] = lambda _: None
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Do something at a time."""
-        heapq.heappush(self._events, (when, next(self._numbers), what))
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), call))
 
     def run(self, until: float = 1e9) -> None:
         """Play until nothing is left to do, or until a time."""
         self.at(self.now, self._tick)
         while self._events and self._events[0][0] <= until:
-            self.now, _, what = heapq.heappop(self._events)
-            what()
+            self.now, _, call = heapq.heappop(self._events)
+            call()
 
     def _tick(self) -> None:
         self._due()
@@ -133,7 +128,6 @@ class Toy:
             self.at(self.now + 0.1, self._tick)
 
     def send(self, ask: RequestInfo, output: int) -> Job:
-        """Send a request now."""
         job = Job(ask, output, self.now)
         self.jobs.append(job)
         ask.long = ask.budget > self.router.settings.short_limit
@@ -190,5 +184,4 @@ class Toy:
 
 
 def p99(values: list[float]) -> float:
-    """Return the 99th percentile."""
     return quantiles(values, n=100, method="inclusive")[-1]

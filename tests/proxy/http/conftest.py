@@ -1,4 +1,4 @@
-"""A real router on real sockets, as in `tests/proxy/wire`."""
+"""Fixtures of `tests/proxy/wire`: a real router on real sockets."""
 
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, site, start
 

@@ -1,4 +1,4 @@
-"""Errors in the shapes that each API's own clients look for; the clients are the judges."""
+"""Errors in the format of each API, checked with the API's own clients."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SSE_HEAD = scripts.STREAM_HEAD
         (404, "invalid_request_error"),
         (429, "rate_limit_error"),
         (502, "server_error"),
-        (505, "invalid_request_error"),  # who asked in it would ask in vain again
+        (505, "invalid_request_error"),  # a retry would fail again
     ],
 )
-def test_openai_s(status: int, kind: str) -> None:
+def test_openai_error_format(status: int, kind: str) -> None:
     body = json.loads(error(status, "why", "c", "p"))
     assert body == {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
 
@@ -59,22 +59,22 @@ def test_openai_s(status: int, kind: str) -> None:
         (505, "invalid_request_error"),
     ],
 )
-def test_anthropic_s(path: str, status: int, kind: str) -> None:
+def test_anthropic_error_format(path: str, status: int, kind: str) -> None:
     body = json.loads(error_for(path, refusal(status), b"id-1"))
-    said = {"type": kind, "message": "why"}
-    assert body == {"type": "error", "error": said, "request_id": "id-1"}
-    if status != 413:  # which its client has no name for
+    expected = {"type": kind, "message": "why"}
+    assert body == {"type": "error", "error": expected, "request_id": "id-1"}
+    if status != 413:  # its client has no name for 413
         assert ErrorResponse.model_validate(body, strict=True).error.type == kind
 
 
 @pytest.mark.parametrize("path", ["/cohere/v2/chat", "/cohere/v2/chat/render", "/cohere/nowhere"])
-def test_cohere_s(path: str) -> None:
+def test_cohere_error_format(path: str) -> None:
     assert json.loads(error_for(path, refusal(400), b"id-1")) == {"message": "why", "id": "id-1"}
     assert json.loads(error_for(path, refusal(400), b"")) == {"message": "why"}
 
 
 @pytest.mark.parametrize("path", ["", "/v1/messagesx", "/coherent", "/v1/responses", "/v2/embed"])
-def test_all_others_are_openai_s(path: str) -> None:
+def test_other_paths_use_the_openai_format(path: str) -> None:
     assert error_for(path, refusal(404), b"id-1") == error(404, "why", "c", "p")
 
 
@@ -86,7 +86,7 @@ def refusal(status: int) -> Refusal:
 
 
 def client_of(site: Site, key: str = "theirs") -> AsyncAnthropic:
-    """Make Anthropic's own client, which here does not try again by itself."""
+    """Return Anthropic's client without automatic retries."""
     url = f"http://127.0.0.1:{site.port}"
     return AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=60)
 
@@ -98,11 +98,11 @@ async def client(site: Site) -> AsyncIterator[AsyncAnthropic]:
 
 
 async def refused(
-    client: AsyncAnthropic, model: str = "tiny", text: str = "hi", **more: Any
+    client: AsyncAnthropic, model: str = "tiny", text: str = "hi", **options: Any
 ) -> anthropic.APIStatusError:
     messages: Any = [{"role": "user", "content": text}]
     with pytest.raises(anthropic.APIStatusError) as error:
-        await client.messages.create(model=model, max_tokens=1, messages=messages, **more)
+        await client.messages.create(model=model, max_tokens=1, messages=messages, **options)
     return error.value
 
 
@@ -111,7 +111,7 @@ def kind_of(error: anthropic.APIStatusError) -> str:
     return str(body["error"]["type"])
 
 
-async def test_anthropic_s_client_reads_refusals(site: Site, client: AsyncAnthropic) -> None:
+async def test_anthropic_client_reads_refusals(site: Site, client: AsyncAnthropic) -> None:
     missing = await refused(client, "huge")
     assert (type(missing), kind_of(missing)) == (anthropic.NotFoundError, "not_found_error")
     assert "does not exist" in missing.message
@@ -125,8 +125,8 @@ async def test_anthropic_s_client_reads_refusals(site: Site, client: AsyncAnthro
     assert int(gone.response.headers["retry-after"]) >= 1
 
 
-async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None:
-    """Its head is not read again, and tells even so where it goes and what it is called."""
+async def test_too_large_body_after_a_cached_head_is_413(start: Start) -> None:
+    """The head comes from the cache and still gives the path and the request id."""
     site = await start(Fake("w0"), wire={"max_body_bytes": 1000})
     client = await site.client()
     named = b"X-Request-Id: mine"
@@ -134,15 +134,17 @@ async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None
         assert (await client.ask(request(BODY, named, path="/v1/messages"))).status == 200
     large = await client.ask(request(BODY.ljust(2000), named, path="/v1/messages"))
     assert (large.status, large.one(b"x-request-id")) == (413, b"mine")
-    told = large.json()
-    assert (told["error"]["type"], told["request_id"]) == ("request_too_large", "mine")
+    error = large.json()
+    assert (error["error"]["type"], error["request_id"]) == ("request_too_large", "mine")
 
 
-async def test_a_broken_stream_in_anthropic_s_words(site: Site, client: AsyncAnthropic) -> None:
+async def test_anthropic_client_raises_on_a_broken_stream(
+    site: Site, client: AsyncAnthropic
+) -> None:
     message = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "tiny"}
     start = {"type": "message_start", "message": message}
-    began = b"event: message_start\ndata: %b\n\n" % json.dumps(start).encode()
-    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(began), end="reset"))
+    first_event = b"event: message_start\ndata: %b\n\n" % json.dumps(start).encode()
+    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(first_event), end="reset"))
     stream = await client.messages.create(
         model="tiny", max_tokens=1, messages=MESSAGES, stream=True
     )
@@ -152,28 +154,28 @@ async def test_a_broken_stream_in_anthropic_s_words(site: Site, client: AsyncAnt
     assert kind_of(error.value) == "api_error"
 
 
-async def test_cohere_s_clients_get_a_message(site: Site) -> None:
+async def test_cohere_errors_have_a_message_and_an_id(site: Site) -> None:
     async def ask(body: bytes) -> Answer:
         head = b"X-Request-Id: id-1"
         return await site.ask(request(body, head, path="/cohere/v2/chat"))
 
     body = b'{"model": "%b", "messages": [{"role": "user", "content": "%b"}]}'
     long = body % (b"tiny", b"word " * 60_000)
-    for said, status in ((body % (b"huge", b"hi"), 404), (b"[", 400), (long, 400)):
-        answer = await ask(said)
+    for sent, status in ((body % (b"huge", b"hi"), 404), (b"[", 400), (long, 400)):
+        answer = await ask(sent)
         got = json.loads(answer.body)
         assert (answer.status, got.pop("id")) == (status, "id-1")
         assert list(got) == ["message"]
         assert got["message"]
 
 
-def numbered(kind: str, number: int, **more: Any) -> bytes:
-    data = json.dumps({"type": kind, "sequence_number": number, **more})
+def numbered(kind: str, number: int, **options: Any) -> bytes:
+    data = json.dumps({"type": kind, "sequence_number": number, **options})
     return scripts.chunk(f"event: {kind}\ndata: {data}\n\n".encode())
 
 
-async def test_openai_s_client_sees_that_a_response_broke(site: Site) -> None:
-    """As it is documented; and raised, so that nobody takes half an answer for a whole one."""
+async def test_openai_client_raises_on_a_broken_response(site: Site) -> None:
+    """The event has the documented format, and the client raises it."""
     events = numbered("response.created", 0, response={"id": "resp_1", "output": []})
     events += numbered("response.in_progress", 1, response={"id": "resp_1", "output": []})
     events += numbered("response.output_text.delta", 2, delta="a", item_id="m")

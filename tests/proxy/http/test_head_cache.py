@@ -1,4 +1,4 @@
-"""Heads that differ in the digits of their length alone."""
+"""Cached heads that differ only in the digits of Content-Length."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from proxy.http.response_parser import ResponseParser
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-LENGTH: %b\r\nX-Y: z\r\n\r\n"
 
 
-def test_the_digits_of_a_known_head_are_found() -> None:
-    known = learn_head(HEAD % b"3" + b"abc", b"3")
-    assert known is not None
+def test_digits_of_a_cached_head_are_found() -> None:
+    cached = learn_head(HEAD % b"3" + b"abc", b"3")
+    assert cached is not None
     data = HEAD % b"12" + b"x" * 12
-    assert known.digits_in(data) == b"12"
-    assert data[known.size(b"12") :] == b"x" * 12
+    assert cached.digits_in(data) == b"12"
+    assert data[cached.size(b"12") :] == b"x" * 12
 
 
 @pytest.mark.parametrize(
@@ -32,29 +32,29 @@ def test_the_digits_of_a_known_head_are_found() -> None:
         (HEAD % b"3").replace(b"200", b"201"),
     ],
 )
-def test_anything_else_is_another_head(data: bytes) -> None:
-    known = learn_head(HEAD % b"3" + b"abc", b"3")
-    assert known is not None
-    assert known.digits_in(data) == b""
+def test_other_bytes_do_not_match_a_cached_head(data: bytes) -> None:
+    cached = learn_head(HEAD % b"3" + b"abc", b"3")
+    assert cached is not None
+    assert cached.digits_in(data) == b""
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: 3\r\n", b""])
-def test_a_head_without_a_length_is_not_known(head: bytes) -> None:
+def test_head_without_content_length_is_not_cached(head: bytes) -> None:
     assert learn_head(head, b"3") is None
 
 
-def answer(reader: ResponseParser, *pieces: bytes) -> tuple[object, ...]:
-    """Read one answer, and say all that came of it."""
-    reader.expect()
+def parsed(parser: ResponseParser, *pieces: bytes) -> tuple[object, ...]:
+    """Parse one answer and return everything that was parsed."""
+    parser.expect()
     for piece in pieces:
-        reader.feed(piece)
-    head = reader.head
+        parser.feed(piece)
+    head = parser.head
     assert head is not None
-    body = b"".join(reader.pieces)
-    return head.status, head.lines, head.length, body, reader.ended, reader.reusable
+    body = b"".join(parser.pieces)
+    return head.status, head.lines, head.length, body, parser.ended, parser.reusable
 
 
-SECOND = [
+SECOND_ANSWERS = [
     (HEAD % b"5" + b"hello",),
     (HEAD % b"5" + b"he", b"llo"),
     (HEAD % b"5", b"hello"),
@@ -68,23 +68,23 @@ SECOND = [
 ]
 
 
-@pytest.mark.parametrize("pieces", SECOND)
-def test_an_answer_means_the_same_after_one_like_it(pieces: tuple[bytes, ...]) -> None:
-    reader = ResponseParser()
+@pytest.mark.parametrize("pieces", SECOND_ANSWERS)
+def test_answer_parses_the_same_after_a_similar_one(pieces: tuple[bytes, ...]) -> None:
+    parser = ResponseParser()
     for size in (3, 700):
-        assert answer(reader, HEAD % b"%d" % size + b"x" * size)[3] == b"x" * size
-    assert answer(reader, *pieces) == answer(ResponseParser(), *pieces)
+        assert parsed(parser, HEAD % b"%d" % size + b"x" * size)[3] == b"x" * size
+    assert parsed(parser, *pieces) == parsed(ResponseParser(), *pieces)
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-def test_a_status_without_a_body_keeps_none(status: bytes) -> None:
-    reader, head = ResponseParser(), HEAD.replace(b"200 OK", status)
-    assert answer(reader, head % b"0")[4]
-    assert answer(reader, head % b"3")[3:] == (b"", True, True)
+def test_status_without_a_body_has_none_with_a_cached_head(status: bytes) -> None:
+    parser, head = ResponseParser(), HEAD.replace(b"200 OK", status)
+    assert parsed(parser, head % b"0")[4]
+    assert parsed(parser, head % b"3")[3:] == (b"", True, True)
 
 
-def test_a_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ResponseParser()
-    first = answer(reader, HEAD % b"3" + b"abc")
+def test_cached_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ResponseParser()
+    first = parsed(parser, HEAD % b"3" + b"abc")
     monkeypatch.delattr(ResponseParser, "_parse")
-    assert answer(reader, HEAD % b"3" + b"abc") == first
+    assert parsed(parser, HEAD % b"3" + b"abc") == first

@@ -1,4 +1,4 @@
-"""Headers and the router's own answers, byte for byte."""
+"""Headers and the router's own responses, byte by byte."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from proxy.http.local_responses import answer, refuse, route_header
 from proxy.http.request import Request, RequestHead
 
 
-def asked(method: str = "POST", *, explain: bool = False) -> Request:
+def request_with(method: str = "POST", *, explain: bool = False) -> Request:
     head = RequestHead()
     head.method, head.explain, head.id = method, explain, b"id-1"
     return Request(head, b"")
 
 
-def test_status_lines() -> None:
+def test_status_line_has_the_reason() -> None:
     assert status_line(200) == b"HTTP/1.1 200 OK\r\n"
     assert status_line(799) == b"HTTP/1.1 799 \r\n"
 
 
-def test_headers_are_left_out_by_name() -> None:
+def test_without_removes_headers_by_name() -> None:
     lines = [b"A", b": ", b"1", b"\r\n", b"b-c", b": ", b"2", b"\r\n", b"D", b": ", b"", b"\r\n"]
     assert without(lines, [b"b-c", b"x"]) == [*lines[:4], *lines[8:]]
     assert tokens(b"Close , X-Y,") == [b"close", b"x-y", b""]
 
 
-def test_seconds_of_a_retry_after() -> None:
+def test_seconds_parses_numbers_and_dates() -> None:
     assert seconds(b"3") == 3.0
     for nonsense in (b"-3", b"soon", b"", b"1e400", b"nan"):
         assert seconds(nonsense) is None, nonsense
-    ahead = seconds(formatdate(time.time() + 60, usegmt=True).encode())
-    assert ahead is not None
-    assert 58 < ahead <= 60
+    delay_s = seconds(formatdate(time.time() + 60, usegmt=True).encode())
+    assert delay_s is not None
+    assert 58 < delay_s <= 60
 
 
-def test_an_answer() -> None:
+def test_answer_bytes() -> None:
     assert answer(200, b"{}", headers=[(b"X", b"y")]) == (
         b"HTTP/1.1 200 OK\r\nX: y\r\nContent-Type: application/json\r\n"
         b"Connection: keep-alive\r\nContent-Length: 2\r\n\r\n{}"
@@ -52,34 +52,34 @@ def test_an_answer() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "shown"), [(0.2, b"1"), (2.0, b"2"), (2.1, b"3")])
-def test_a_refusal_says_when_to_come_back(wait_s: float, shown: bytes) -> None:
+def test_refusal_has_retry_after(wait_s: float, shown: bytes) -> None:
     refusal = Refusal(429, Reason.QUEUE_FULL, "full", "queue_full", retry_after_s=wait_s)
-    said = refuse(refusal, asked())
-    assert b"\r\nRetry-After: %b\r\n" % shown in said
-    assert b"\r\nX-Request-Id: id-1\r\n" in said
-    assert b"X-Route" not in said
+    response = refuse(refusal, request_with())
+    assert b"\r\nRetry-After: %b\r\n" % shown in response
+    assert b"\r\nX-Request-Id: id-1\r\n" in response
+    assert b"X-Route" not in response
 
 
-def test_a_refused_method_says_which_would_do() -> None:
-    said = refuse(wrong_method("/v1/x", "HEAD", ("POST", "GET")), asked("HEAD"))
-    assert b"\r\nAllow: POST, GET\r\n" in said
-    assert said.endswith(b"\r\n\r\n")
+def test_wrong_method_has_allow() -> None:
+    response = refuse(wrong_method("/v1/x", "HEAD", ("POST", "GET")), request_with("HEAD"))
+    assert b"\r\nAllow: POST, GET\r\n" in response
+    assert response.endswith(b"\r\n\r\n")
 
 
-def test_what_costs_nothing_costs_not_less() -> None:
-    """As what rounding left of a difference."""
-    said = route_header("s0", Reason.SHORT_POOL, [Score("s0", -1e-12), Score("l0", -0.5)])
-    assert said == b"s0; reason=short_pool; s0=0.0000; l0=-0.5000"
+def test_route_header_shows_no_negative_zero() -> None:
+    """Rounding may leave such a cost."""
+    response = route_header("s0", Reason.SHORT_POOL, [Score("s0", -1e-12), Score("l0", -0.5)])
+    assert response == b"s0; reason=short_pool; s0=0.0000; l0=-0.5000"
 
 
-def test_a_refusal_explains_itself_if_asked() -> None:
+def test_refusal_has_x_route_with_explain() -> None:
     scores = (Score("s0", 0.0, note="down"), Score("l0", 0.25))
     refusal = Refusal(503, Reason.NO_WORKER, "none", scores=scores)
-    said = refuse(refusal, asked(explain=True))
-    assert b"\r\nX-Route: none; reason=no_worker; s0=0.0000 (down); l0=0.2500\r\n" in said
+    response = refuse(refusal, request_with(explain=True))
+    assert b"\r\nX-Route: none; reason=no_worker; s0=0.0000 (down); l0=0.2500\r\n" in response
 
 
-def test_a_refusal_of_what_was_no_request() -> None:
-    said = refuse(Refusal(400, Reason.BAD_REQUEST, "what?"), None, keep_alive=False)
-    assert said.startswith(b"HTTP/1.1 400 Bad Request\r\nContent-Type")
-    assert b"X-Request-Id" not in said
+def test_refusal_without_a_request_has_no_request_id() -> None:
+    response = refuse(Refusal(400, Reason.BAD_REQUEST, "no HTTP"), None, keep_alive=False)
+    assert response.startswith(b"HTTP/1.1 400 Bad Request\r\nContent-Type")
+    assert b"X-Request-Id" not in response

@@ -1,4 +1,4 @@
-"""Requests from bytes, in pieces of any size; what is refused, and what is sent on."""
+"""The request parser: bytes in pieces of any size, refusals, and the lines sent on."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def judge(head: RequestHead) -> None:
         head.route = route
 
 
-def reader() -> HttpRequestParser:
+def make_parser() -> HttpRequestParser:
     return HttpRequestParser(judge, max_head=MAX_HEAD, max_body=MAX_BODY)
 
 
 def read(data: bytes, size: int | None = None) -> list[Request]:
-    made = reader()
+    parser = make_parser()
     for at in range(0, len(data), size or len(data)):
-        made.feed(data[at : at + (size or len(data))])
-    return list(made.ready)
+        parser.feed(data[at : at + (size or len(data))])
+    return list(parser.ready)
 
 
-def outcome(made: HttpRequestParser, data: bytes) -> object:
-    """Say all that came of these bytes."""
+def outcome(parser: HttpRequestParser, data: bytes) -> object:
+    """Feed the bytes and return everything that was parsed."""
     try:
-        made.feed(data)
+        parser.feed(data)
     except RefusedError as error:
-        return error.refusal, made.state, made.path, made.request_id
-    found = [(each.body, each.head.start, each.head.lines) for each in made.ready]
-    return found, made.state
+        return error.refusal, parser.state, parser.path, parser.request_id
+    found = [(request.body, request.head.start, request.head.lines) for request in parser.ready]
+    return found, parser.state
 
 
 def status(data: bytes) -> int:
@@ -55,37 +55,37 @@ def post(body: bytes = b"{}", *headers: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", [None, 1, 7])
-def test_requests_follow_each_other(size: int | None) -> None:
+def test_pipelined_requests_are_parsed(size: int | None) -> None:
     chunked = (
         START + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nT: 1\r\n\r\n"
     )
     get = b"GET /v1/responses/r?x=1 HTTP/1.1\r\nHost: h\r\n\r\n"
     data = post(b"one") + chunked + get + post(b"") + post(b"two") + post(b"three")
     found = read(data, size)
-    assert [each.body for each in found] == [b"one", b"abcde", b"", b"", b"two", b"three"]
+    assert [request.body for request in found] == [b"one", b"abcde", b"", b"", b"two", b"three"]
     assert found[2].head.method == "GET"
     assert found[2].head.target == b"/v1/responses/r?x=1"
     assert found[2].head.path == "/v1/responses/r"
 
 
 @pytest.mark.parametrize("size", [None, 1, 50])
-def test_a_head_that_was_seen_means_the_same_again(size: int | None) -> None:
+def test_repeated_head_parses_the_same(size: int | None) -> None:
     bodies = [b"a", b"b" * 1000, b"", b"c" * 99]
     data = [post(body, b"X-Y: z", b"X-Request-Id: i") for body in bodies]
-    one = reader()
-    for each in data:
-        for at in range(0, len(each), size or len(each)):
-            one.feed(each[at : at + (size or len(each))])
-    heads = [each.head for each in one.ready]
-    assert [each.body for each in one.ready] == bodies
-    assert [each.id for each in one.ready] == [b"i"] * 4
+    parser = make_parser()
+    for request in data:
+        for at in range(0, len(request), size or len(request)):
+            parser.feed(request[at : at + (size or len(request))])
+    heads = [request.head for request in parser.ready]
+    assert [request.body for request in parser.ready] == bodies
+    assert [request.id for request in parser.ready] == [b"i"] * 4
     assert all(head.lines == b"X-Y: z\r\n" for head in heads)
     if size is None:
         assert all(head is heads[0] for head in heads)
 
 
 @pytest.mark.parametrize(
-    "instead",
+    "replacement",
     [
         b"X: 2\r\nContent-Length: 1",
         b"x: 1\r\nContent-Length: 1",
@@ -99,50 +99,50 @@ def test_a_head_that_was_seen_means_the_same_again(size: int | None) -> None:
         b"X: 1\r\nTransfer-Encoding: chunked",
     ],
 )
-def test_a_head_that_differs_is_read_as_if_it_were_the_first(instead: bytes) -> None:
+def test_changed_head_parses_as_on_a_new_connection(replacement: bytes) -> None:
     named = b"X-Request-Id: i"
-    other = post(b"b", named, b"X: 1").replace(b"X: 1\r\nContent-Length: 1", instead)
-    second = reader()
+    other = post(b"b", named, b"X: 1").replace(b"X: 1\r\nContent-Length: 1", replacement)
+    second = make_parser()
     second.feed(post(b"a", named, b"X: 1"))
     second.ready.clear()
-    assert outcome(second, other) == outcome(reader(), other)
+    assert outcome(second, other) == outcome(make_parser(), other)
 
 
-def test_no_changed_byte_slips_by_a_known_head() -> None:
+def test_any_changed_byte_of_a_cached_head_is_noticed() -> None:
     first = post(b"abc", b"X: 1")
     for at in range(len(first)):
         for byte in (b"\r", b"\n", b" ", b"\t", b":", b"0", b"2", b"9", b"a", b"-", b"\x00", b""):
             other = first[:at] + byte + first[at + 1 :]
-            known, fresh = reader(), reader()
-            known.feed(first)
-            known.ready.clear()
-            assert outcome(known, other) == outcome(fresh, other), other
+            warm, fresh = make_parser(), make_parser()
+            warm.feed(first)
+            warm.ready.clear()
+            assert outcome(warm, other) == outcome(fresh, other), other
 
 
-def test_a_head_like_the_last_is_read_wherever_it_is_cut() -> None:
-    """Clients that write a header's name and value apart cut it behind `Content-Length: `."""
+def test_cached_head_is_parsed_wherever_it_is_cut() -> None:
+    """Clients that write a header's name and value separately cut after `Content-Length: `."""
     first = post(b"abc", b"X: 1")
     for at in range(len(first) + 1):
-        known = reader()
-        known.feed(first)
-        known.ready.clear()
-        known.feed(first[:at])
-        assert outcome(known, first[at:]) == outcome(reader(), first), first[:at]
+        warm = make_parser()
+        warm.feed(first)
+        warm.ready.clear()
+        warm.feed(first[:at])
+        assert outcome(warm, first[at:]) == outcome(make_parser(), first), first[:at]
 
 
-def test_several_requests_in_one_piece_teach_no_head() -> None:
-    """The head that was read last is not the one that the bytes begin with."""
-    one = reader()
-    one.feed(post(b"a", b"X-First: 1") + post(b"b", b"X-Other: 1"))
-    one.feed(post(b"c", b"X-First: 1"))
-    assert one.ready[2].head.lines == b"X-First: 1\r\n"
+def test_several_requests_in_one_piece_cache_no_head() -> None:
+    """The head read last is not the head at the begin of the bytes."""
+    parser = make_parser()
+    parser.feed(post(b"a", b"X-First: 1") + post(b"b", b"X-Other: 1"))
+    parser.feed(post(b"c", b"X-First: 1"))
+    assert parser.ready[2].head.lines == b"X-First: 1\r\n"
 
 
-def test_a_known_head_does_not_excuse_a_large_body() -> None:
-    one = reader()
-    one.feed(post(b"a"))
+def test_cached_head_does_not_bypass_the_body_limit() -> None:
+    parser = make_parser()
+    parser.feed(post(b"a"))
     with pytest.raises(RefusedError, match="at most 5000 bytes"):
-        one.feed(post(b"b" * (MAX_BODY + 1)))
+        parser.feed(post(b"b" * (MAX_BODY + 1)))
 
 
 @pytest.mark.parametrize(
@@ -156,18 +156,18 @@ def test_a_known_head_does_not_excuse_a_large_body() -> None:
         (b"http://h", b"/"),
     ],
 )
-def test_a_target_that_is_a_url_is_sent_on_as_its_path(target: bytes, path: bytes) -> None:
+def test_absolute_url_target_is_sent_on_as_its_path(target: bytes, path: bytes) -> None:
     [request] = read(post().replace(b"/v1/completions", target))
     assert request.head.target == path
     assert request.head.start == b"POST %b HTTP/1.1\r\nHost: " % path
 
 
 @pytest.mark.parametrize("target", [b"http:/v1", b"h:80", b"*x", b"v1/completions", b"http://:80/"])
-def test_a_target_that_is_neither_a_path_nor_a_url_is_refused(target: bytes) -> None:
+def test_invalid_target_is_400(target: bytes) -> None:
     assert status(post().replace(b"/v1/completions", target)) == 400
 
 
-def test_what_is_sent_on() -> None:
+def test_hop_and_router_headers_are_not_sent_on() -> None:
     [request] = read(
         post(
             b"{}",
@@ -210,8 +210,8 @@ def test_ambiguous_or_excessive_heads_are_refused(headers: bytes, refused: int) 
 @pytest.mark.parametrize("size", [None, 100])
 @pytest.mark.parametrize("before", [b"", post()])
 @pytest.mark.parametrize("name", [b"X", b"TE", b"Connection", b"Authorization"])
-def test_a_head_is_as_long_however_it_comes(before: bytes, name: bytes, size: int | None) -> None:
-    """Whatever came before it at once, and be it of headers that stay behind."""
+def test_head_limit_is_independent_of_pieces(before: bytes, name: bytes, size: int | None) -> None:
+    """With or without a request before it, and for headers that are not sent on."""
     assert read(before + post(b"{}", name + b": " + b"y" * 1500), size)
     with pytest.raises(RefusedError) as refused:
         read(before + post(b"{}", *[name + b": " + b"y" * 500] * 6), size)
@@ -226,20 +226,20 @@ def test_a_head_is_as_long_however_it_comes(before: bytes, name: bytes, size: in
         (b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\nHost: h", 431),
     ],
 )
-def test_request_lines_that_are_refused(line: bytes, refused: int) -> None:
+def test_bad_request_lines_are_refused(line: bytes, refused: int) -> None:
     assert status(line + b"\r\n\r\n") == refused
 
 
 @pytest.mark.parametrize("endless", [b"1;" + b"x" * 3000, b"0\r\nT: " + b"x" * 3000])
-def test_framing_without_end_is_refused(endless: bytes) -> None:
-    one = reader()
-    one.feed(START + b"Transfer-Encoding: chunked\r\n\r\n")
+def test_endless_chunk_framing_is_431(endless: bytes) -> None:
+    parser = make_parser()
+    parser.feed(START + b"Transfer-Encoding: chunked\r\n\r\n")
     with pytest.raises(RefusedError) as refused:
-        one.feed(endless)
+        parser.feed(endless)
     assert refused.value.refusal.status == 431
 
 
-def test_chunks_beyond_the_limit_are_refused() -> None:
+def test_chunks_above_the_body_limit_are_413() -> None:
     chunk = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
     assert status(START + b"Transfer-Encoding: chunked\r\n\r\n" + 6 * chunk) == 413
 
@@ -249,67 +249,67 @@ def test_chunks_beyond_the_limit_are_refused() -> None:
     "framing",
     [b"Content-Length: 3\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"],
 )
-def test_an_upgrade_is_ignored_and_the_body_read(framing: bytes, size: int | None) -> None:
+def test_upgrade_is_ignored_and_the_body_read(framing: bytes, size: int | None) -> None:
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAAB\r\n"
     found = read(START + upgrade + b"X-Y: z\r\n" + framing + post(b"next"), size)
-    assert [each.body for each in found] == [b"abc", b"next"]
+    assert [request.body for request in found] == [b"abc", b"next"]
     assert found[0].head.lines == b"X-Y: z\r\n"
 
 
-def test_an_upgrade_without_a_body_is_ignored() -> None:
+def test_upgrade_without_a_body_is_ignored() -> None:
     get = b"GET /v1/responses/r HTTP/1.1\r\nHost: h\r\n"
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    assert [each.body for each in read(get + upgrade + post(b"next"))] == [b"", b"next"]
+    assert [request.body for request in read(get + upgrade + post(b"next"))] == [b"", b"next"]
 
 
-def test_nothing_is_read_after_a_request_that_closes() -> None:
-    one = reader()
-    one.feed(post(b"{}", b"Connection: close") + b"garbage")
-    one.feed(b"more of it")
-    [request] = one.ready
+def test_bytes_after_connection_close_are_ignored() -> None:
+    parser = make_parser()
+    parser.feed(post(b"{}", b"Connection: close") + b"garbage")
+    parser.feed(b"more of it")
+    [request] = parser.ready
     assert not request.head.keep_alive
 
 
-def test_what_calls_itself_rtsp_goes_on_as_http() -> None:
+def test_rtsp_version_is_sent_on_as_http() -> None:
     [request] = read(post().replace(b"HTTP/1.1", b"RTSP/1.1"))
     assert request.head.start == b"POST /v1/completions HTTP/1.1\r\nHost: "
     assert status(post().replace(b"HTTP/1.1", b"RTSP/2.0")) == 505
 
 
-def test_http_1_0_keeps_alive_only_if_asked_to() -> None:
+def test_http_1_0_keeps_alive_only_on_request() -> None:
     old = b"POST /v1/completions HTTP/1.0\r\nContent-Length: 0\r\n"
     [plain] = read(old + b"\r\n")
     [kept] = read(old + b"Connection: keep-alive\r\n\r\n")
     assert (plain.head.keep_alive, kept.head.keep_alive) == (False, True)
 
 
-def test_the_body_of_a_refused_request_is_not_kept() -> None:
+def test_body_of_a_refused_request_is_dropped() -> None:
     [request] = read(post(b"x" * 1000).replace(b"/v1/completions", b"/nowhere"))
     assert request.head.refusal is not None
     assert request.body == b""
 
 
-def test_a_client_that_waits_is_told_once() -> None:
-    one = reader()
-    one.feed(START + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
-    assert one.owes_continue()
-    assert not one.owes_continue()
-    one.feed(b"abc")
-    assert one.ready[0].body == b"abc"
+def test_continue_is_owed_once() -> None:
+    parser = make_parser()
+    parser.feed(START + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+    assert parser.owes_continue()
+    assert not parser.owes_continue()
+    parser.feed(b"abc")
+    assert parser.ready[0].body == b"abc"
 
 
-def test_a_client_that_waits_for_nothing_is_refused_at_once() -> None:
-    expects = (
+def test_expect_continue_of_a_refused_head_is_404() -> None:
+    request = (
         b"POST /nowhere HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
     )
-    assert status(expects) == 404
+    assert status(request) == 404
 
 
-def test_the_state_says_what_is_awaited() -> None:
-    one = reader()
+def test_parser_state_follows_the_request() -> None:
+    parser = make_parser()
     states = []
     for piece in (b"PO", START[2:], b"Content-Length: 2\r\n\r\n", b"a", b"b"):
-        one.feed(piece)
-        states.append(one.state)
+        parser.feed(piece)
+        states.append(parser.state)
     body = [ParserState.BODY] * 2
     assert states == [ParserState.HEAD, ParserState.HEAD, *body, ParserState.NOTHING]

@@ -1,4 +1,4 @@
-"""Streams of events: held back until whole, counted, and ended visibly."""
+"""Event streams: only whole events pass, tokens are counted, errors are visible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
-def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
+def test_only_whole_events_pass_and_none_is_lost(size: int) -> None:
     stream, whole, out, tokens = EventStream(), ROLE + 5 * TOKEN + USAGE + DONE, b"", 0
     for at in range(0, len(whole), size):
         passed = stream.feed(whole[at : at + size])
@@ -40,9 +40,9 @@ def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
 
 
 def named(*names: str) -> bytes:
-    """Write events of a typed stream, in which the talk is of such streams."""
-    said = b'{"delta":"event: message_delta"}'
-    return b"".join(b"event: %b\ndata: %b\n\n" % (name.encode(), said) for name in names)
+    """Return typed events whose text mentions event types."""
+    data = b'{"delta":"event: message_delta"}'
+    return b"".join(b"event: %b\ndata: %b\n\n" % (name.encode(), data) for name in names)
 
 
 RESPONSES = (
@@ -59,15 +59,18 @@ MESSAGES = (
     [named("content_block_stop"), named("message_delta", "message_stop")],
 )
 CHAT = (ROLE, 5 * [TOKEN], [USAGE.replace(b":[]", b": []"), DONE])
-BEAT = b": keep-alive\n\n"
-SLOW = (BEAT + ROLE + BEAT, [TOKEN, BEAT, BEAT, *4 * [TOKEN]], [BEAT, USAGE, DONE])
+KEEP_ALIVE = b": keep-alive\n\n"
+WITH_KEEP_ALIVES = (
+    KEEP_ALIVE + ROLE + KEEP_ALIVE,
+    [TOKEN, KEEP_ALIVE, KEEP_ALIVE, *4 * [TOKEN]],
+    [KEEP_ALIVE, USAGE, DONE],
+)
 ERROR = b'data: {"error": {"message": "no KV", "type": "InternalServerError", "code": 500}}\n\n'
 FAILED = (ROLE, 5 * [TOKEN], [ERROR, DONE])
 
 
-def delta(kind: str, **said: str) -> bytes:
-    """Write a delta of Anthropic's streams."""
-    data = {"type": "content_block_delta", "index": 0, "delta": {"type": kind, **said}}
+def delta(kind: str, **fields: str) -> bytes:
+    data = {"type": "content_block_delta", "index": 0, "delta": {"type": kind, **fields}}
     return b"event: content_block_delta\ndata: %b\n\n" % compact(data)
 
 
@@ -75,7 +78,7 @@ def compact(data: object) -> bytes:
     return json.dumps(data, separators=(",", ":")).encode()
 
 
-# Text that is about such streams is text.
+# Text that mentions event types is text.
 TALK = 'e_delta "type":"signature_delta" "type":"content-delta" "type":"message-end"'
 THOUGHT = (
     named("message_start", "content_block_start"),
@@ -89,12 +92,12 @@ THOUGHT = (
 
 def numbered(kind: str, number: int, text: str = "a") -> bytes:
     data = b'{"type":"response.%b","sequence_number":%d,"delta":"%b"}'
-    said = data % (kind.encode(), number, text.encode())
-    return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), said)
+    body = data % (kind.encode(), number, text.encode())
+    return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), body)
 
 
 def cohere(kind: str, delta: object = None) -> bytes:
-    """Write an event of Cohere's streams, which have no names, as vLLM does."""
+    """Return an event of Cohere's API, without a name, as vLLM writes it."""
     return b"data: %b\n\n" % compact({"index": 0, "delta": {"message": delta}, "type": kind})
 
 
@@ -114,26 +117,26 @@ COHERE_FAILED = (
 
 
 @pytest.mark.parametrize(
-    "whole", [RESPONSES, MESSAGES, THOUGHT, CHAT, SLOW, FAILED, COHERE, COHERE_FAILED]
+    "parts", [RESPONSES, MESSAGES, THOUGHT, CHAT, WITH_KEEP_ALIVES, FAILED, COHERE, COHERE_FAILED]
 )
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("framed", [False, True])
-def test_what_opens_and_ends_a_stream_is_no_token(
-    whole: tuple[bytes, list[bytes], list[bytes]], *, together: bool, framed: bool
+def test_opening_and_end_events_are_no_tokens(
+    parts: tuple[bytes, list[bytes], list[bytes]], *, together: bool, framed: bool
 ) -> None:
-    opening, tokens, ends = whole
+    opening, tokens, ends = parts
     stream = EventStream()
     stream.feed(opening)
     seen = stream.tokens
     pieces = [b"".join([*tokens, *ends])] if together else [*tokens, *ends]
     stream.feed(pieces[0])
     seen += stream.tokens
-    for each in pieces[1:]:
+    for piece in pieces[1:]:
         if framed:
-            chunk = b"%x\r\n%b\r\n" % (len(each), each)
+            chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
             seen += stream.count(chunk)
         else:
-            stream.feed(each)
+            stream.feed(piece)
             seen += stream.tokens
     assert seen == 5
 
@@ -141,24 +144,24 @@ def test_what_opens_and_ends_a_stream_is_no_token(
 @pytest.mark.parametrize("before", [b"", TOKEN, ROLE + TOKEN])
 @pytest.mark.parametrize("after", [b"", DONE, b": bye\n\n" + DONE])
 @pytest.mark.parametrize("crlf", [False, True])
-def test_an_event_of_usage_alone_can_be_left_out(before: bytes, after: bytes, crlf: bool) -> None:
+def test_usage_only_event_is_removed(before: bytes, after: bytes, crlf: bool) -> None:
     for event in (USAGE, USAGE.replace(b'"choices":[]', b'"choices" : [ ]')):
-        one, left = before + event + after, before + after
+        events, expected = before + event + after, before + after
         if crlf:
-            one, left = (each.replace(b"\n", b"\r\n") for each in (one, left))
-        assert without_usage(one) == left
+            events, expected = (text.replace(b"\n", b"\r\n") for text in (events, expected))
+        assert without_usage(events) == expected
 
 
-def test_usage_beside_an_answer_stays() -> None:
+def test_usage_in_a_token_event_is_kept() -> None:
     both = TOKEN.replace(b"]}\n", b'],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n')
     assert b"usage" in both
     assert without_usage(TOKEN + both + DONE) == TOKEN + both + DONE
-    said = TOKEN.replace(b'"a"', rb'"{\"choices\":[],\"usage\":{\"prompt_tokens\":7}}"')
-    assert without_usage(said + DONE) == said + DONE
-    assert without_usage(said + both + USAGE + DONE) == said + both + DONE
+    quoted = TOKEN.replace(b'"a"', rb'"{\"choices\":[],\"usage\":{\"prompt_tokens\":7}}"')
+    assert without_usage(quoted + DONE) == quoted + DONE
+    assert without_usage(quoted + both + USAGE + DONE) == quoted + both + DONE
 
 
-def test_the_event_that_opens_a_chat_is_no_token() -> None:
+def test_role_event_of_a_chat_is_no_token() -> None:
     stream = EventStream()
     stream.feed(ROLE)
     assert stream.tokens == 0
@@ -170,15 +173,15 @@ def test_the_event_that_opens_a_chat_is_no_token() -> None:
 
 @pytest.mark.parametrize("opening", [ROLE, COHERE[0], RESPONSES[0], b": ping\n\n", b""])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_stream_that_fails_at_once_has_no_token(opening: bytes, *, together: bool) -> None:
+def test_immediately_failing_stream_has_no_token(opening: bytes, *, together: bool) -> None:
     stream, pieces = EventStream(), (opening, ERROR, DONE)
-    for each in (b"".join(pieces),) if together else pieces:
-        stream.feed(each)
+    for piece in (b"".join(pieces),) if together else pieces:
+        stream.feed(piece)
         assert stream.tokens == 0
     assert not stream.flows
 
 
-def test_carriage_returns_are_understood() -> None:
+def test_crlf_events_are_parsed() -> None:
     stream = EventStream()
     event = TOKEN.replace(b"\n", b"\r\n")
     assert stream.feed(event + event[:9]) == event
@@ -187,7 +190,7 @@ def test_carriage_returns_are_understood() -> None:
     assert stream.feed(b"\n") == event
 
 
-def test_an_endless_event_passes_in_part_and_is_known_as_torn() -> None:
+def test_too_long_event_passes_in_part_and_is_torn() -> None:
     stream = EventStream()
     assert stream.feed(b"data: " + b"x" * (MAX_HELD - 6)) == b""
     assert not stream.torn
@@ -212,11 +215,11 @@ def test_an_endless_event_passes_in_part_and_is_known_as_torn() -> None:
         (b'data: {"error":{"message":"no KV"}}', False),
     ],
 )
-def test_which_events_carry_a_token(event: bytes, carries: bool) -> None:
+def test_carries_token(event: bytes, carries: bool) -> None:
     assert carries_token(event) is carries
 
 
-def test_an_error_event_in_the_stream_s_own_manner() -> None:
+def test_error_event_has_the_format_of_the_stream() -> None:
     stream = EventStream()
     stream.feed(TOKEN)
     plain = stream.error_event("gone", "worker_reset")
@@ -233,8 +236,8 @@ def test_an_error_event_in_the_stream_s_own_manner() -> None:
     stream = EventStream()
     stream.feed(COHERE[0])
     end, done = stream.error_event("gone", "worker_reset").split(b"\n\n", 1)
-    said = {"error": "gone", "finish_reason": "ERROR"}
-    assert (json.loads(end[6:]), done) == ({"type": "message-end", "delta": said}, DONE)
+    expected = {"error": "gone", "finish_reason": "ERROR"}
+    assert (json.loads(end[6:]), done) == ({"type": "message-end", "delta": expected}, DONE)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +251,17 @@ def test_an_error_event_in_the_stream_s_own_manner() -> None:
         ([b"event: response.created\ndata: {}\n\n"], 0),
     ],
 )
-def test_the_error_event_of_responses_has_the_next_number(events: list[bytes], number: int) -> None:
+def test_error_event_of_responses_has_the_next_sequence_number(
+    events: list[bytes], number: int
+) -> None:
     stream = EventStream()
-    for each in events:
-        stream.feed(each)
+    for event in events:
+        stream.feed(event)
     name, data = stream.error_event("gone", "worker_reset").split(b"\n", 1)
-    said = json.loads(data[6:])
-    nested = said.pop("error")
+    error = json.loads(data[6:])
+    nested = error.pop("error")
     assert (name, nested["message"]) == (b"event: error", "gone")
-    assert said == {
+    assert error == {
         "type": "error", "code": "worker_reset", "message": "gone", "param": None,
         "sequence_number": number,
     }  # fmt: skip
@@ -286,7 +291,7 @@ def test_usage_is_read_from_the_end_of_a_body(text: bytes, usage: Usage | None) 
     assert usage_in(text) == usage
 
 
-def test_the_last_usage_counts() -> None:
+def test_last_usage_counts() -> None:
     stream = EventStream()
     for written in (1, 2, 3):
         stream.feed(b'data: {"usage":{"prompt_tokens":7,"completion_tokens":%d}}\n\n' % written)
@@ -294,38 +299,38 @@ def test_the_last_usage_counts() -> None:
     assert stream.usage() == Usage(7, 3)
 
 
-TOLD = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":1024}}}'
-COHERES = (
+OPENAI_USAGE = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":1024}}}'
+COHERE_USAGE = (
     b'{"id":"c","usage":{"billed_units":{"input_tokens":1600.0,"output_tokens":9.0},'
     b'"tokens":{"input_tokens":1600.0,"output_tokens":9.0},"cached_tokens":1536.0},"x":1.0}'
 )
-ANTHROPICS = (
+ANTHROPIC_USAGE = (
     b'{"usage":{"input_tokens":64,"output_tokens":9,"cache_creation_input_tokens":null,'
     b'"cache_read_input_tokens":1536}}'
 )
 
 
 @pytest.mark.parametrize("cached", [0, 12, 20_000])
-def test_cached_tokens_are_told_anew(cached: int) -> None:
-    assert recounted(TOLD, cached) == TOLD.replace(b"1024", b"%d" % cached)
+def test_recounted_replaces_cached_tokens(cached: int) -> None:
+    assert recounted(OPENAI_USAGE, cached) == OPENAI_USAGE.replace(b"1024", b"%d" % cached)
 
 
 @pytest.mark.parametrize("cached", [0, 128, 1600])
-def test_they_are_in_each_apis_own_manner(cached: int) -> None:
-    told = json.loads(recounted(COHERES, cached))
-    theirs = json.loads(COHERES)
-    theirs["usage"]["cached_tokens"] = cached
-    assert told == theirs
-    assert usage_in(COHERES) == Usage(1600, 9, 1536)
-    told, theirs = json.loads(recounted(ANTHROPICS, cached)), json.loads(ANTHROPICS)
-    theirs["usage"] |= {"input_tokens": 1600 - cached, "cache_read_input_tokens": cached}
-    assert told == theirs
+def test_recounted_keeps_the_format_of_each_api(cached: int) -> None:
+    changed = json.loads(recounted(COHERE_USAGE, cached))
+    expected = json.loads(COHERE_USAGE)
+    expected["usage"]["cached_tokens"] = cached
+    assert changed == expected
+    assert usage_in(COHERE_USAGE) == Usage(1600, 9, 1536)
+    changed, expected = json.loads(recounted(ANTHROPIC_USAGE, cached)), json.loads(ANTHROPIC_USAGE)
+    expected["usage"] |= {"input_tokens": 1600 - cached, "cache_read_input_tokens": cached}
+    assert changed == expected
 
 
-def test_what_was_cached_is_part_of_the_prompt() -> None:
-    """Anthropic's API tells of it beside the others."""
-    assert usage_in(ANTHROPICS) == Usage(1600, 9, 1536)
-    assert usage_in(ANTHROPICS.replace(b"null", b"32")) == Usage(1632, 9, 1536)
+def test_cached_tokens_of_anthropic_count_as_prompt() -> None:
+    """Anthropic's API reports cached tokens separately."""
+    assert usage_in(ANTHROPIC_USAGE) == Usage(1600, 9, 1536)
+    assert usage_in(ANTHROPIC_USAGE.replace(b"null", b"32")) == Usage(1632, 9, 1536)
     assert usage_in(b'{"usage":{"input_tokens":64,"output_tokens":9}}') == Usage(64, 9)
 
 
@@ -338,5 +343,5 @@ def test_what_was_cached_is_part_of_the_prompt() -> None:
         b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}',
     ],
 )
-def test_what_is_no_usage_stays(text: bytes) -> None:
+def test_recounted_keeps_text_without_usage(text: bytes) -> None:
     assert recounted(text, 3) == text

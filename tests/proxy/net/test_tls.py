@@ -27,7 +27,7 @@ from proxy.net.tls import (
     to_worker,
 )
 from tests.proxy.certificates import Authority
-from tests.proxy.test_app import ready
+from tests.proxy.test_app import wait_until_up
 from tests.proxy.wire.fake_worker import FakeWorker
 from vllm_sched.cli.main import main
 
@@ -223,7 +223,7 @@ async def test_a_whole_router_with_tls_everywhere(
     )
     app = App(load(source), source)
     await app.start()
-    await ready(app, "a")  # probed over TLS, with our certificate
+    await wait_until_up(app, "a")  # probed over TLS, with our certificate
     assert app.url.startswith("https://127.0.0.1:")
     question = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     connector = aiohttp.TCPConnector(ssl=authority.client())

@@ -1,4 +1,4 @@
-"""What of a later fleet file holds at once, and what with the next start."""
+"""Fleet-file changes that need a restart."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from proxy.setup.restart_only import as_started, takes_a_restart
 FLEET = "model: m\nworkers: [{name: a, url: 'http://h:1'}]\n"
 
 
-def fleet(router: str, more: str = "") -> FleetConfig:
-    """Read a fleet file."""
-    return parse(f"{FLEET}router: {{{router}}}\n{more}", "f")
+def fleet(router: str, rest: str = "") -> FleetConfig:
+    return parse(f"{FLEET}router: {{{router}}}\n{rest}", "f")
 
 
 def tls(name: str, *, clients: bool = False) -> str:
-    """Write a block."""
     ca = f", client_ca_file: /{name}/ca" if clients else ""
     return f"{{cert_file: /{name}/crt, key_file: /{name}/key{ca}}}"
 
 
-def test_what_was_started_with_is_all_of_itself() -> None:
+def test_unchanged_file_needs_no_restart() -> None:
     started = fleet(f"port: 5, tls: {tls('a')}, admin: {{key_file: /k}}, batches: {{path: /b}}")
     assert as_started(started, started) == started
     assert takes_a_restart(started, started) == []
 
 
-def test_what_a_later_file_changes() -> None:
+def test_changes_that_need_a_restart_are_named() -> None:
     started = fleet("port: 5, batches: {path: /b}")
     later = fleet(
         "port: 6, processes: 2, drain_s: 3, batches: {path: /c, concurrency: 7}, admin: {port: 7}"
@@ -46,7 +44,7 @@ def test_what_a_later_file_changes() -> None:
         (tls("a", clients=True), tls("b", clients=True), tls("b", clients=True)),
         (tls("a"), "null", tls("a")),
         ("null", tls("b"), "null"),
-        # Who is let in, the start says; which certificate is shown, the file.
+        # Client certificates are fixed at the start; the certificate shown may change.
         (tls("a"), tls("b", clients=True), tls("b")),
         (
             tls("a", clients=True),
@@ -55,7 +53,9 @@ def test_what_a_later_file_changes() -> None:
         ),
     ],
 )
-def test_what_is_shown(before: str, now: str, held: str) -> None:
+def test_certificates_change_at_reload_client_ca_at_restart(
+    before: str, now: str, held: str
+) -> None:
     for block, name in (("tls: {}", "router.tls"), ("admin: {{tls: {}}}", "router.admin")):
         started, later = fleet(block.format(before)), fleet(block.format(now))
         assert as_started(later, started) == fleet(block.format(held))
@@ -71,14 +71,14 @@ def test_what_is_shown(before: str, now: str, held: str) -> None:
         ("", "key_file: /b", ""),
     ],
 )
-def test_where_the_operators_key_is(before: str, now: str, held: str) -> None:
-    started, later = (fleet(f"admin: {{{each}}}") for each in (before, now))
+def test_admin_key_source_changes_at_reload(before: str, now: str, held: str) -> None:
+    started, later = (fleet(f"admin: {{{block}}}") for block in (before, now))
     assert as_started(later, started) == fleet(f"admin: {{{held}}}")
     assert takes_a_restart(later, started) == ([] if now == held else ["router.admin"])
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "field"),
     [
         ({"max_model_len": 16384}, "max_model_len"),
         ({"model": "other"}, "model"),
@@ -90,14 +90,14 @@ def test_where_the_operators_key_is(before: str, now: str, held: str) -> None:
         ({"url": None}, None),
     ],
 )
-def test_what_up_gave_a_worker_is_as_it_was_until_it_is_started_again(
-    change: dict[str, object], what: str | None
+def test_launch_settings_of_a_worker_change_at_restart(
+    change: dict[str, object], field: str | None
 ) -> None:
-    """The router is not to believe that a worker took what only its command line says."""
+    """The router must not assume that a running worker took new arguments."""
 
-    def one(**more: object) -> FleetConfig:
+    def fleet_with(**rest: object) -> FleetConfig:
         worker = {"name": "a", "url": "http://127.0.0.1:9001", "launch": {}, "max_model_len": 8192}
-        return FleetConfig.model_validate({"model": "m", "workers": [worker | more]})
+        return FleetConfig.model_validate({"model": "m", "workers": [worker | rest]})
 
-    late = [] if what is None else [f"workers[0].{what}"]
-    assert takes_a_restart(one(**change), one()) == late
+    late = [] if field is None else [f"workers[0].{field}"]
+    assert takes_a_restart(fleet_with(**change), fleet_with()) == late

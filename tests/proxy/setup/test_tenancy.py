@@ -1,4 +1,4 @@
-"""Tenants and their keys, from the fleet file, key files and the environment."""
+"""Tenant keys from files and the environment, and the settings passed to the core."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ def fleet(*tenants: dict[str, Any], **router: Any) -> FleetConfig:
 
 
 def read(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
-    """Return whose each key is, of those there are."""
     found = read_keys(fleet(*tenants), "fleet.yaml", environ)
-    whose = {key: found.get(sha256(key.encode()).digest()) for key in KEYS}
-    return {key: name for key, name in whose.items() if name is not None}
+    owners = {key: found.get(sha256(key.encode()).digest()) for key in KEYS}
+    return {key: name for key, name in owners.items() if name is not None}
 
 
-def wrong(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
+def problems_of(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
     with pytest.raises(ConfigError) as error:
         read(*tenants, **environ)
     return {problem.path: problem.message for problem in error.value.problems}
 
 
-def test_keys_come_from_three_places(tmp_path: Path) -> None:
+def test_keys_are_read_from_hashes_file_and_environment(tmp_path: Path) -> None:
     a, b, c, d = KEYS
     file = tmp_path / "keys"
     file.write_text(f"# of the chat\n\n  {b}\n{hashed(c)}\n")
@@ -55,7 +54,7 @@ def test_keys_come_from_three_places(tmp_path: Path) -> None:
     assert read(chat, CHAT_KEYS=f"{d} {hashed(a)}") == dict.fromkeys(KEYS, "chat")
 
 
-def test_each_has_its_own(tmp_path: Path) -> None:
+def test_each_tenant_has_its_own_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(KEYS[1])
     tenants = {"name": "a", "key_hashes": [hashed(KEYS[0])]}, {"name": "b", "keys_file": str(file)}
@@ -75,38 +74,38 @@ def test_each_has_its_own(tmp_path: Path) -> None:
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_files_that_will_not_do(tmp_path: Path, text: Any, words: str | None) -> None:
+def test_invalid_key_files_are_reported(tmp_path: Path, text: Any, words: str | None) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    problems = wrong({"name": "a", "keys_file": str(file)})
+    problems = problems_of({"name": "a", "keys_file": str(file)})
     if words is not None:
         assert words in str(problems)
-    assert "spaces in it" not in str(problems), "what may be a key is not repeated"
+    assert "spaces in it" not in str(problems), "a possible key is not repeated"
 
 
-def test_a_variable_that_is_not_set() -> None:
-    assert wrong({"name": "a", "keys_env": "NONE"}).keys() == {"tenants[0].keys_env"}
+def test_unset_variable_is_reported() -> None:
+    assert problems_of({"name": "a", "keys_env": "NONE"}).keys() == {"tenants[0].keys_env"}
 
 
-def test_every_tenant_without_a_key_is_named_whatever_else_is_wrong(tmp_path: Path) -> None:
+def test_every_tenant_without_a_key_is_reported(tmp_path: Path) -> None:
     (tmp_path / "keys").touch()
-    found = wrong(
+    found = problems_of(
         {"name": "a", "keys_env": "NONE_THERE"}, {"name": "b", "keys_file": str(tmp_path / "keys")}
     )
     assert [*found] == ["tenants[0].keys_env", "tenants[1]"]
 
 
-def test_a_key_has_one_owner(tmp_path: Path) -> None:
+def test_key_of_two_tenants_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(KEYS[0])
     tenants = {"name": "a", "key_hashes": [hashed(KEYS[0])]}, {"name": "b", "keys_file": str(file)}
-    problems = wrong(*tenants)
+    problems = problems_of(*tenants)
     assert "tenant a has too" in problems["tenants[1].keys_file"]
     assert KEYS[0] not in str(problems)
 
 
-def test_what_the_core_is_told() -> None:
+def test_tenant_settings_reach_the_core() -> None:
     tenant = {
         "name": "a", "class": "batch", "weight": 2.0, "key_hashes": [hashed(KEYS[0])],
         "models": ["m"], "limits": {"tokens_per_minute": 10, "max_prompt_tokens": 5},
@@ -114,28 +113,27 @@ def test_what_the_core_is_told() -> None:
     tenants = Tenants()
     config = fleet(tenant)
     take_tenants(tenants, config, read_keys(config, "fleet.yaml", {}))
-    (one,) = tenants
-    assert (one.spec.rank, one.spec.weight) == (Rank.BATCH, 2.0)
-    assert one.spec.limits == Limits(tokens_per_minute=10, max_prompt_tokens=5)
-    assert one.spec.models == frozenset(["m"])
-    assert not one.spec.salted
+    (owner,) = tenants
+    assert (owner.spec.rank, owner.spec.weight) == (Rank.BATCH, 2.0)
+    assert owner.spec.limits == Limits(tokens_per_minute=10, max_prompt_tokens=5)
+    assert owner.spec.models == frozenset(["m"])
+    assert not owner.spec.salted
     take_tenants(tenants, fleet(tenant, isolate_caches=True), {})
     assert next(iter(tenants)).spec.salted
 
 
 def write(file: Path, *tenants: dict[str, Any], **router: Any) -> None:
-    """Write a fleet file with these tenants."""
     workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
     data = {"model": "m", "workers": workers, "tenants": [*tenants], "router": router}
     file.write_text(yaml.safe_dump(data))
 
 
-async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path) -> None:
+async def test_router_on_all_interfaces_keeps_its_tenants(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-    guarded = [{"name": "a", "key_hashes": [hashed(KEYS[0])]}]
-    write(file, *guarded, host="0.0.0.0")  # noqa: S104 - that is the point
+    with_key = [{"name": "a", "key_hashes": [hashed(KEYS[0])]}]
+    write(file, *with_key, host="0.0.0.0")  # noqa: S104 - the test needs all interfaces
     app = App(parse(file.read_text(), str(file)), file)
-    write(file, host="127.0.0.1")  # which it would listen on after a restart
+    write(file, host="127.0.0.1")  # this host applies after a restart only
     with pytest.raises(ConfigError, match="until a restart"):
         await app.reload()
     assert not app.router.tenants.open
@@ -145,26 +143,26 @@ async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path
     await app.stop()
 
 
-async def test_keys_go_with_their_tenant_not_with_their_file(tmp_path: Path) -> None:
+async def test_keys_are_removed_with_their_tenant(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
-    stays, goes = (key.encode() for key in KEYS[:2])
-    stayer = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}
+    kept_key, removed_key = (key.encode() for key in KEYS[:2])
+    kept = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}
     keys.write_text(KEYS[1])
-    write(file, stayer, {"name": "goes", "keys_file": str(keys)})
+    write(file, kept, {"name": "goes", "keys_file": str(keys)})
     app = App(parse(file.read_text(), str(file)), file)
     tenants = app.router.tenants
     keys.write_text("")
     with pytest.raises(ConfigError, match="has no key in its file"):
         await app.reload()
-    assert tenants.of_key(goes) is not None
-    write(file, stayer)
+    assert tenants.of_key(removed_key) is not None
+    write(file, kept)
     await app.reload()
-    assert tenants.of_key(goes) is None
-    assert tenants.of_key(stays) is not None
+    assert tenants.of_key(removed_key) is None
+    assert tenants.of_key(kept_key) is not None
     await app.stop()
 
 
-async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
+async def test_reload_replaces_tenants_and_an_invalid_one_changes_nothing(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
     keys.write_text(KEYS[0])
     write(file, {"name": "a", "keys_file": str(keys)})

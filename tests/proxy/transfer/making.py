@@ -1,4 +1,4 @@
-"""Connectors and pairs, as tests need them."""
+"""Connectors and pairs for tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ PAIR = Pair(Side("p0", "10.0.0.1"), Side("d0", "10.0.0.2"), "one-of-a-kind")
 
 
 def make(name: str, **settings: Any) -> Connector:
-    """Make a connector."""
     return connector(TransferConfig.model_validate({"connector": name, **settings}))
 
 
 def params(fields: Fields) -> Any:
-    """Read the parameters among members of a body."""
     return orjson.loads(fields["kv_transfer_params"] or b"null")

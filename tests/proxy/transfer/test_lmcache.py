@@ -1,17 +1,17 @@
-"""LMCache: a common cache, or a receiver that is named."""
+"""LMCache: a shared cache, or a named receiver."""
 
 from __future__ import annotations
 
 from tests.proxy.transfer.making import PAIR, make, params
 
 
-def test_with_a_common_cache_nothing_is_said() -> None:
+def test_shared_cache_needs_no_parameters() -> None:
     lmcache = make("lmcache")
     assert lmcache.prefill(PAIR) == {}
     assert lmcache.decode(PAIR, lmcache.take(PAIR, {})) == {}
 
 
-def test_a_receiver_is_named_to_the_prefill_worker_alone() -> None:
+def test_receiver_is_in_the_prefill_leg_only() -> None:
     lmcache = make("lmcache", addresses={"d0": "10.0.0.2:7300:7400"})
     spec = params(lmcache.prefill(PAIR))["disagg_spec"]
     assert spec == {

@@ -1,4 +1,4 @@
-"""Mooncake: an id of the router's, and where the blocks are."""
+"""Mooncake: the router's transfer id and the bootstrap address."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests.proxy.transfer.making import PAIR, make, params
 
 
 @pytest.mark.parametrize(
-    ("addresses", "where"),
+    ("addresses", "address"),
     [({}, "http://10.0.0.1:8998"), ({"p0": "http://10.0.0.9:9000"}, "http://10.0.0.9:9000")],
 )
-def test_both_legs_name_one_transfer(addresses: dict[str, str], where: str) -> None:
+def test_both_legs_have_the_transfer_id(addresses: dict[str, str], address: str) -> None:
     mooncake = make("mooncake", addresses=addresses)
     first = mooncake.prefill(PAIR)
     assert params(first) == {
@@ -25,16 +25,16 @@ def test_both_legs_name_one_transfer(addresses: dict[str, str], where: str) -> N
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "remote_engine_id": "p0",
-        "remote_bootstrap_addr": where,
+        "remote_bootstrap_addr": address,
         "transfer_id": PAIR.id,
     }
 
 
-def test_a_prefill_must_not_end_with_the_end_of_the_sequence() -> None:
+def test_prefill_leg_has_min_tokens_one() -> None:
     assert make("mooncake").prefill(PAIR)["min_tokens"] == b"1"
 
 
-def test_what_nobody_fetches_can_be_released() -> None:
+def test_unfetched_blocks_can_be_released() -> None:
     mooncake = make("mooncake")
     body = present(mooncake.release(mooncake.take(PAIR, {})))
     assert PAIR.id.encode() in body

@@ -1,4 +1,4 @@
-"""NIXL's parameters, as real workers write them."""
+"""NIXL's transfer parameters, as real workers write them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, PrefillResult, Side
 from tests.proxy.transfer.making import PAIR, make, params
 
-# From vLLM 0.32's answer to a prefill leg.
-TOLD: dict[str, Any] = {
+# vLLM 0.32's response to a prefill leg.
+PREFILL_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": [[1, 2, 3]],
@@ -33,40 +33,40 @@ USAGE = {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 128}}
 nixl = make("nixl")
 
 
-def test_the_prefill_leg_asks_for_its_blocks_to_be_kept() -> None:
-    asked = params(nixl.prefill(PAIR))
-    assert asked["do_remote_decode"] is True
-    assert asked["do_remote_prefill"] is False
-    assert all(value is None for key, value in asked.items() if key.startswith("remote_"))
+def test_prefill_leg_requests_remote_decode() -> None:
+    fields = params(nixl.prefill(PAIR))
+    assert fields["do_remote_decode"] is True
+    assert fields["do_remote_prefill"] is False
+    assert all(value is None for key, value in fields.items() if key.startswith("remote_"))
 
 
-def test_the_decode_leg_gets_what_the_prefill_leg_was_told() -> None:
-    taken = nixl.take(PAIR, {"kv_transfer_params": TOLD, "usage": USAGE})
-    assert params(nixl.decode(PAIR, taken)) == TOLD
-    assert taken.cached_tokens is None  # the decode worker knows
+def test_decode_leg_has_the_prefill_workers_parameters() -> None:
+    taken = nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS, "usage": USAGE})
+    assert params(nixl.decode(PAIR, taken)) == PREFILL_PARAMS
+    assert taken.cached_tokens is None  # the decode worker reports them
 
 
-def test_what_an_older_worker_does_not_know_the_router_does() -> None:
-    older = {k: v for k, v in TOLD.items() if k != "remote_prefill_cached_tokens"}
-    taken = nixl.take(PAIR, {"kv_transfer_params": older, "usage": USAGE})
+def test_cached_tokens_of_an_older_worker_come_from_usage() -> None:
+    older_params = {k: v for k, v in PREFILL_PARAMS.items() if k != "remote_prefill_cached_tokens"}
+    taken = nixl.take(PAIR, {"kv_transfer_params": older_params, "usage": USAGE})
     assert taken.params is not None
     assert taken.cached_tokens == 128
 
 
-NEEDED = "remote_engine_id", "remote_request_id", "remote_host", "remote_port"
+REQUIRED = "remote_engine_id", "remote_request_id", "remote_host", "remote_port"
 
 
-@pytest.mark.parametrize("name", NEEDED)
-def test_a_part_that_is_missing_means_no_transfer(name: str) -> None:
-    less = {key: value for key, value in TOLD.items() if key != name}
-    assert nixl.take(PAIR, {"kv_transfer_params": less}).params is None
+@pytest.mark.parametrize("name", REQUIRED)
+def test_missing_parameter_means_no_transfer(name: str) -> None:
+    incomplete = {key: value for key, value in PREFILL_PARAMS.items() if key != name}
+    assert nixl.take(PAIR, {"kv_transfer_params": incomplete}).params is None
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_worker_that_says_nothing_of_its_ranks_has_one_to_who_pulls(mode: str) -> None:
-    """So vLLM reads it: `kv_transfer_params.get("tp_size", 1)`; pushed, its engine would die."""
-    less = {key: value for key, value in TOLD.items() if key != "tp_size"}
-    taken = make("nixl", mode=mode).take(PAIR, {"kv_transfer_params": less})
+def test_missing_tp_size_means_no_push(mode: str) -> None:
+    """VLLM reads `kv_transfer_params.get("tp_size", 1)`; in push mode its engine would die."""
+    incomplete = {key: value for key, value in PREFILL_PARAMS.items() if key != "tp_size"}
+    taken = make("nixl", mode=mode).take(PAIR, {"kv_transfer_params": incomplete})
     assert (taken.params is None) == (mode == "push")
 
 
@@ -81,63 +81,65 @@ def test_a_worker_that_says_nothing_of_its_ranks_has_one_to_who_pulls(mode: str)
         {"remote_engine_id": None},
     ],
 )
-def test_what_would_kill_a_decode_worker_is_not_passed_on(wrong: dict[str, Any]) -> None:
-    taken = nixl.take(PAIR, {"kv_transfer_params": TOLD | wrong})
+def test_invalid_parameters_are_not_passed_on(wrong: dict[str, Any]) -> None:
+    taken = nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS | wrong})
     assert taken.params is None
     assert nixl.decode(PAIR, taken) == {}
     assert nixl.release(taken) is None
 
 
 @pytest.mark.parametrize("answer", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": 7}])
-def test_a_worker_without_the_connector_leaves_nothing(answer: dict[str, Any]) -> None:
+def test_response_without_parameters_means_no_transfer(answer: dict[str, Any]) -> None:
     assert nixl.take(PAIR, answer).params is None
 
 
-def test_what_nobody_fetches_is_released_by_a_request_that_must_be_refused() -> None:
-    body = nixl.release(nixl.take(PAIR, {"kv_transfer_params": TOLD}))
+def test_unfetched_blocks_are_released_by_an_invalid_request() -> None:
+    body = nixl.release(nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS}))
     assert body is not None
-    asked = orjson.loads(body)
-    assert asked["kv_transfer_params"] == TOLD
-    assert asked["max_tokens"] == 1
-    assert asked["model"].startswith("vllm-sched:")
+    fields = orjson.loads(body)
+    assert fields["kv_transfer_params"] == PREFILL_PARAMS
+    assert fields["max_tokens"] == 1
+    assert fields["model"].startswith("vllm-sched:")
 
 
-def test_pulled_no_leg_needs_an_id_of_its_own() -> None:
+def test_pull_needs_no_request_id() -> None:
     assert nixl.request_id(PAIR) is None
 
 
-def test_pushed_the_id_is_ours_and_nothing_can_be_released() -> None:
-    """Blocks are written to whoever has the id, so no client may choose it."""
+def test_push_uses_the_routers_id_and_cannot_release() -> None:
+    """The worker pushes blocks to the request with the id, so no client may choose it."""
     push = make("nixl", mode="push")
-    taken = push.take(PAIR, {"kv_transfer_params": TOLD | {"transfer_mode": "push"}})
+    taken = push.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS | {"transfer_mode": "push"}})
     assert push.request_id(PAIR) == PAIR.id.encode()
     assert params(push.decode(PAIR, taken))["transfer_mode"] == "push"
     assert push.release(taken) is None
 
 
 @pytest.mark.parametrize(
-    ("hosts", "told", "wrong"),
+    ("hosts", "remote_host", "wrong"),
     [
         (("10.0.0.1", "10.0.0.2"), "localhost", True),
         (("10.0.0.1", "10.0.0.2"), "::1", True),
         (("10.0.0.1", "10.0.0.2"), "10.0.0.1", False),
-        (("10.0.0.1", "10.0.0.1"), "localhost", False),  # both there
-        (("127.0.0.1", "10.0.0.2"), "127.0.0.1", False),  # a tunnel, perhaps: nothing is known
+        (("10.0.0.1", "10.0.0.1"), "localhost", False),  # both on one host
+        (("127.0.0.1", "10.0.0.2"), "127.0.0.1", False),  # perhaps a tunnel
     ],
 )
-def test_an_address_where_a_decode_worker_finds_itself_is_doubted(
-    hosts: tuple[str, str], told: str, wrong: bool
+def test_loopback_address_of_another_host_is_doubted(
+    hosts: tuple[str, str], remote_host: str, wrong: bool
 ) -> None:
     pair = Pair(Side("p", hosts[0]), Side("d", hosts[1]), "1")
-    doubt = nixl.doubt(pair, PrefillResult(orjson.dumps(TOLD | {"remote_host": told})))
+    doubt = nixl.doubt(
+        pair, PrefillResult(orjson.dumps(PREFILL_PARAMS | {"remote_host": remote_host}))
+    )
     assert bool(doubt) == wrong
     assert not wrong or doubt.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
     assert nixl.doubt(pair, PrefillResult()) == ""
 
 
 @pytest.mark.parametrize(("lease_s", "within_s"), [(None, 24.0), (60.0, 48.0)])
-def test_blocks_are_fetched_well_within_their_lease(lease_s: float | None, within_s: float) -> None:
+def test_fetch_limit_is_80_percent_of_the_lease(lease_s: float | None, within_s: float) -> None:
     config = TransferConfig(connector="nixl", lease_s=lease_s)
     assert connector(config).within_s == pytest.approx(within_s)
-    others = TransferConfig(connector="shared-storage", path="/kv")
-    assert connector(others).within_s == float("inf")
+    other_config = TransferConfig(connector="shared-storage", path="/kv")
+    assert connector(other_config).within_s == float("inf")

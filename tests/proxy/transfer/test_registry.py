@@ -1,4 +1,4 @@
-"""The connectors by name."""
+"""The registry of connectors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from proxy.transfer.registry import CONNECTORS, connector
 NAMES = typing.get_args(TransferConfig.model_fields["connector"].annotation)
 
 
-def test_every_name_that_a_fleet_file_may_say_is_one() -> None:
+def test_fleet_file_names_are_the_registered_connectors() -> None:
     assert set(NAMES) == set(CONNECTORS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_is_what_it_is_called(name: str) -> None:
+def test_connector_has_its_registered_name(name: str) -> None:
     assert connector(TransferConfig.model_validate({"connector": name})).name == name

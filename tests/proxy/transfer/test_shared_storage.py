@@ -1,4 +1,4 @@
-"""Shared storage needs nothing said."""
+"""Shared storage needs no parameters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from tests.proxy.transfer.making import PAIR, make
 storage = make("shared-storage", path="/kv")
 
 
-def test_neither_leg_carries_anything() -> None:
+def test_neither_leg_has_parameters() -> None:
     taken = storage.take(PAIR, {"kv_transfer_params": {"x": 1}})
     assert storage.prefill(PAIR) == storage.decode(PAIR, taken) == {}
     assert storage.release(taken) is None
     assert not storage.needs_params
 
 
-def test_the_clients_count_of_cached_tokens_is_the_prefill_workers() -> None:
+def test_cached_tokens_are_the_prefill_workers() -> None:
     usage = {"prompt_tokens_details": {"cached_tokens": 64}}
     assert storage.take(PAIR, {"usage": usage}).cached_tokens == 64
     assert storage.take(PAIR, {"usage": {"prompt_tokens": 3}}).cached_tokens is None

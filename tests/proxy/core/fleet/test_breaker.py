@@ -1,4 +1,4 @@
-"""Breakers."""
+"""Circuit breakers of workers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from proxy.core.fleet.breaker import (
 
 
 def opened(now: float = 0.0) -> Breaker:
-    """Make one that has just opened."""
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed(now)
     return breaker
 
 
-def test_it_tells_how_often_it_opened_and_why() -> None:
+def test_openings_are_counted_by_cause() -> None:
     breaker = opened()
-    for _ in range(5):  # others that were under way
+    for _ in range(5):  # requests sent before it opened
         breaker.failed(0.1)
     assert breaker.opened == {FAILED: 1, BUSY: 0}
     breaker.sent(MIN_OPEN_S)
-    breaker.failed(MIN_OPEN_S, busy=True)  # a trial: it has been open all the time
+    breaker.failed(MIN_OPEN_S, busy=True)  # a failed trial does not count: the breaker was open
     assert breaker.opened == {FAILED: 1, BUSY: 0}
     breaker.succeeded()
     breaker.failed(2.0, 1.0, busy=True)
@@ -39,12 +38,12 @@ def test_it_tells_how_often_it_opened_and_why() -> None:
     assert breaker.opened == {FAILED: 2, BUSY: 1}
 
 
-def test_it_knows_what_opened_it_last() -> None:
+def test_why_is_the_cause_of_the_last_opening() -> None:
     breaker, other = Breaker(), Breaker()
     for why in ("reset", "timeout", "502"):
         breaker.failed(0.0, why=why)
     assert breaker.why == "502"
-    breaker.failed(0.1, why="reset")  # another that was under way
+    breaker.failed(0.1, why="reset")  # a request sent before it opened
     assert breaker.why == "502"
     breaker.sent(MIN_OPEN_S)
     breaker.failed(MIN_OPEN_S, why="connect")
@@ -54,7 +53,7 @@ def test_it_knows_what_opened_it_last() -> None:
     assert breaker.why == ""
 
 
-def test_then_one_is_let_through_and_closes_it() -> None:
+def test_one_successful_trial_closes_the_breaker() -> None:
     breaker = opened()
     now = MIN_OPEN_S
     assert breaker.state(now) is BreakerState.HALF_OPEN
@@ -66,7 +65,7 @@ def test_then_one_is_let_through_and_closes_it() -> None:
     assert not breaker.sent(now)
 
 
-def test_late_failures_of_requests_sent_before_do_not_make_each_rest_longer() -> None:
+def test_late_failures_do_not_lengthen_the_open_time() -> None:
     breaker = opened()
     for _ in range(8):
         now = breaker.until + 0.1
@@ -74,14 +73,16 @@ def test_late_failures_of_requests_sent_before_do_not_make_each_rest_longer() ->
         assert breaker.until == now + 2 * MIN_OPEN_S
 
 
-@pytest.mark.parametrize(("asked", "rest"), [(7.0, 7.0), (0.0, 0.0), (1e9, MAX_RETRY_AFTER_S)])
-def test_retry_after_is_honoured_within_reason(asked: float, rest: float) -> None:
+@pytest.mark.parametrize(
+    ("retry_after_s", "open_s"), [(7.0, 7.0), (0.0, 0.0), (1e9, MAX_RETRY_AFTER_S)]
+)
+def test_retry_after_sets_the_open_time_up_to_a_limit(retry_after_s: float, open_s: float) -> None:
     breaker = Breaker()
-    breaker.failed(1.0, asked)
-    assert breaker.until == 1.0 + rest
+    breaker.failed(1.0, retry_after_s)
+    assert breaker.until == 1.0 + open_s
 
 
-def test_a_trial_that_tells_nothing_bars_nobody_for_long() -> None:
+def test_trial_without_result_blocks_one_interval() -> None:
     breaker = opened()
     now = MIN_OPEN_S
     breaker.sent(now)
@@ -93,12 +94,12 @@ def test_a_trial_that_tells_nothing_bars_nobody_for_long() -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_what_another_process_opened_is_counted_once_by_its_cause(*, busy: bool) -> None:
-    there, here = Breaker(), Breaker()
-    here.take(there.snapshot())
-    assert here.opened == {FAILED: 0, BUSY: 0}
+def test_opening_in_another_process_is_counted_once_by_cause(*, busy: bool) -> None:
+    remote, local = Breaker(), Breaker()
+    local.take(remote.snapshot())
+    assert local.opened == {FAILED: 0, BUSY: 0}
     for _ in range(FAILURES_TO_OPEN):
-        there.failed(0.0, 5.0, busy=busy)
+        remote.failed(0.0, 5.0, busy=busy)
     for _ in range(2):
-        here.take(there.snapshot())
-    assert here.opened == {FAILED: int(not busy), BUSY: int(busy)}
+        local.take(remote.snapshot())
+    assert local.opened == {FAILED: int(not busy), BUSY: int(busy)}

@@ -1,4 +1,4 @@
-"""Connections between workers, as they come and go."""
+"""KV connections between workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from proxy.core.model.role import Role
 from tests.proxy.core.making import fleet_of, members, spec
 
 
-def two() -> tuple[Fleet, Worker, Worker]:
+def prefill_and_decode() -> tuple[Fleet, Worker, Worker]:
     fleet = fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE))
     return fleet, *members(fleet)
 
 
-def test_one_is_cold_until_it_is_made() -> None:
-    _, prefill, decode = two()
+def test_link_is_cold_until_warmed() -> None:
+    _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     links.are_made = True
     assert links.are_cold(prefill, decode)
@@ -30,7 +30,7 @@ def test_one_is_cold_until_it_is_made() -> None:
     assert links.note(prefill, 1.0) == ""
 
 
-def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
+def test_prefill_worker_reaches_decode_workers_with_open_links() -> None:
     fleet = fleet_of(
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE), spec("g0")
     )
@@ -38,7 +38,7 @@ def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
     links = KvLinks()
     links.are_made = True
     assert not links.reaches(prefill, [first, second, general], 1.0)
-    links.warm(prefill, general)  # it takes no hand-overs
+    links.warm(prefill, general)  # a general worker takes no hand-overs
     assert not links.reaches(prefill, [first, second, general], 1.0)
     links.warm(prefill, second)
     assert links.reaches(prefill, [first, second, general], 1.0)
@@ -48,19 +48,19 @@ def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
     assert links.reaches(prefill, [first, second], 1.0 + BARRED_S)
 
 
-def test_what_was_tried_with_a_worker_before_it_was_started_anew_says_nothing() -> None:
-    _, prefill, decode = two()
+def test_failed_warmup_before_a_restart_is_ignored() -> None:
+    _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     links.unmade(prefill, decode)
     decode.up_since = 9.0
     assert links.note(prefill, 10.0) == ""
 
 
-# Those that fail
+# Links that fail
 
 
-def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
-    _, prefill, decode = two()
+def test_three_failures_in_a_row_bar_a_link() -> None:
+    _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     assert [links.failed(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
     assert links.is_barred(prefill, decode, 1.0)
@@ -69,11 +69,11 @@ def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
     assert links.note(prefill, 1.0) == "prefills nothing for d0 for now: its transfers fail"
     assert not links.is_barred(prefill, decode, 1.0 + BARRED_S)
     assert links.note(prefill, 1.0 + BARRED_S) == ""
-    assert links.failed(prefill, decode, 100.0)  # one more will do
+    assert links.failed(prefill, decode, 100.0)  # one more failure is enough
 
 
-def test_one_that_works_begins_anew() -> None:
-    _, prefill, decode = two()
+def test_success_resets_the_failures_of_a_link() -> None:
+    _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     links.worked(prefill, decode)
     for _ in range(2):
@@ -83,8 +83,8 @@ def test_one_that_works_begins_anew() -> None:
     assert not links.is_barred(prefill, decode, 1.0)
 
 
-def test_a_prefill_worker_may_be_barred_by_itself() -> None:
-    fleet, prefill, _ = two()
+def test_prefill_worker_without_kv_blocks_is_barred() -> None:
+    fleet, prefill, _ = prefill_and_decode()
     links = KvLinks()
     for _ in range(3):
         links.failed(prefill, None, 1.0)
@@ -94,11 +94,11 @@ def test_a_prefill_worker_may_be_barred_by_itself() -> None:
         fleet.health.probe_failed("p0", 2.0)
     for _ in range(2):
         fleet.health.probe_ok("p0", 3.0)
-    assert not links.is_barred(prefill, None, 4.0)  # it may have been started anew, and right
+    assert not links.is_barred(prefill, None, 4.0)  # it may have been restarted correctly
 
 
-def test_those_that_left_are_forgotten() -> None:
-    _, prefill, decode = two()
+def test_keep_forgets_links_of_removed_workers() -> None:
+    _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     links.warm(prefill, decode)
     for _ in range(3):

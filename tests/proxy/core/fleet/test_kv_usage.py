@@ -1,4 +1,4 @@
-"""What requests take of a worker's KV cache together."""
+"""The KV cache usage of a worker."""
 
 from __future__ import annotations
 
@@ -38,178 +38,179 @@ BLOCKS = 62  # of 115 KB
 SHARED = tuple(range(1, BLOCKS + 1))
 
 
-def page(here: Router, at: float, usage: float = 0.0, running: int = 1, waiting: int = 0) -> Worker:
-    """Let the worker say how full it is."""
-    told = Gauges(at, running, waiting, kv_usage=usage, kv_capacity_tokens=CACHE)
-    here.fleet.health.set_gauges("a", told)
-    return worker_of(here, "a")
+def set_page(
+    router: Router, at: float, usage: float = 0.0, running: int = 1, waiting: int = 0
+) -> Worker:
+    gauges = Gauges(at, running, waiting, kv_usage=usage, kv_capacity_tokens=CACHE)
+    router.fleet.health.set_gauges("a", gauges)
+    return worker_of(router, "a")
 
 
-def one(**settings: object) -> Router:
-    """Make a router for one worker, with a cache of known size."""
-    here = router_of(spec("a"), **settings)
-    page(here, 0.0).pace.missing = 0.0
-    return here
+def make_router(**settings: object) -> Router:
+    """Return a router for one worker with a cache of known size."""
+    router = router_of(spec("a"), **settings)
+    set_page(router, 0.0).pace.missing = 0.0
+    return router
 
 
-def agent(here: Router, now: float, *, alone: str = "") -> Lease | Ticket:
-    """Send what all agents send, and then a question; `alone`: what nobody else sends."""
+def agent(router: Router, now: float, *, alone: str = "") -> Lease | Ticket:
+    """Send the agents' common prefix and a question; `alone` makes the prefix different."""
     body = chat(f"{alone} tool " * (24_000 // (1 + len(alone) // 5)), "and now?", max_tokens=OUTPUT)
-    answer = here.submit(sized(here, body | {"model": "m", "stream": True}), now)
+    answer = router.submit(sized(router, body | {"model": "m", "stream": True}), now)
     assert isinstance(answer, Lease | Ticket)
     return answer
 
 
-def test_those_who_begin_alike_are_charged_for_that_once() -> None:
-    here = one()
-    leases = [placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(120)]
-    worker = worker_of(here, "a")
+def test_shared_prefix_is_charged_once() -> None:
+    router = make_router()
+    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(120)]
+    worker = worker_of(router, "a")
     alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
     assert worker.running_prefixes.saved == 119 * (COVERED[BLOCKS] // 4)
     assert not worker.full
     assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
-    here.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
+    router.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # the first holder of the prefix leaves
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
     for lease in leases:
-        here.leases.finish(lease, 2.0, Outcome.CLIENT_GONE)
-    assert idle(here.fleet.roster)
+        router.leases.finish(lease, 2.0, Outcome.CLIENT_GONE)
+    assert idle(router.fleet.roster)
 
 
-def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
-    """Parted from them it would take more, and caches that are full stay so for that alone."""
-    here = router_of(spec("a"), spec("b"))
+def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
+    """Apart from the others it would take more room, and full caches would stay full."""
+    router = router_of(spec("a"), spec("b"))
     begins = {"a": tuple(range(100, 134)), "b": tuple(range(200, 234))}  # 5,120 tokens
     for name, number in (("a", 40), ("b", 38)):
-        here.fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
-        worker = worker_of(here, name)
+        router.fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
+        worker = worker_of(router, name)
         for _ in range(number):
-            agents = ask(5500, 1500, prefix=begins[name])
-            lease = here.fleet.charge(agents, Decision(worker, Reason.ONLY_CHOICE), 0.0)
-            here.fleet.first_token(lease, 0.1)
+            agent_request = ask(5500, 1500, prefix=begins[name])
+            lease = router.fleet.charge(agent_request, Decision(worker, Reason.ONLY_CHOICE), 0.0)
+            router.fleet.first_token(lease, 0.1)
         assert worker.kv_held > 0.9 * worker.kv_capacity
-    here.fleet.roster.prefixes.record(begins["a"], worker_of(here, "a").index)
-    one_more = ask(5500, 1500, prefix=begins["a"])
-    told = {score.worker: score.wait_s for score in here.placer.explain(one_more, 1.0).scores}
-    assert 0.0 < told["a"] < told["b"]
-    assert placed(here.submit(one_more, 1.0)).worker.name == "a"
-    worker_of(here, "a").kv_apart = 1.0  # what was thought to be shared is not
-    assert placed(here.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
+    router.fleet.roster.prefixes.record(begins["a"], worker_of(router, "a").index)
+    request = ask(5500, 1500, prefix=begins["a"])
+    waits_s = {score.worker: score.wait_s for score in router.placer.explain(request, 1.0).scores}
+    assert 0.0 < waits_s["a"] < waits_s["b"]
+    assert placed(router.submit(request, 1.0)).worker.name == "a"
+    worker_of(router, "a").kv_apart = 1.0  # the worker shares nothing
+    assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
-@pytest.mark.parametrize("order", [*permutations(range(3))])
-def test_in_whatever_order_they_go_nothing_stays(order: tuple[int, ...]) -> None:
-    here = one()
+@pytest.mark.parametrize("leave_order", [*permutations(range(3))])
+def test_charges_end_at_zero_in_any_finish_order(leave_order: tuple[int, ...]) -> None:
+    router = make_router()
     prompts = [SHARED[:10], SHARED, (*SHARED[:20], 999, 998)]
     sizes = [1400, 31_000, 3200]
     leases = [
-        placed(here.submit(ask(size, 50, prefix=prefix), 0.0))
+        placed(router.submit(ask(size, 50, prefix=prefix), 0.0))
         for size, prefix in zip(sizes, prompts, strict=True)
     ]
-    worker = worker_of(here, "a")
+    worker = worker_of(router, "a")
     assert worker.kv_tokens < sum(sizes) + 150
-    for at in order:
-        here.leases.finish(leases[at], 1.0, Outcome.FAILED)
+    for index in leave_order:
+        router.leases.finish(leases[index], 1.0, Outcome.FAILED)
         assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
-    assert idle(here.fleet.roster)
+    assert idle(router.fleet.roster)
 
 
-def test_a_worker_that_keeps_no_cache_is_charged_for_all() -> None:
-    here = one()
-    worker_of(here, "a").pace.missing = 1.0
-    answers = [agent(here, 0.0) for _ in range(40)]
+def test_worker_without_prefix_cache_is_charged_in_full() -> None:
+    router = make_router()
+    worker_of(router, "a").pace.missing = 1.0
+    answers = [agent(router, 0.0) for _ in range(40)]
     assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
 
 
-# What the worker's own page says
+# The worker's metrics page
 
 
-def test_a_page_that_says_there_is_room_is_believed_for_a_while() -> None:
-    here = one(policy="least_loaded")  # it hashes nothing, so all is charged
+def test_page_with_free_cache_makes_room_until_it_is_old() -> None:
+    router = make_router(policy="least_loaded")  # no prefixes: everything is charged
     sent = 0
-    while isinstance(answer := agent(here, 0.0), Lease):
+    while isinstance(answer := agent(router, 0.0), Lease):
         sent += 1
-        here.leases.first_token(answer, 0.5)
-    worker = worker_of(here, "a")
+        router.leases.first_token(answer, 0.5)
+    worker = worker_of(router, "a")
     assert worker.full
     assert 20 < sent < 30
-    page(here, 1.0, (PROMPT + 500 * sent) / CACHE, running=sent)
+    set_page(router, 1.0, (PROMPT + 500 * sent) / CACHE, running=sent)
     assert not worker.full
     assert worker.kv_held < 0.3 * CACHE
-    [(_, after)] = here.due(1.0)
+    [(_, after)] = router.due(1.0)
     assert isinstance(after, Lease)
-    while isinstance(agent(here, 1.1), Lease):
+    while isinstance(agent(router, 1.1), Lease):
         sent += 1
-        assert sent < 60, "what was sent since is charged again"
-    page(here, 2.0, 0.1, running=20)
+        assert sent < 60, "requests sent since the page are charged"
+    set_page(router, 2.0, 0.1, running=20)
     assert worker.kv_spare > 0
-    here.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
-    assert worker.kv_spare == 0  # nobody knows any more
+    router.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
+    assert worker.kv_spare == 0  # the page is too old
 
 
-def test_what_has_not_shown_a_token_may_be_missing_on_a_page() -> None:
-    here = one(policy="least_loaded")
-    while isinstance(agent(here, 0.0), Lease):
+def test_prefills_without_first_token_are_added_to_the_page() -> None:
+    router = make_router(policy="least_loaded")
+    while isinstance(agent(router, 0.0), Lease):
         pass
-    worker = page(here, 1.0, 0.05)
+    worker = set_page(router, 1.0, 0.05)
     assert worker.full
     charged = worker.kv_tokens
-    here.fleet.health.charged_elsewhere(
+    router.fleet.health.charged_elsewhere(
         worker, WorkerLoad(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0
     )
-    page(here, 2.0, 0.05)
+    set_page(router, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
-    here.fleet.health.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
+    router.fleet.health.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
 
 
 @pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
-def test_a_page_on_which_some_wait_or_that_tells_nothing_makes_no_room(
-    usage: float, waiting: int
-) -> None:
-    here = one(policy="least_loaded")
-    while isinstance(answer := agent(here, 0.0), Lease):
-        here.leases.first_token(answer, 0.5)
-    assert page(here, 1.0, usage, 20, waiting).full
+def test_page_with_waiting_requests_or_no_usage_makes_no_room(usage: float, waiting: int) -> None:
+    router = make_router(policy="least_loaded")
+    while isinstance(answer := agent(router, 0.0), Lease):
+        router.leases.first_token(answer, 0.5)
+    assert set_page(router, 1.0, usage, 20, waiting).full
 
 
-def test_what_was_thought_to_be_shared_is_not_where_the_page_says_so() -> None:
-    here = one()
+def test_full_page_corrects_the_assumed_sharing() -> None:
+    router = make_router()
     for _ in range(40):
-        here.leases.first_token(placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5)
-    worker = page(here, 1.0, 1.0, running=13, waiting=27)
+        router.leases.first_token(
+            placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5
+        )
+    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
     assert worker.full
     assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
-    waits(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
-    page(here, 2.0, 0.2, running=40)
+    waits(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
+    set_page(router, 2.0, 0.2, running=40)
     assert not worker.full
 
 
-def test_one_whose_pages_stop_has_room_again_once_it_has_less_to_do() -> None:
-    here = one()
-    leases = [placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
+def test_worker_without_new_pages_has_room_after_finishes() -> None:
+    router = make_router()
+    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
     for lease in leases:
-        here.leases.first_token(lease, 0.5)
-    worker = page(here, 1.0, 1.0, running=13, waiting=27)
+        router.leases.first_token(lease, 0.5)
+    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
     assert worker.full
     for lease in leases[1:]:
-        here.leases.finish(lease, 2.0, Outcome.DONE)
+        router.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker.kv_held == worker.kv_tokens
     assert not worker.full
-    placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
+    placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
 # Hand-overs
 
 
 def handed(fleet: Fleet, now: float) -> Lease:
-    """Hand one over from the first to the second."""
+    """Hand a request over from the first worker to the second."""
     first, second = members(fleet)[:2]
     halves = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
-    made = Decision(second, Reason.HANDOVER, handover=halves)
-    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), made, now)
+    decision = Decision(second, Reason.HANDOVER, handover=halves)
+    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), decision, now)
 
 
-def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> None:
+def test_decode_leg_shares_prefixes_from_its_first_token() -> None:
     fleet = Fleet()
     for name, role in (("p", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)):
         fleet.roster.add(spec(name, role))
@@ -238,16 +239,16 @@ def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> 
     [
         (0.4, 4, 0, 0, 10, 600 - 400 - 50 - 30, 0, 0.1 - SHARING_LEARNING_RATE * 0.12),
         (0.9, 4, 0, 0, 10, 0, 300, 0.1),
-        (0.9, 4, 2, 2, 10, 0, 300, 0.1),  # some wait, though there is room
+        (0.9, 4, 2, 2, 10, 0, 300, 0.1),  # requests wait although there is room
         (0.95, 4, 2, 2, 10, 0, 350, 0.1),
-        # What waits needs as much as what runs, and at most what would be charged without sharing.
+        # A waiting request counts like a running one, up to the charge without sharing.
         (1.0, 4, 2, 2, 3, 600 - 750, 250, 0.1 + SHARING_LEARNING_RATE * 0.15),
         (1.0, 4, 2, 2, 10, 600 - 1350, 0, 0.1 + SHARING_LEARNING_RATE * 0.75),
         (1.0, 0, 0, 1, 10, 600 - 1350, 0, 0.1 + SHARING_LEARNING_RATE * 0.75),
         (0.0, 4, 0, 0, 10, 0, 0, 0.1),
     ],
 )
-def test_what_a_page_says_of_a_cache(
+def test_page_sets_spare_tokens_and_sharing(
     usage: float, running: int, waiting: int, queued: int, sequences: int,
     spare: int, more: int, apart: float,
 ) -> None:  # fmt: skip
@@ -260,7 +261,7 @@ def test_what_a_page_says_of_a_cache(
     assert worker.kv_apart == pytest.approx(apart)
 
 
-def test_a_page_says_what_a_cache_holds_for_so_long() -> None:
+def test_extra_tokens_of_a_page_expire() -> None:
     [worker] = members(fleet_of(spec("a")))
     worker.kv_more, worker.gauges = 7, Gauges(10.0)
     assert [more(worker, 10.0 + late) for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)] == [

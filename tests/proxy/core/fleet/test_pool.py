@@ -1,4 +1,4 @@
-"""Pools: who is looked at."""
+"""The open workers of a pool."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from proxy.core.model.types import Reason, RequestInfo
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
-def names(pool: Pool, one: RequestInfo, fleet: Fleet | None = None, now: float = 0.0) -> list[str]:
-    """Name those that are looked at."""
+def open_names(
+    pool: Pool, request: RequestInfo, fleet: Fleet | None = None, now: float = 0.0
+) -> list[str]:
     resting = fleet.roster.ejections.resting if fleet else ()
-    return sorted(worker.name for worker in pool.open_to(one, now, resting, ()))
+    return sorted(worker.name for worker in pool.open_to(request, now, resting, ()))
 
 
-def charge(fleet: Fleet, worker: Worker, one: RequestInfo | None = None) -> Lease:
-    """Charge something."""
-    return fleet.charge(one or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
+def charge(fleet: Fleet, worker: Worker, request: RequestInfo | None = None) -> Lease:
+    return fleet.charge(request or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
 
 
-def test_where_nobody_is_sure_the_longest_tries() -> None:
+def test_uncertain_size_goes_to_the_longest_workers() -> None:
     fleet = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c", LONG, 4000))
     pool = fleet.roster.pool(MODEL)
-    assert names(pool, ask(4100, 50, error=500)) == ["b", "c"]
-    assert names(pool, ask(4100, 50, error=100)) == []
+    assert open_names(pool, ask(4100, 50, error=500)) == ["b", "c"]
+    assert open_names(pool, ask(4100, 50, error=100)) == []
 
 
-def test_the_down_the_draining_the_full_and_the_resting_are_not() -> None:
+def test_down_draining_full_and_resting_workers_are_excluded() -> None:
     fleet = fleet_of(*(spec(name, most=1) for name in "abcde"))
     by_name = {worker.name: worker for worker in fleet.roster}
     for _ in range(3):
@@ -36,26 +36,26 @@ def test_the_down_the_draining_the_full_and_the_resting_are_not() -> None:
     fleet.roster.drain("b")
     charge(fleet, by_name["c"])
     fleet.health.failed(by_name["d"], 0.0, 5.0)
-    assert names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
-    assert names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
+    assert open_names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
+    assert open_names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
 
 
-def test_models_that_the_same_workers_serve_share_a_pool() -> None:
+def test_models_of_the_same_workers_share_a_pool() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     for name in "ab":
         fleet.roster.set_served(name, [MODEL, "adapter"])
     assert fleet.roster.pool("adapter") is fleet.roster.pool(MODEL)
-    assert names(fleet.roster.pool("nothing"), ask()) == []
+    assert open_names(fleet.roster.pool("nothing"), ask()) == []
 
 
-def test_another_models_pool_leaves_each_where_it_is_found() -> None:
+def test_new_pool_of_another_model_keeps_the_ranking() -> None:
     fleet = fleet_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
     for i in range(8):
         fleet.roster.set_served(f"w{i}", [MODEL, "adapter"])
     fleet.roster.rank_by(lambda worker: worker.pace.token_s)
     ranked = fleet.roster.pool(MODEL).groups[0].ranked
     for number, worker in enumerate(members(fleet)):
-        worker.pace.token_s = 9.0 + number  # learnt at the end of a request, which moves nobody
+        worker.pace.token_s = 9.0 + number  # learnt when a request ends: no new ranking
     fleet.roster.pool("adapter")
     for worker in members(fleet):
         worker.pace.token_s /= 100.0
@@ -64,7 +64,7 @@ def test_another_models_pool_leaves_each_where_it_is_found() -> None:
     assert [worker for _, _, worker in ranked] == members(fleet)
 
 
-def test_where_size_decides() -> None:
+def test_pool_is_mixed_if_worker_limits_differ() -> None:
     assert fleet_of(spec("a", SHORT), spec("b", LONG)).roster.pool(MODEL).mixed
     assert fleet_of(spec("a", SHORT), spec("b")).roster.pool(MODEL).mixed
     assert not fleet_of(spec("a"), spec("b")).roster.pool(MODEL).mixed

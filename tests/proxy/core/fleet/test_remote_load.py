@@ -1,4 +1,4 @@
-"""What other processes charge to a worker, in the charges that everybody goes by."""
+"""Charges of other processes to a worker."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from proxy.core.model.types import Outcome
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, worker_of
 
 
-class Noted:
-    """Other processes that only listen."""
+class RecordingPeers:
+    """Other processes that only record calls."""
 
     def __init__(self, fleet: Fleet | None = None) -> None:
         self.fleet = fleet
-        self.looks: list[float] = []
-        self.told: list[Worker] = []
-        self.fills: list[Worker] = []  # who has no room once he is chosen
+        self.look_times: list[float] = []
+        self.changes: list[Worker] = []
+        self.full_when_chosen: list[Worker] = []  # workers that are full when chosen
         self.chosen: list[Worker] = []
 
     def look(self, now: float) -> None:
-        self.looks.append(now)
+        self.look_times.append(now)
 
     def changed(self, worker: Worker) -> None:
-        self.told.append(worker)
+        self.changes.append(worker)
 
     def have_filled(self, worker: Worker, now: float) -> bool:
         self.chosen.append(worker)
-        if self.fleet is None or worker not in self.fills:
+        if self.fleet is None or worker not in self.full_when_chosen:
             return False
-        self.fills.remove(worker)
+        self.full_when_chosen.remove(worker)
         self.fleet.health.charged_elsewhere(worker, WorkerLoad(requests=worker.most), 0.0, now)
         return True
 
 
-def test_who_was_taken_out_is_told_no_more_of_others() -> None:
-    """They would give it back to nobody: whoever comes to its address would have it for good."""
+def test_removed_worker_takes_no_remote_charges() -> None:
+    """Otherwise the next worker at that address would keep the charge forever."""
     router = router_of(spec("a", most=2))
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(), 1.0))
@@ -51,16 +51,16 @@ def test_who_was_taken_out_is_told_no_more_of_others() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_is_our_own_stays_so(times: int) -> None:
+def test_remote_charges_do_not_change_own_charges(times: int) -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(700, 30), 1.0))
-    mine = own(worker)
-    theirs = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
+    before = own(worker)
+    remote = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
     for _ in range(times):
-        router.fleet.health.charged_elsewhere(worker, theirs, 0.0, 1.0)
-    assert own(worker) == mine
-    assert worker.requests == mine.requests + 4
+        router.fleet.health.charged_elsewhere(worker, remote, 0.0, 1.0)
+    assert own(worker) == before
+    assert worker.requests == before.requests + 4
     assert worker.decoding == 2
     router.leases.finish(lease, 2.0, Outcome.DONE)
     assert own(worker) == NO_LOAD
@@ -68,7 +68,7 @@ def test_what_is_our_own_stays_so(times: int) -> None:
     assert idle([worker])
 
 
-def test_others_prefills_keep_one_waiting_until_they_are_seen_to_be_done() -> None:
+def test_remote_prefills_add_to_the_wait_until_done() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     token_s = worker.pace.token_s
@@ -81,46 +81,46 @@ def test_others_prefills_keep_one_waiting_until_they_are_seen_to_be_done() -> No
     assert worker.wait_s(half, for_long=True) == 0.0
 
 
-def test_breakers_are_as_whoever_judged_last_says() -> None:
-    ours, theirs = (router_of(spec("a"), panic_threshold=0.0) for _ in range(2))
-    here, there = worker_of(ours, "a"), worker_of(theirs, "a")
+def test_latest_breaker_state_of_any_process_applies() -> None:
+    local, remote = (router_of(spec("a"), panic_threshold=0.0) for _ in range(2))
+    local_worker, remote_worker = worker_of(local, "a"), worker_of(remote, "a")
     for _ in range(3):
-        theirs.fleet.health.failed(there, 5.0)
-    ours.fleet.health.take_breaker(here, there.breaker.snapshot())
-    assert not here.breaker.closed
-    assert here in ours.fleet.roster.ejections.resting
-    assert not here.takes(5.1)
-    lease = placed(ours.submit(ask(), 6.0))  # the one on trial
+        remote.fleet.health.failed(remote_worker, 5.0)
+    local.fleet.health.take_breaker(local_worker, remote_worker.breaker.snapshot())
+    assert not local_worker.breaker.closed
+    assert local_worker in local.fleet.roster.ejections.resting
+    assert not local_worker.takes(5.1)
+    lease = placed(local.submit(ask(), 6.0))  # the trial
     assert lease.trial
-    theirs.fleet.health.take_breaker(there, here.breaker.snapshot())
-    assert not there.takes(6.0)  # nor is another sent from there
-    ours.leases.first_token(lease, 6.1)
-    theirs.fleet.health.take_breaker(there, here.breaker.snapshot())
-    assert there.breaker.has_no_failures
-    assert there not in theirs.fleet.roster.ejections.resting
-    assert there.takes(6.1)
+    remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
+    assert not remote_worker.takes(6.0)  # no second trial from the other process
+    local.leases.first_token(lease, 6.1)
+    remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
+    assert remote_worker.breaker.has_no_failures
+    assert remote_worker not in remote.fleet.roster.ejections.resting
+    assert remote_worker.takes(6.1)
 
 
-def test_others_are_told_of_every_change_and_asked_before_every_decision() -> None:
+def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:
     router = router_of(spec("a"))
     [worker] = members(router.fleet)
-    others = router.fleet.roster.others = Noted()
+    others = router.fleet.roster.others = RecordingPeers()
     lease = placed(router.submit(ask(), 1.0))
-    assert others.looks == [1.0]
+    assert others.look_times == [1.0]
     for event in (
         lambda: router.leases.first_token(lease, 2.0),
         lambda: router.leases.finish(lease, 3.0, Outcome.FAILED),
     ):
-        others.told.clear()
+        others.changes.clear()
         event()
-        assert worker in others.told
+        assert worker in others.changes
 
 
-def test_a_worker_that_others_have_filled_by_now_is_not_the_one() -> None:
+def test_worker_filled_by_another_process_is_not_chosen() -> None:
     router = router_of(spec("a", most=2), spec("b", most=2))
-    others = router.fleet.roster.others = Noted(router.fleet)
-    others.fills = [*members(router.fleet)][:1]
-    filled = others.fills[0]
+    others = router.fleet.roster.others = RecordingPeers(router.fleet)
+    others.full_when_chosen = [*members(router.fleet)][:1]
+    filled = others.full_when_chosen[0]
     got = [placed(router.submit(ask(), 1.0)).worker for _ in range(2)]
     assert filled in others.chosen
     assert filled not in got

@@ -1,4 +1,4 @@
-"""Who is here, and how they fare."""
+"""The workers of a fleet and their state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.proxy.core.making import (
 )
 
 
-def test_it_takes_several_to_go_down_and_to_come_back() -> None:
+def test_worker_goes_down_and_up_after_several_probes() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     assert [fleet.health.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
@@ -43,7 +43,7 @@ def test_it_takes_several_to_go_down_and_to_come_back() -> None:
     assert worker.up
 
 
-def test_a_flutter_changes_nothing() -> None:
+def test_alternating_probes_change_nothing() -> None:
     fleet = fleet_of(spec("a"))
     version = fleet.roster.version
     for _ in range(10):
@@ -53,7 +53,7 @@ def test_a_flutter_changes_nothing() -> None:
     assert fleet.roster.version == version
 
 
-def test_probes_of_a_worker_that_left_are_nobodys() -> None:
+def test_events_of_unknown_workers_are_ignored() -> None:
     fleet = Fleet()
     assert not fleet.health.probe_ok("gone", 0.0)
     assert not fleet.health.probe_failed("gone", 0.0)
@@ -63,25 +63,25 @@ def test_probes_of_a_worker_that_left_are_nobodys() -> None:
     fleet.health.set_gauges("gone", Gauges())
 
 
-def test_names_are_unique() -> None:
+def test_worker_names_are_unique() -> None:
     fleet = fleet_of(spec("a"))
     with pytest.raises(ValueError, match="'a' is in the fleet already"):
         fleet.roster.add(spec("a"))
 
 
-def test_what_a_worker_says_it_serves_counts() -> None:
+def test_models_listed_by_a_worker_replace_the_fleet_files() -> None:
     fleet = fleet_of(spec("a"))
     fleet.roster.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
     assert fleet.roster.of("adapter") == fleet.roster.of("other") == [members(fleet)[0]]
     assert fleet.roster.of(MODEL) == []
-    assert fleet.roster.serves(MODEL)  # the fleet file says so: 503, not 404
+    assert fleet.roster.serves(MODEL)  # the fleet file lists it: 503, not 404
     fleet.roster.set_served("a", [])
     assert fleet.roster.of(MODEL) == [members(fleet)[0]]
 
 
-class Waiting:
-    """A fleet whose workers are waited for, and the time."""
+class UnlistedFleet:
+    """A fleet whose workers have not listed their models yet, and its clock."""
 
     def __init__(self, *names: str) -> None:
         self.now = 1000.0
@@ -89,77 +89,79 @@ class Waiting:
         for name in names:
             self.fleet.roster.add(spec(name))
 
-    def later(self, seconds: float, model: str = "") -> bool:
-        """Let time pass; return whether nobody may still say by then that it serves a model."""
+    def all_listed_after(self, seconds: float, model: str = "") -> bool:
+        """Advance the clock; return whether no worker can still list the model."""
         self.now += seconds
         return self.fleet.roster.all_listed(model)
 
 
-def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
-    here = Waiting("a", "dead")
-    here.fleet.roster.set_served("a", [MODEL, "adapter"])
-    here.fleet.health.probe_ok("a", here.now)
-    here.fleet.roster.set_served("a", [MODEL])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.health.probe_failed("dead", here.now)
-    here.fleet.roster.add(spec("late"))
-    assert not here.later(1, "adapter")
-    here.fleet.roster.drain("late", starts=True)  # as one that is not ready yet
-    here.fleet.roster.set_served("a", [MODEL, "another"])
-    here.fleet.roster.replace([spec("a"), spec("dead"), spec("late")])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), "each has its own ten minutes"
-    assert here.later(1, "adapter")
-    here.fleet.roster.remove("dead")
-    here.fleet.roster.add(spec("dead"))
-    assert not here.later(0, "adapter"), "a namesake is another"
+def test_model_list_wait_is_ten_minutes_per_worker() -> None:
+    setup = UnlistedFleet("a", "dead")
+    setup.fleet.roster.set_served("a", [MODEL, "adapter"])
+    setup.fleet.health.probe_ok("a", setup.now)
+    setup.fleet.roster.set_served("a", [MODEL])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
+    setup.fleet.health.probe_failed("dead", setup.now)
+    setup.fleet.roster.add(spec("late"))
+    assert not setup.all_listed_after(1, "adapter")
+    setup.fleet.roster.drain("late", starts=True)  # as a worker that is not ready yet
+    setup.fleet.roster.set_served("a", [MODEL, "another"])
+    setup.fleet.roster.replace([spec("a"), spec("dead"), spec("late")])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), (
+        "each worker has ten minutes"
+    )
+    assert setup.all_listed_after(1, "adapter")
+    setup.fleet.roster.remove("dead")
+    setup.fleet.roster.add(spec("dead"))
+    assert not setup.all_listed_after(0, "adapter"), "a new worker of the same name"
 
 
-def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_lists, "MAX_SERVED_MODELS", 3)
-    here = Waiting("a")
-    here.fleet.health.probe_ok("a", here.now)
+    setup = UnlistedFleet("a")
+    setup.fleet.health.probe_ok("a", setup.now)
     for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
-        here.fleet.roster.set_served("a", names)
-    here.later(MAX_MODEL_LIST_WAIT_S)
-    here.fleet.roster.add(spec("b"))
-    told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
-    assert told == {"one": True, "two": True, "three": False, "four": False}
+        setup.fleet.roster.set_served("a", names)
+    setup.all_listed_after(MAX_MODEL_LIST_WAIT_S)
+    setup.fleet.roster.add(spec("b"))
+    listed = {name: setup.all_listed_after(0, name) for name in ("one", "two", "three", "four")}
+    assert listed == {"one": True, "two": True, "three": False, "four": False}
 
 
-def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
-    here = Waiting("a")
-    here.fleet.health.probe_ok("a", here.now)
-    here.fleet.roster.add(spec("p", Role.PREFILL))
-    assert here.later(0)
+def test_prefill_worker_is_not_waited_for() -> None:
+    setup = UnlistedFleet("a")
+    setup.fleet.health.probe_ok("a", setup.now)
+    setup.fleet.roster.add(spec("p", Role.PREFILL))
+    assert setup.all_listed_after(0)
 
 
-def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
-    here = Waiting("a", "b")
-    here.fleet.health.probe_ok("a", here.now)
-    here.fleet.roster.drain("b")
-    assert here.later(0)
-    here.fleet.roster.drain("b", draining=False)
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
-    assert here.later(1)
+def test_undrained_worker_is_waited_for_again() -> None:
+    setup = UnlistedFleet("a", "b")
+    setup.fleet.health.probe_ok("a", setup.now)
+    setup.fleet.roster.drain("b")
+    assert setup.all_listed_after(0)
+    setup.fleet.roster.drain("b", draining=False)
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1)
+    assert setup.all_listed_after(1)
 
 
-def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
-    here = Waiting("a")
-    here.fleet.roster.set_served("a", [MODEL, "adapter"])
-    here.fleet.health.probe_ok("a", here.now)
-    here.fleet.roster.expect([MODEL, "other"])
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1)
-    here.fleet.roster.expect([MODEL, "other"])  # a reload
-    assert here.later(1)
-    here.fleet.roster.remove("a")  # another comes soon: its adapters are not nobody's
-    assert here.later(0)
-    assert not here.later(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    here.fleet.roster.add(spec("b"))
-    here.fleet.health.probe_ok("b", here.now)
-    assert here.later(0, "adapter")
+def test_empty_pool_is_waited_for_from_when_it_became_empty() -> None:
+    setup = UnlistedFleet("a")
+    setup.fleet.roster.set_served("a", [MODEL, "adapter"])
+    setup.fleet.health.probe_ok("a", setup.now)
+    setup.fleet.roster.expect([MODEL, "other"])
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1)
+    setup.fleet.roster.expect([MODEL, "other"])  # a reload
+    assert setup.all_listed_after(1)
+    setup.fleet.roster.remove("a")  # a new worker may list the same adapters
+    assert setup.all_listed_after(0)
+    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
+    setup.fleet.roster.add(spec("b"))
+    setup.fleet.health.probe_ok("b", setup.now)
+    assert setup.all_listed_after(0, "adapter")
 
 
-def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
+def test_context_of_a_model_is_the_longest_of_live_workers() -> None:
     prefill, others = spec("p", Role.PREFILL), [spec(name) for name in "abc"]
     fleet = fleet_of(prefill, *others)
     for name, limit in (("a", 4096), ("b", None), ("c", 8192), ("p", 16384)):
@@ -169,7 +171,7 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
         fleet.health.probe_failed("c", 0.0)
     assert fleet.roster.contexts() == {MODEL: 4096, "adapter": 4096}
     fleet.roster.drain("a")
-    assert fleet.roster.contexts() == {MODEL: None}  # nobody knows
+    assert fleet.roster.contexts() == {MODEL: None}  # no worker has stated it
     fleet.roster.drain("a", draining=False)
     assert fleet.roster.contexts() == {MODEL: 4096, "adapter": 4096}
     fleet.roster.remove("a")
@@ -178,15 +180,15 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
     assert fleet.roster.contexts() == {}
 
 
-def test_a_length_that_the_operator_states_stands() -> None:
+def test_stated_context_limit_overrides_the_workers() -> None:
     fleet = fleet_of(spec("a", limit=1000))
     fleet.roster.set_served("a", [MODEL], 4096)
     assert members(fleet)[0].max_model_len == 1000
-    fleet.roster.set_served("a", [MODEL], 512)  # unless that is more than there is
+    fleet.roster.set_served("a", [MODEL], 512)  # unless the worker has less
     assert members(fleet)[0].max_model_len == 512
 
 
-def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
+def test_prefixes_of_removed_or_down_workers_are_forgotten() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     hashes = fleet.roster.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
     for index in (0, 1):
@@ -200,9 +202,9 @@ def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     assert fleet.roster.prefixes.matches(hashes) == []
 
 
-def test_many_that_change_at_once_are_one_change() -> None:
+def test_replace_of_many_workers_is_one_version() -> None:
     fleet = fleet_of(*(spec(f"w{number}") for number in range(20)))
-    before, places = fleet.roster.version, {worker.index for worker in fleet.roster}
+    before, indices = fleet.roster.version, {worker.index for worker in fleet.roster}
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
     fleet.roster.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
     assert fleet.roster.version == before + 1
@@ -211,14 +213,14 @@ def test_many_that_change_at_once_are_one_change() -> None:
     ]
     assert len(fleet.roster) == len(fleet.roster.by_index) == 25
     assert all(fleet.roster.by_index[worker.index] is worker for worker in fleet.roster)
-    assert {worker.index for worker in fleet.roster} == places | set(range(20, 25))
+    assert {worker.index for worker in fleet.roster} == indices | set(range(20, 25))
 
 
-def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
+def test_worker_works_while_its_token_totals_grow() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     fleet.health.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
-    assert not worker.works(1.0)  # it may have been long ago
+    assert not worker.works(1.0)  # the work may be old
     fleet.health.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
     assert not worker.works(2.0)
     fleet.health.set_gauges(
@@ -230,7 +232,7 @@ def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
         "a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0)
     )
     assert worker.works(40.0)
-    fleet.health.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
+    fleet.health.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # a restart
     assert not worker.works(80.0)
     worker.worked_at = 80.0
     worker.up = False
@@ -241,18 +243,18 @@ def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauge
     return Gauges(at=at, running=running, extra={"backlog": tokens, "backlog_long": longs})
 
 
-def test_the_prefill_work_of_strangers_is_waited_for() -> None:
+def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     worker.pace.token_s, worker.pace.passing = 0.001, 0.5
     lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
-    assert worker.foreign_tokens == 0  # one page may only be late
+    assert worker.foreign_tokens == 0  # one page may be late
     fleet.health.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
     assert worker.foreign_tokens == 8000
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
-    assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # past half the longs'
+    assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # half of the longs
     assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(
         own + 6.0 + worker.pace.first_token_s(100)
     )
@@ -261,7 +263,7 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
     assert worker.wait_s(0.0, for_long=True) == 0
 
 
-def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
+def test_page_values_expire_without_new_pages() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     prices = worker.prompt_price, worker.output_price
@@ -272,7 +274,7 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
             "a",
             Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
         )
-    fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # it may come yet
+    fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
     assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
     fleet.health.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
@@ -286,10 +288,10 @@ def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
     fleet.health.set_gauges("a", Gauges(40.0, running=8))
-    assert worker.foreign_requests == 0  # which takes two pages again
+    assert worker.foreign_requests == 0  # it takes two pages again
 
 
-def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
+def test_foreign_backlog_is_part_of_the_learnt_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     for second in (1.0, 2.0):
@@ -298,7 +300,7 @@ def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
     assert (lease.ahead_tokens, lease.behind_long) == pytest.approx((2000, 1000))
 
 
-def test_one_that_looked_slow_is_forgiven_with_time() -> None:
+def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = members(fleet)
     for worker, seconds in ((a, 10.0), (b, 0.1)):
@@ -310,7 +312,7 @@ def test_one_that_looked_slow_is_forgiven_with_time() -> None:
     assert a.pace.token_s < 1.1 * b.pace.token_s < slow
 
 
-def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"))
     for i in range(20):
         members(fleet)[0].pace.saw_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
@@ -325,7 +327,7 @@ def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
     return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
 
 
-def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
+def test_worker_added_again_keeps_running_requests() -> None:
     fleet = fleet_of(spec("a", most=2))
     [lease] = held(fleet, "a", 1)
     fleet.roster.remove("a")
@@ -338,8 +340,8 @@ def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
     assert not fleet.roster._left
 
 
-def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
-    """To `adaptive` it would look idle, and be given what has to wait there."""
+def test_renamed_worker_inherits_charges() -> None:
+    """Otherwise `adaptive` would take it for idle."""
     router = router_of(spec("a"), spec("x"))
     fleet = router.fleet
     before = worker_of(router, "a")
@@ -351,7 +353,7 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     successor, other = worker_of(router, "c"), worker_of(router, "x")
     assert own(successor) == own(before)
     assert successor.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
-    assert placed(router.submit(ask(2000), 0.1)).worker is other  # which has half of that to do
+    assert placed(router.submit(ask(2000), 0.1)).worker is other  # with half the work
     fleet.first_token(lease, 0.4)
     assert successor.wait_s(0.4, for_long=False) == 0.0
     assert successor.decoding == 2
@@ -364,8 +366,8 @@ def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
     assert not fleet.roster.leaving
 
 
-def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
-    """Else it would seem to hang for as long as it has nothing of its own to show."""
+def test_renamed_worker_inherits_first_tokens() -> None:
+    """Otherwise it would seem to hang until its own first token."""
     router = router_of(spec("a"))
     before = worker_of(router, "a")
     first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
@@ -379,7 +381,7 @@ def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
     assert successor.wait_s(overdue, for_long=False) == 0.0
 
 
-def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
+def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
     prefill, decode = members(fleet)
     made = Decision(decode, Reason.HANDOVER, handover=HandoverDecision(prefill, 0, 100, 0.1, 0.1))
@@ -394,60 +396,56 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     fleet.release(lease)
 
 
-class Seen:
-    """Notes what it hears of."""
-
+class BreakerRecorder:
     def __init__(self, fleet: Fleet) -> None:
-        self.said: list[tuple[str, str, str]] = []
+        self.events: list[tuple[str, str, str]] = []
         fleet.roster.ejections.listener = self
 
     def breaker_opened(self, worker: Worker, now: float) -> None:
-        """Note who."""
-        self.said.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
+        self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
 
     def breaker_closed(self, worker: Worker) -> None:
-        """Note who."""
-        self.said.append(("is back", worker.name, ""))
+        self.events.append(("is back", worker.name, ""))
 
     def worker_removed(self, worker: Worker) -> None:
-        """Say nothing: it is no rest, nor the end of one."""
+        """Ignore the event."""
 
 
-def test_a_rest_is_told_once_and_so_is_its_end() -> None:
+def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, _ = fleet.roster
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     for at in range(10):
-        fleet.health.failed(a, float(at), why="reset")  # a trial that fails, too
+        fleet.health.failed(a, float(at), why="reset")  # failed trials included
         a.breaker.sent(at + 0.5)
-    assert seen.said == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
+    assert recorder.events == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
     fleet.health.succeeded(a)
     fleet.health.succeeded(a)
-    assert seen.said[1:] == [("is back", "a", "")]
+    assert recorder.events[1:] == [("is back", "a", "")]
     fleet.health.failed(a, 20.0, 60.0, busy=True, why="429")
-    assert seen.said[2:] == [("rests", "a", "429 at 20")]
+    assert recorder.events[2:] == [("rests", "a", "429 at 20")]
 
 
-def test_what_another_process_made_of_a_breaker_is_told_too() -> None:
+def test_remote_breaker_changes_are_reported() -> None:
     fleet = fleet_of(spec("a"))
     [a] = fleet.roster
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     other = Breaker()
     other.failed(1.0, busy=True, why="503")
     for _ in range(2):
         fleet.health.take_breaker(a, other.snapshot())
     other.succeeded()
     fleet.health.take_breaker(a, other.snapshot())
-    assert seen.said == [("rests", "a", "503 at 0"), ("is back", "a", "")]
+    assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a", "")]
 
 
-def test_of_a_worker_that_is_gone_nothing_is_told() -> None:
+def test_removed_worker_reports_no_breaker_events() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = fleet.roster
     fleet.health.failed(b, 0.0, busy=True)
-    seen = Seen(fleet)
+    recorder = BreakerRecorder(fleet)
     for worker in (a, b):
         fleet.roster.remove(worker.name)
         fleet.health.failed(worker, 1.0, busy=True)
         fleet.health.succeeded(worker)
-    assert seen.said == []
+    assert recorder.events == []

@@ -1,4 +1,4 @@
-"""Whether a decode worker has room, by its own page."""
+"""Whether a decode worker has a free slot, by its metrics page."""
 
 from __future__ import annotations
 
@@ -22,173 +22,177 @@ LONG = 12_000
 CACHE = 10_000_000
 
 
-def router(*names: str, **settings: Any) -> Router:
-    """Make one with a prefill worker and decode workers."""
+def make_router(*names: str, **settings: Any) -> Router:
     decodes = [spec(name, D) for name in names or ("d0",)]
     settings = {"disaggregate_above": 1} | settings
     return router_of(spec("p0", P), *decodes, transfer=True, **settings)
 
 
-def page(
-    here: Router, at: float, running: int, queued: int = 0, *, name: str = "d0", usage: float = 0.1
+def set_page(
+    router: Router,
+    at: float,
+    running: int,
+    queued: int = 0,
+    *,
+    name: str = "d0",
+    usage: float = 0.1,
 ) -> Worker:
-    """Let a worker say how it is."""
-    told = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=CACHE)
-    here.fleet.health.set_gauges(name, told)
-    return worker_of(here, name)
+    gauges = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=CACHE)
+    router.fleet.health.set_gauges(name, gauges)
+    return worker_of(router, name)
 
 
-def handed(here: Router, count: int, now: float = 0.0) -> list[Lease]:
-    """Hand so many over, and have them decode."""
-    leases = [placed(here.submit(ask(LONG), now)) for _ in range(count)]
+def decoding_handovers(router: Router, count: int, now: float = 0.0) -> list[Lease]:
+    """Hand requests over until they decode."""
+    leases = [placed(router.submit(ask(LONG), now)) for _ in range(count)]
     for lease in leases:
-        here.leases.prefilled(lease, now, None)
-        here.leases.first_token(lease, now)
+        router.leases.prefilled(lease, now, None)
+        router.leases.first_token(lease, now)
     return leases
 
 
-# What is learnt of a queue
+# Learning from queued requests
 
 
-def test_what_was_learnt_of_a_bad_moment_is_forgotten() -> None:
-    here = router()
-    handed(here, 8)
-    page(here, 1.0, 1, 7)
-    assert page(here, 2.0, 1, 7).slots == 1.0
-    assert page(here, 3.0, 8).slots == 2.25
+def test_learnt_slots_recover_after_a_queue() -> None:
+    router = make_router()
+    decoding_handovers(router, 8)
+    set_page(router, 1.0, 1, 7)
+    assert set_page(router, 2.0, 1, 7).slots == 1.0
+    assert set_page(router, 3.0, 8).slots == 2.25
     for second in range(4, 60):
-        page(here, float(second), 8)
-    assert worker_of(here, "d0").slots > 100_000
+        set_page(router, float(second), 8)
+    assert worker_of(router, "d0").slots > 100_000
 
 
-# What comes of it
+# Effect on placement
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("foreign_requests", [0, 200])
-def test_nothing_is_prefilled_for_who_has_no_seat(rule: str, foreign_requests: int) -> None:
-    """Be it that others, of whom the router knows nothing, have them."""
-    here = router(policy=rule)
-    leases = handed(here, 4)
+def test_no_prefill_without_a_decode_slot(rule: str, foreign_requests: int) -> None:
+    """Requests of other routers may hold the slots."""
+    router = make_router(policy=rule)
+    leases = decoding_handovers(router, 4)
     for second in (1.0, 2.0, 3.0):
-        page(here, second, 4, foreign_requests or 1)
-    ticket = waits(here.submit(ask(LONG), 3.0))
-    assert worker_of(here, "p0").requests == 0
-    assert here.due(3.0) == []
+        set_page(router, second, 4, foreign_requests or 1)
+    ticket = waits(router.submit(ask(LONG), 3.0))
+    assert worker_of(router, "p0").requests == 0
+    assert router.due(3.0) == []
     for lease in leases:
-        here.leases.finish(lease, 4.0, Outcome.DONE)
-    page(here, 4.0, 0)
-    page(here, 5.0, 0)
-    [(ended, lease)] = here.due(5.0)
+        router.leases.finish(lease, 4.0, Outcome.DONE)
+    set_page(router, 4.0, 0)
+    set_page(router, 5.0, 0)
+    [(ended, lease)] = router.due(5.0)
     assert ended is ticket
     assert placed(lease).decision.route == "p0>d0"
 
 
-def test_an_explanation_tells_that_it_waits_for_room() -> None:
-    here = router(disaggregate_above=1000)
-    handed(here, 4)
+def test_explain_notes_a_missing_slot() -> None:
+    router = make_router(disaggregate_above=1000)
+    decoding_handovers(router, 4)
     for second in (1.0, 2.0):
-        page(here, second, 2, 2)
-    told = {score.worker: score.note for score in here.placer.explain(ask(LONG), 2.0).scores}
-    assert told == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
+        set_page(router, second, 2, 2)
+    notes = {score.worker: score.note for score in router.placer.explain(ask(LONG), 2.0).scores}
+    assert notes == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
-def spread(here: Router, now: float, usage: float, queued: int = 0) -> Worker:
-    """Let a decode worker with room for 100,000 tokens say how full it is."""
-    told = Gauges(now, 1, queued, kv_usage=usage, kv_capacity_tokens=100_000)
-    here.fleet.health.set_gauges("d0", told)
-    return worker_of(here, "d0")
+def set_small_cache_page(router: Router, now: float, usage: float, queued: int = 0) -> Worker:
+    """Set the page of a decode worker with a KV cache of 100,000 tokens."""
+    gauges = Gauges(now, 1, queued, kv_usage=usage, kv_capacity_tokens=100_000)
+    router.fleet.health.set_gauges("d0", gauges)
+    return worker_of(router, "d0")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_a_page_shows_beyond_what_is_charged_takes_room(rule: str) -> None:
-    """Be it strangers', or an answer that is longer than was foreseen."""
-    here = router(policy=rule)
-    handed(here, 1)
-    assert spread(here, 1.0, 0.8).kv_more == 80_000 - LONG - 50
-    assert placed(here.submit(ask(1000), 1.0)).prefill is not None  # there is room for that
-    ticket = waits(here.submit(ask(20_000), 1.0))
-    assert worker_of(here, "p0").requests == 1
-    assert here.due(1.5) == []
-    spread(here, 2.0, 0.6)
-    [(ended, lease)] = here.due(2.0)
+def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
+    """Requests of other routers or longer answers than expected."""
+    router = make_router(policy=rule)
+    decoding_handovers(router, 1)
+    assert set_small_cache_page(router, 1.0, 0.8).kv_more == 80_000 - LONG - 50
+    assert placed(router.submit(ask(1000), 1.0)).prefill is not None  # it fits
+    ticket = waits(router.submit(ask(20_000), 1.0))
+    assert worker_of(router, "p0").requests == 1
+    assert router.due(1.5) == []
+    set_small_cache_page(router, 2.0, 0.6)
+    [(ended, lease)] = router.due(2.0)
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_it_does_so_whoever_waits_there(rule: str) -> None:
-    here = router(policy=rule)
-    handed(here, 1)
-    spread(here, 1.0, 0.8)
-    ticket = waits(here.submit(ask(20_000), 1.0))
-    spread(here, 2.0, 0.8, queued=1)
-    assert here.due(2.0) == []
-    spread(here, 3.0, 0.6)
-    assert [ended for ended, _ in here.due(3.0)] == [ticket]
+def test_uncharged_usage_takes_room_while_requests_queue(rule: str) -> None:
+    router = make_router(policy=rule)
+    decoding_handovers(router, 1)
+    set_small_cache_page(router, 1.0, 0.8)
+    ticket = waits(router.submit(ask(20_000), 1.0))
+    set_small_cache_page(router, 2.0, 0.8, queued=1)
+    assert router.due(2.0) == []
+    set_small_cache_page(router, 3.0, 0.6)
+    assert [ended for ended, _ in router.due(3.0)] == [ticket]
 
 
-def test_so_it_does_while_none_of_ours_is_there() -> None:
-    here = router()
-    spread(here, 1.0, 0.9)
-    handed(here, 1, 1.0)  # there may be nobody else: its engine keeps the order
-    waits(here.submit(ask(LONG), 1.0))
+def test_foreign_usage_takes_room_on_a_worker_without_own_requests() -> None:
+    router = make_router()
+    set_small_cache_page(router, 1.0, 0.9)
+    decoding_handovers(router, 1, 1.0)  # the only worker: its engine keeps the order
+    waits(router.submit(ask(LONG), 1.0))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_where_one_is_full_by_its_page_another_takes_it(rule: str) -> None:
-    here = router("d0", "d1", policy=rule)
-    busy = handed(here, 6)
+def test_another_decode_worker_is_used_if_one_is_full(rule: str) -> None:
+    router = make_router("d0", "d1", policy=rule)
+    busy = decoding_handovers(router, 6)
     for lease in busy:
         if lease.worker.name == "d0":
-            here.leases.finish(lease, 1.0, Outcome.DONE)
-    first, second = worker_of(here, "d0"), worker_of(here, "d1")
-    here.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
-    page(here, 1.0, 3, name="d1")
-    spread(here, 1.0, 0.9)
+            router.leases.finish(lease, 1.0, Outcome.DONE)
+    first, second = worker_of(router, "d0"), worker_of(router, "d1")
+    router.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
+    set_page(router, 1.0, 3, name="d1")
+    set_small_cache_page(router, 1.0, 0.9)
     assert (first.requests, second.requests) == (1, 3)
     for _ in range(3):
-        assert placed(here.submit(ask(LONG), 1.0)).decision.route == "p0>d1"
+        assert placed(router.submit(ask(LONG), 1.0)).decision.route == "p0>d1"
 
 
-# As the file says
+# Slots stated in the fleet file
 
 
-def stated(most: int, **settings: Any) -> Router:
-    """Make one with a decode worker of which it is known how many seats it has."""
+def router_with_slots(most: int, **settings: Any) -> Router:
+    """Return a router with a decode worker with a stated number of slots."""
     second = replace(spec("d0", D), slots=most)
     settings = {"disaggregate_above": 1000} | settings
     return router_of(spec("p0", P), second, transfer=True, **settings)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_more_is_handed_over_than_there_are_seats_for(rule: str) -> None:
-    """From the first moment on, and with no page at all."""
-    here = stated(4, policy=rule)
-    leases = [placed(here.submit(ask(LONG), 0.0)) for _ in range(4)]
-    ticket = waits(here.submit(ask(LONG), 0.0))
-    here.leases.finish(leases[0], 1.0, Outcome.DONE)
-    [(ended, lease)] = here.due(1.0)
+def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
+    """From the start, without any page."""
+    router = router_with_slots(4, policy=rule)
+    leases = [placed(router.submit(ask(LONG), 0.0)) for _ in range(4)]
+    ticket = waits(router.submit(ask(LONG), 0.0))
+    router.leases.finish(leases[0], 1.0, Outcome.DONE)
+    [(ended, lease)] = router.due(1.0)
     assert ended is ticket
     assert placed(lease).prefill is not None
 
 
-# When one is needed
+# When a slot is needed
 
 
-def decoding(here: Router, count: int, left: int) -> list[Lease]:
-    """Have so many decode, each with so much of its answer left."""
-    leases = [placed(here.submit(ask(LONG, left), 0.0)) for _ in range(count)]
+def decoding(router: Router, count: int, left: int) -> list[Lease]:
+    """Return requests that decode, each with `left` tokens of its answer left."""
+    leases = [placed(router.submit(ask(LONG, left), 0.0)) for _ in range(count)]
     for lease in leases:
-        here.leases.prefilled(lease, 0.0, None)
-        here.leases.first_token(lease, 0.0)
-    worker_of(here, "p0").pace.token_s = 1e-4
+        router.leases.prefilled(lease, 0.0, None)
+        router.leases.first_token(lease, 0.0)
+    worker_of(router, "p0").pace.token_s = 1e-4
     return leases
 
 
-def test_each_that_is_on_its_way_needs_one_of_its_own() -> None:
-    here = stated(4)
-    decoding(here, 4, 200)
-    worker = worker_of(here, "d0")
+def test_each_handover_in_transit_needs_a_slot() -> None:
+    router = router_with_slots(4)
+    decoding(router, 4, 200)
+    worker = worker_of(router, "d0")
     one_s = slots.wait_s(worker, 0.0)
     assert one_s == pytest.approx(200 * worker.pace.step_s(4) / 4)
     worker.requests += 1
@@ -197,83 +201,83 @@ def test_each_that_is_on_its_way_needs_one_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_who_has_written_all_that_was_foreseen_may_stay_for_as_long_again(rule: str) -> None:
-    here = stated(4, policy=rule)
-    leases = [placed(here.submit(ask(1500, None), 0.0)) for _ in range(4)]
+def test_answer_past_its_estimate_keeps_its_slot_as_long_again(rule: str) -> None:
+    router = router_with_slots(4, policy=rule)
+    leases = [placed(router.submit(ask(1500, None), 0.0)) for _ in range(4)]
     for lease in leases:
-        here.leases.prefilled(lease, 0.0, None)
-        here.leases.first_token(lease, 0.0)
-        here.leases.tokens(lease, lease.ask.expected_output)
-    worker_of(here, "p0").pace.token_s = 1e-4
-    assert slots.wait_s(worker_of(here, "d0"), 0.0) > 0.2
-    waits(here.submit(ask(1500, None), 0.0))
+        router.leases.prefilled(lease, 0.0, None)
+        router.leases.first_token(lease, 0.0)
+        router.leases.tokens(lease, lease.ask.expected_output)
+    worker_of(router, "p0").pace.token_s = 1e-4
+    assert slots.wait_s(worker_of(router, "d0"), 0.0) > 0.2
+    waits(router.submit(ask(1500, None), 0.0))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_that_waits_for_a_seat_for_long_is_not_computed_beside_others(rule: str) -> None:
-    """Served whole it would wait for the same seat: so it is handed over, one at a time."""
-    here = stated(4, policy=rule, queue_wait_s=30.0)
-    decoding(here, 4, 100_000)
-    first, second = (waits(here.submit(ask(LONG), 0.0)) for _ in range(2))
-    assert here.due(14.9) == []
-    [(ended, lease)] = here.due(15.1)
+def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
+    """Whole, it would wait for the same slot; so it is handed over, one at a time."""
+    router = router_with_slots(4, policy=rule, queue_wait_s=30.0)
+    decoding(router, 4, 100_000)
+    first, second = (waits(router.submit(ask(LONG), 0.0)) for _ in range(2))
+    assert router.due(14.9) == []
+    [(ended, lease)] = router.due(15.1)
     assert (ended, placed(lease).decision.route) == (first, "p0>d0")
-    here.leases.prefilled(placed(lease), 16.0, None)
-    [(ended, lease)] = here.due(16.0)
+    router.leases.prefilled(placed(lease), 16.0, None)
+    [(ended, lease)] = router.due(16.0)
     assert (ended, placed(lease).decision.route) == (second, "p0>d0")
 
 
-def test_the_wait_for_a_seat_is_neither_a_prefill_nor_a_transfer() -> None:
-    here = router()
-    handed(here, 4)
-    before = here.placer.transfer_times("m").all.seen
-    pace = worker_of(here, "d0").pace
-    short = placed(here.submit(ask(1), 0.0))
+def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
+    router = make_router()
+    decoding_handovers(router, 4)
+    before = router.placer.transfer_times("m").all.seen
+    pace = worker_of(router, "d0").pace
+    short = placed(router.submit(ask(1), 0.0))
     assert short.prefill is None
-    long = placed(here.submit(ask(LONG), 0.0))
-    here.leases.prefilled(long, 1.0, None)
-    page(here, 1.0, 4, 1)
+    long = placed(router.submit(ask(LONG), 0.0))
+    router.leases.prefilled(long, 1.0, None)
+    set_page(router, 1.0, 4, 1)
     learnt = pace.token_s, pace.fixed_s
-    here.leases.first_token(short, 9.0)
-    here.leases.first_token(long, 9.0)
+    router.leases.first_token(short, 9.0)
+    router.leases.first_token(long, 9.0)
     assert (pace.token_s, pace.fixed_s) == learnt
-    assert here.placer.transfer_times("m").all.seen == before
-    page(here, 10.0, 4)
-    short = placed(here.submit(ask(1), 10.0))
-    here.leases.first_token(short, 10.5)
+    assert router.placer.transfer_times("m").all.seen == before
+    set_page(router, 10.0, 4)
+    short = placed(router.submit(ask(1), 10.0))
+    router.leases.first_token(short, 10.5)
     assert (pace.token_s, pace.fixed_s) != learnt
 
 
-# A page that says nothing of now
+# Old pages
 
 
-def test_a_page_that_is_old_keeps_nobody_back() -> None:
-    here = router(queue_wait_s=1000.0)
-    handed(here, 4)
+def test_old_page_blocks_no_handover() -> None:
+    router = make_router(queue_wait_s=1000.0)
+    decoding_handovers(router, 4)
     for second in (1.0, 2.0):
-        page(here, second, 2, 2, usage=0.99)
-    waits(here.submit(ask(LONG), 2.0))
-    assert here.due(2.0 + slots.MAX_PAGE_AGE_S) == []
-    [(_, lease)] = here.due(2.1 + slots.MAX_PAGE_AGE_S)
+        set_page(router, second, 2, 2, usage=0.99)
+    waits(router.submit(ask(LONG), 2.0))
+    assert router.due(2.0 + slots.MAX_PAGE_AGE_S) == []
+    [(_, lease)] = router.due(2.1 + slots.MAX_PAGE_AGE_S)
     assert placed(lease).prefill is not None
 
 
-# What is told of it
+# The reported share
 
 
-def test_a_seat_is_taken_by_who_is_there() -> None:
-    here = stated(4)
-    worker = worker_of(here, "d0")
-    [lease, _] = [placed(here.submit(ask(LONG), 0.0)) for _ in range(2)]
+def test_share_of_taken_slots_counts_present_requests() -> None:
+    router = router_with_slots(4)
+    worker = worker_of(router, "d0")
+    [lease, _] = [placed(router.submit(ask(LONG), 0.0)) for _ in range(2)]
     assert slots.share_taken(worker, 0.0) == 0
-    page(here, 0.0, 0, usage=0.99)  # a cache may be full of what nobody uses
+    set_page(router, 0.0, 0, usage=0.99)  # a cache may be full of unused blocks
     assert slots.share_taken(worker, 0.0) == 0
-    here.leases.prefilled(lease, 0.0, None)
-    page(here, 0.5, 1)
+    router.leases.prefilled(lease, 0.0, None)
+    set_page(router, 0.5, 1)
     assert slots.share_taken(worker, 0.5) == 0.25
-    for second in (1.0, 2.0):  # strangers
-        page(here, second, 3)
+    for second in (1.0, 2.0):  # requests of other routers
+        set_page(router, second, 3)
     assert slots.share_taken(worker, 2.0) == 0.75
-    page(here, 3.0, 2, usage=0.99)
+    set_page(router, 3.0, 2, usage=0.99)
     assert slots.share_taken(worker, 3.0) == 1
     assert slots.share_taken(worker, 3.1 + slots.MAX_PAGE_AGE_S) == 0.25

@@ -1,4 +1,4 @@
-"""How many tokens a text comes to, learnt from what others came to."""
+"""Estimates of tokens per text, learnt from earlier texts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from proxy.core.learned.bytes_per_token import (
 
 
 def band(learnt: LearnedSizes, text: int) -> float:
-    """Say how far off an estimate may be, as a share of it."""
+    """Return the error bound of an estimate as a share of the estimate."""
     return learnt.error(text) / learnt.tokens(text)
 
 
 def holds(learnt: LearnedSizes, text: int, tokens: float, within: float = 0.3) -> bool:
-    """Whether an estimate is near the truth, and its band holds that."""
+    """Return whether an estimate is near the truth and its band includes the truth."""
     off = abs(learnt.tokens(text) - tokens)
     return off <= within * tokens and off <= learnt.error(text)
 
@@ -34,23 +34,21 @@ def holds(learnt: LearnedSizes, text: int, tokens: float, within: float = 0.3) -
     [(2, 29), (19, 34), (48, 40), (2, 700), (200, 740), (2, 0)],
     ids=["hi", "hello", "weather", "a long template", "a long one, and text", "no template"],
 )
-def test_short_chats_teach_what_a_template_prints_and_no_rate(
-    text: int, tokens: int, times: int
-) -> None:
+def test_short_chats_teach_the_template_and_no_rate(text: int, tokens: int, times: int) -> None:
     learnt = LearnedSizes()
     for _ in range(times):
         learnt.see_prompt(text, tokens)
     template = tokens - text / 4.5
     for size in (8_000, 20_000, 180_000):
         assert holds(learnt, size, template + size / 4.5)
-        assert band(learnt, size) > 0.4 * FIRST_BAND  # nobody knows yet
+        assert band(learnt, size) > 0.4 * FIRST_BAND  # no rate is learnt yet
     if times > 1:
         assert learnt.tokens(text) == pytest.approx(tokens, rel=0.1, abs=2)
 
 
 @pytest.mark.parametrize("tools", [150, 3_000, 40_000])
 @pytest.mark.parametrize("times", [1, 2, 50])
-def test_tools_that_a_template_leaves_out_are_no_long_words(tools: int, times: int) -> None:
+def test_unprinted_tools_do_not_change_bytes_per_token(tools: int, times: int) -> None:
     learnt = LearnedSizes()
     for _ in range(times):
         learnt.see_prompt(8, 5, tools)
@@ -59,7 +57,7 @@ def test_tools_that_a_template_leaves_out_are_no_long_words(tools: int, times: i
         assert learnt.tokens(8, tools) < 30
 
 
-def test_tools_have_a_rate_of_their_own() -> None:
+def test_tools_have_their_own_rate() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(200):
         text, tools = noise.randint(100, 20_000), noise.choice([2_000, 12_000, 20_000])
@@ -68,7 +66,7 @@ def test_tools_have_a_rate_of_their_own() -> None:
     assert learnt.tokens(20_000) == pytest.approx(20_000 / 4.6, rel=0.1)
 
 
-def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
+def test_rare_long_chats_are_estimated_accurately() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(300):
         if noise.random() < 0.05:
@@ -80,7 +78,7 @@ def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
     assert band(learnt, 36_000) < 0.1
 
 
-def test_new_texts_count_for_more_than_old_ones() -> None:
+def test_new_texts_weigh_more_than_old_texts() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for per_token in (4.5, 2.8):
         for _ in range(100):
@@ -89,7 +87,7 @@ def test_new_texts_count_for_more_than_old_ones() -> None:
         assert learnt.bytes_per_token == pytest.approx(per_token, rel=0.05)
 
 
-def test_of_several_prompts_each_has_its_own_template() -> None:
+def test_each_of_several_prompts_counts_a_template() -> None:
     learnt = LearnedSizes()
     for prompts in (1, 10, 100) * 10:
         learnt.see_prompt(400 * prompts, 120 * prompts, prompts=prompts)
@@ -103,7 +101,7 @@ SIZES = st.integers(0, 100_000_000)
 @given(
     st.lists(st.tuples(SIZES, st.integers(-(2**20), 2**31), SIZES, st.integers(1, 999)), max_size=9)
 )
-def test_no_prompt_breaks_it(prompts: list[tuple[int, int, int, int]]) -> None:
+def test_estimates_stay_finite_and_bounded(prompts: list[tuple[int, int, int, int]]) -> None:
     learnt = LearnedSizes()
     for text, tokens, tools, count in prompts:
         learnt.see_prompt(text, tokens, tools, count)

@@ -1,4 +1,4 @@
-"""Pace, learnt."""
+"""The learnt latency model of a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxy.core.learned.latency import FIXED_S, TOKEN_S, LatencyModel
 
 
 def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> LatencyModel:
-    """Teach one with prompts of all sizes on a worker of known speed."""
+    """Return a model taught with prompts of all sizes on a worker of known speed."""
     pace, rng = LatencyModel(), random.Random(1)
     for i in range(times):
         tokens = rng.choice([50, 200, 1000, 8000])
@@ -28,14 +28,14 @@ def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> Non
         assert pace.first_token_s(tokens) == pytest.approx(fixed + token * tokens, rel=0.25)
 
 
-def test_the_first_observation_says_most() -> None:
+def test_first_observation_moves_the_estimate_most() -> None:
     pace = LatencyModel()
     before = pace.first_token_s(1000)
     pace.saw_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
     assert 2.5 * before < pace.first_token_s(1000) < 4 * before
 
 
-def test_steps_are_learnt_apart() -> None:
+def test_step_times_are_learnt_apart_from_prefill() -> None:
     pace, rng = LatencyModel(), random.Random(1)
     for i in range(300):
         beside = rng.choice([1, 8, 64])
@@ -45,7 +45,7 @@ def test_steps_are_learnt_apart() -> None:
     assert (pace.fixed_s, pace.token_s) == (FIXED_S, TOKEN_S)
 
 
-def test_a_worker_that_lets_shorts_past_longs_is_known_for_it() -> None:
+def test_passing_share_is_learnt_from_waits_behind_longs() -> None:
     fair, strict = LatencyModel(), LatencyModel()
     for i in range(50):
         for pace, waited in ((fair, 0.1), (strict, 1.0)):
@@ -61,7 +61,7 @@ tokens = st.floats(0, 1e8)
 
 
 @given(st.lists(st.tuples(tokens, tokens, seconds), max_size=60))
-def test_whatever_it_sees_it_stays_sane(seen: list[tuple[float, float, float]]) -> None:
+def test_parameters_stay_positive_and_finite(seen: list[tuple[float, float, float]]) -> None:
     pace = LatencyModel()
     for own, behind, took in seen:
         pace.saw_first_token(own, behind, own, took, 0.0)

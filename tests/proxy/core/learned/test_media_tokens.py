@@ -1,4 +1,4 @@
-"""What images, audio clips and videos come to, learnt from `usage`."""
+"""Tokens per image, audio clip and video, learnt from `usage`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def images(number: int) -> dict[str, Any]:
     return chat([TEXT_PART, *[IMAGE_PART] * number])
 
 
-def taught(sizer: Sizer, body: dict[str, Any], tokens: int, times: int = 1) -> None:
+def teach(sizer: Sizer, body: dict[str, Any], tokens: int, times: int = 1) -> None:
     for _ in range(times):
         sizer.learn(size(sizer, body), Usage(tokens, 10))
 
 
-@pytest.mark.parametrize("each", [6, 64, 576, 5000])
-def test_images_are_sized_as_usage_says(each: int) -> None:
+@pytest.mark.parametrize("tokens_per_image", [6, 64, 576, 5000])
+def test_image_size_follows_usage(tokens_per_image: int) -> None:
     sizer = Sizer()
     assert size(sizer, images(90)).prompt_tokens > 90 * IMAGE_TOKENS
-    taught(sizer, images(90), 90 * each + TEXT_TOKENS + 7, 3)
+    teach(sizer, images(90), 90 * tokens_per_image + TEXT_TOKENS + 7, 3)
     found = size(sizer, images(90))
-    assert found.prompt_tokens == pytest.approx(90 * each + TEXT_TOKENS + 7, rel=0.1)
-    assert found.prompt_error >= 0.4 * found.prompt_tokens, "the next images may be others"
-    assert size(sizer, images(1)).prompt_tokens < 2 * each + 100
+    assert found.prompt_tokens == pytest.approx(90 * tokens_per_image + TEXT_TOKENS + 7, rel=0.1)
+    assert found.prompt_error >= 0.4 * found.prompt_tokens, "the next images may have other sizes"
+    assert size(sizer, images(1)).prompt_tokens < 2 * tokens_per_image + 100
 
 
-def test_an_audio_clip_is_sized_apart_from_images() -> None:
+def test_audio_clips_are_sized_apart_from_images() -> None:
     sizer = Sizer()
-    taught(sizer, chat([AUDIO_PART]), 157, 5)
+    teach(sizer, chat([AUDIO_PART]), 157, 5)
     assert size(sizer, chat([AUDIO_PART])).prompt_tokens == pytest.approx(157, rel=0.1)
     assert size(sizer, chat([IMAGE_PART])).prompt_tokens > IMAGE_TOKENS
 
 
-def test_sizes_that_differ_have_a_wide_band() -> None:
+def test_varying_image_sizes_widen_the_band() -> None:
     sizer, chance, inside = Sizer(), random.Random(2), 0
     for _ in range(300):
         ask = size(sizer, images(1))
@@ -60,18 +60,18 @@ def test_sizes_that_differ_have_a_wide_band() -> None:
     assert ask.prompt_error == ask.largest_prompt, "no band is wider than its estimate"
 
 
-def test_a_long_text_teaches_little_of_the_one_image_beside_it() -> None:
+def test_long_text_teaches_little_about_one_image() -> None:
     sizer = Sizer()
     body = chat([{"type": "text", "text": "x" * 400_000}, IMAGE_PART])
-    taught(sizer, body, 90_000)
+    teach(sizer, body, 90_000)
     assert sizer.learnt("m", "chat/completions").media.tokens[0] > IMAGE_TOKENS / 4
 
 
-def test_every_shape_that_has_media_teaches() -> None:
+def test_media_of_every_request_shape_is_learnt() -> None:
     sizer = Sizer()
-    taught(sizer, {"images": ["data:,"] * 10}, 500, 3)
+    teach(sizer, {"images": ["data:,"] * 10}, 500, 3)
     ask = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
-    assert ask.prompt_tokens == 10 * IMAGE_TOKENS, "of another route nothing is known"
+    assert ask.prompt_tokens == 10 * IMAGE_TOKENS, "nothing is learnt for this route yet"
     for _ in range(3):
         sizer.learn(size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings"), Usage(500))
     ask = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
@@ -86,17 +86,17 @@ def test_every_shape_that_has_media_teaches() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {**images(2), "truncate_prompt_tokens": 50},  # cut: its usage is no sum
-        chat([IMAGE_PART, {"type": "prompt_embeds", "data": "A" * 50_000}]),  # guessed, too
+        {**images(2), "truncate_prompt_tokens": 50},  # the prompt is cut: its usage is no sum
+        chat([IMAGE_PART, {"type": "prompt_embeds", "data": "A" * 50_000}]),  # guessed as well
     ],
 )
-def test_what_is_cut_or_guessed_otherwise_teaches_nothing(body: dict[str, Any]) -> None:
+def test_cut_or_guessed_prompts_teach_no_media_size(body: dict[str, Any]) -> None:
     sizer = Sizer()
-    taught(sizer, body, 50)
+    teach(sizer, body, 50)
     assert sizer.learnt("m", "chat/completions").media.tokens == FIRST_SIZES
 
 
-def test_a_copy_is_as_if_nothing_was_seen() -> None:
+def test_copy_keeps_sizes_and_resets_observation_counts() -> None:
     sizes = MediaSizes()
     sizes.take(0, 50.0)
     sizes.seen[0] = 9.0
@@ -106,7 +106,7 @@ def test_a_copy_is_as_if_nothing_was_seen() -> None:
     assert sizes.tokens[0] == 50
 
 
-def test_a_size_that_is_far_off_by_itself_teaches_little_and_widens_the_band() -> None:
+def test_single_outlier_moves_the_mean_little_and_widens_the_band() -> None:
     sizes, alone = MediaSizes(), (1, 0, 0)
     assert sizes.error((2, 0, 0)) == IMAGE_TOKENS
     sizes.see(RequestMedia(alone, 0, 1000.0 * IMAGE_TOKENS), 5 * IMAGE_TOKENS)

@@ -1,4 +1,4 @@
-"""Hashes of prompt blocks, and who holds them."""
+"""Hashes of prompt blocks, and the workers that hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = BLOCKS[0]
 
 
 def text(*blocks: str) -> bytes:
-    """Write whole blocks, each of one letter."""
+    """Return whole blocks, each of one letter."""
     return b"".join(letter.encode() * BLOCK for letter in blocks)
 
 
@@ -29,12 +29,12 @@ def held(index: PrefixIndex, body: bytes) -> dict[int, int]:
     return found
 
 
-def test_a_block_is_not_itself_behind_another() -> None:
+def test_hash_of_a_block_depends_on_the_blocks_before_it() -> None:
     index = PrefixIndex()
     assert index.hashes("m", text("a", "b"))[1] != index.hashes("m", text("c", "b"))[1]
 
 
-def test_each_worker_is_matched_as_deep_as_it_was_sent() -> None:
+def test_match_depth_is_what_each_worker_received() -> None:
     index = PrefixIndex()
     index.record(index.hashes("m", text("a", "b", "c")), 0)
     index.record(index.hashes("m", text("a", "b", "x")), 1)
@@ -43,7 +43,7 @@ def test_each_worker_is_matched_as_deep_as_it_was_sent() -> None:
     assert held(index, text("z")) == {}
 
 
-def test_the_deepest_holders_are_named_first() -> None:
+def test_workers_of_deepest_returns_deepest_holders() -> None:
     index = PrefixIndex()
     index.record(index.hashes("m", text("a", "b")), 5)
     index.record(index.hashes("m", text("a", "b")), 9)
@@ -54,7 +54,7 @@ def test_the_deepest_holders_are_named_first() -> None:
     assert workers_of_deepest([], 4) == []
 
 
-def test_a_worker_is_forgotten_wholly() -> None:
+def test_forget_removes_all_blocks_of_a_worker() -> None:
     index = PrefixIndex()
     for worker in (0, 1):
         index.record(index.hashes("m", text("a", "b")), worker)
@@ -62,16 +62,16 @@ def test_a_worker_is_forgotten_wholly() -> None:
     index.forget(0)
     assert held(index, text("a", "b")) == {1: 2}
     assert held(index, text("q")) == {}
-    index.record(index.hashes("m", text("z")), 0)  # another in its place, or itself, started anew
+    index.record(index.hashes("m", text("z")), 0)  # another worker, or a restart
     assert held(index, text("a", "b")) == {1: 2}
     assert held(index, text("q")) == {}
     assert held(index, text("z")) == {0: 1}
     assert len(index) == 3
 
 
-def test_a_thousand_that_go_at_once_are_as_good_as_one() -> None:
+def test_forgetting_many_workers_scans_the_blocks_once() -> None:
     class Counted(dict[int, int]):
-        """Knows how often all of it was looked at."""
+        """Counts how often all items were read."""
 
         times = 0
 
@@ -90,18 +90,18 @@ def test_a_thousand_that_go_at_once_are_as_good_as_one() -> None:
     assert blocks.times == 1
 
 
-def test_memory_is_bounded() -> None:
+def test_block_count_is_bounded() -> None:
     index = PrefixIndex(generation=1000)
     for i in range(0, 20_000, 50):
         index.record(tuple(range(i, i + 50)), i % 7)
         assert len(index) <= 2 * (1000 + len(BLOCKS))
 
 
-def test_the_bound_that_is_stated() -> None:
+def test_default_index_stays_below_20_mb() -> None:
     index = PrefixIndex()
     largest = 0
     for block in range(2**40, 2**40 + 70_000):
-        index.record((block,), 999)  # a thousand workers: masks as wide as they come
+        index.record((block,), 999)  # a thousand workers: the widest masks
         largest = max(largest, len(index))
     entry = sys.getsizeof(2**40) + sys.getsizeof(1 << 999)
     table = sys.getsizeof(dict.fromkeys(range(largest // 2)))
@@ -110,15 +110,15 @@ def test_the_bound_that_is_stated() -> None:
 
 
 @given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.integers(0, 3)), max_size=12))
-def test_matches_are_what_comparing_prompts_would_say(sent: list[tuple[str, int]]) -> None:
+def test_matches_equal_the_common_prefix_of_prompts(sent: list[tuple[str, int]]) -> None:
     index = PrefixIndex()
     for letters, worker in sent:
         index.record(index.hashes("m", text(*letters)), worker)
-    asked = "abab"
+    prompt = "abab"
     expected: dict[int, int] = {}
     for letters, worker in sent:
-        pairs = zip(asked, letters, strict=False)
+        pairs = zip(prompt, letters, strict=False)
         same = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         if same:
             expected[worker] = max(expected.get(worker, 0), same)
-    assert held(index, text(*asked)) == expected
+    assert held(index, text(*prompt)) == expected

@@ -1,4 +1,4 @@
-"""The tree of beginnings, held against one that keeps every block of every prompt."""
+"""The prefix tree, compared with a count of every block of every prompt."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ PROMPTS = st.lists(st.tuples(st.integers(0, ALL - 1), st.integers(1, ALL)), min_
 
 
 def chains(prompts: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Write chained hashes: each prompt goes another's way as far as told, and then its own."""
-    made: list[tuple[int, ...]] = []
+    """Return chained hashes: each prompt shares the given depth with another, then differs."""
+    all_chains: list[tuple[int, ...]] = []
     for number, (way, size) in enumerate(prompts):
-        along = made[way % number][:way] if number else ()
+        along = all_chains[way % number][:way] if number else ()
         alone = range(1000 * number + len(along), 1000 * number + ALL)
-        made.append((*along, *alone)[:size])
-    return made
+        all_chains.append((*along, *alone)[:size])
+    return all_chains
 
 
 def held(chain: tuple[int, ...], holders: Counter[int]) -> int:
-    """Say how many tokens of a chain somebody holds."""
+    """Return how many tokens of a chain are held."""
     return sum(size for size, block in zip(BLOCKS, chain, strict=False) if holders[block])
 
 
-@given(prompts=PROMPTS, going=st.randoms(use_true_random=False))
-def test_each_block_is_counted_once_while_anybody_holds_it(
-    prompts: list[tuple[int, int]], going: Random
-) -> None:
+@given(prompts=PROMPTS, shuffler=st.randoms(use_true_random=False))
+def test_each_held_block_is_counted_once(prompts: list[tuple[int, int]], shuffler: Random) -> None:
     tree = PrefixTree()
     ends: dict[tuple[int, ...], list[PrefixNode]] = {}
     holders: Counter[int] = Counter()
@@ -46,29 +44,28 @@ def test_each_block_is_counted_once_while_anybody_holds_it(
         assert found == shared == held(chain, holders)
         holders.update(chain)
         ends.setdefault(chain, []).append(node)
-        agrees(tree, holders, ends)
-    leaving = [chain for chain, some in ends.items() for _ in some]
-    going.shuffle(leaving)
-    for chain in leaving:
+        check_agreement(tree, holders, ends)
+    held_chains = [chain for chain, nodes in ends.items() for _ in nodes]
+    shuffler.shuffle(held_chains)
+    for chain in held_chains:
         tree.release(ends[chain].pop())
         holders.subtract(chain)
-        agrees(tree, holders, ends)
+        check_agreement(tree, holders, ends)
     assert not tree._root.below
 
 
-def agrees(
+def check_agreement(
     tree: PrefixTree,
     holders: Counter[int],
     ends: dict[tuple[int, ...], list[PrefixNode]],
 ) -> None:
-    """Compare with what each block's holders say."""
     sizes = {block: BLOCKS[n] for chain in ends for n, block in enumerate(chain)}
     assert tree.tokens == sum(sizes[block] for block, number in holders.items() if number)
     more = {block: number - 1 for block, number in holders.items() if number > 1}
     assert tree.saved == sum(sizes[block] * number for block, number in more.items())
 
 
-def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> None:
+def test_node_splits_where_another_prompt_branches_off() -> None:
     tree = PrefixTree()
     long = tuple(range(ALL))
     node, _ = tree.hold(long, 0.25)
@@ -82,7 +79,7 @@ def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> Non
 
 
 @pytest.mark.parametrize("depth", [1, 2, 31, 32, ALL - 1, ALL])
-def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
+def test_prompt_that_ends_within_another_shares_all_its_blocks(depth: int) -> None:
     tree = PrefixTree()
     whole, _ = tree.hold(tuple(range(ALL)), 1.0)
     part, found = tree.hold(tuple(range(depth)), 1.0)
@@ -93,7 +90,7 @@ def test_one_that_ends_within_another_s_shares_all_of_it(depth: int) -> None:
     assert (tree.tokens, tree.saved) == (0, 0)
 
 
-def test_who_brought_it_says_how_many_tokens_it_is() -> None:
+def test_first_holder_sets_the_tokens_per_byte_of_a_block() -> None:
     tree = PrefixTree()
     tree.hold((1, 2), 0.25)
     assert tree.hold((1, 3), 0.5)[1] == 128

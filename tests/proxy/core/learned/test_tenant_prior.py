@@ -1,4 +1,4 @@
-"""Rates that each tenant teaches for itself, and what tenants have in common."""
+"""Rates learnt per tenant, and the common prior of all tenants."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ def tenant(name: str, **limits: int) -> Tenant:
     return Tenant(TenantSpec(name, limits=Limits(**limits)))
 
 
-def size(sizer: Sizer, who: Tenant, model: str = "m", **fields: Any) -> RequestInfo:
-    found = sizer.ask(route(), model, chat("x" * TEXT, **fields), TEXT, "id", who)
-    found.tenant = who
+def size(sizer: Sizer, sender: Tenant, model: str = "m", **fields: Any) -> RequestInfo:
+    found = sizer.ask(route(), model, chat("x" * TEXT, **fields), TEXT, "id", sender)
+    found.tenant = sender
     return found
 
 
-def taught(sizer: Sizer, who: Tenant, per_token: float, times: int = 60, output: int = 50) -> None:
-    """Have a tenant send prompts of so many bytes per token."""
+def teach(
+    sizer: Sizer, sender: Tenant, per_token: float, times: int = 60, output: int = 50
+) -> None:
+    """Teach a tenant's prompts of so many bytes per token."""
     for _ in range(times):
         tokens = int(TEXT / per_token) + TEMPLATE
-        sizer.learn(size(sizer, who), Usage(tokens, output))
+        sizer.learn(size(sizer, sender), Usage(tokens, output))
 
 
-def estimate(sizer: Sizer, who: Tenant) -> int:
-    return size(sizer, who).prompt_tokens - TEMPLATE
+def estimate(sizer: Sizer, sender: Tenant) -> int:
+    return size(sizer, sender).prompt_tokens - TEMPLATE
 
 
-def test_a_tenants_limit_of_tokens_a_minute_is_its_own() -> None:
-    """60,000 a minute are sixty prompts of 1,000 tokens, whatever another tenant sends."""
+def test_token_limit_is_independent_of_other_tenants_rates() -> None:
+    """60,000 a minute are sixty prompts of 1,000 tokens, whatever other tenants send."""
     router = router_of(spec("w"))
     odd, usual = tenant("odd"), tenant("usual", tokens_per_minute=60_000)
-    taught(router.sizer, usual, 4.0, 20, 1)
-    taught(router.sizer, odd, 0.9, 60, 4000)
+    teach(router.sizer, usual, 4.0, 20, 1)
+    teach(router.sizer, odd, 0.9, 60, 4000)
     for _ in range(55):
         ask = size(router.sizer, usual, "m", max_tokens=1)
         lease = placed(router.submit(ask, 0.0))
@@ -55,43 +57,42 @@ def test_a_tenants_limit_of_tokens_a_minute_is_its_own() -> None:
     assert refused(answers[-1]).status == 429
 
 
-def test_tenants_share_what_most_of_them_have() -> None:
+def test_new_tenant_starts_at_the_median_rate() -> None:
     sizer = Sizer()
     for number, per_token in enumerate([2.0, 2.1, 2.2, 0.6]):
-        taught(sizer, tenant(f"t{number}"), per_token)
+        teach(sizer, tenant(f"t{number}"), per_token)
     assert estimate(sizer, tenant("new")) == pytest.approx(TEXT / 2.15, rel=0.1)
 
 
-@pytest.mark.parametrize("honest", range(6))
-def test_no_single_tenant_decides_what_is_common(honest: int) -> None:
-    """With whatever it sends, what others begin with stays within what others teach."""
+@pytest.mark.parametrize("usual_tenants", range(6))
+def test_one_tenant_cannot_move_the_common_rate(usual_tenants: int) -> None:
+    """The start value of a new tenant stays within what the other tenants teach."""
     for per_token in (0.5, 16.0):
         sizer = Sizer()
-        for number in range(honest):
-            taught(sizer, tenant(f"t{number}"), 3.6 + 0.1 * number, 20)
-        taught(sizer, tenant("odd"), per_token, 300)
+        for number in range(usual_tenants):
+            teach(sizer, tenant(f"t{number}"), 3.6 + 0.1 * number, 20)
+        teach(sizer, tenant("odd"), per_token, 300)
         found = estimate(sizer, tenant("new"))
         assert TEXT / 4.2 <= found <= TEXT / 3.4
 
 
-def test_a_tenants_first_answers_all_teach() -> None:
-    """However many answers of other tenants end just before."""
+def test_first_answers_of_a_tenant_all_teach() -> None:
     router, flood, small = router_of(spec("w")), tenant("flood"), tenant("small")
     now = 0.0
     for number in range(40 * MIN_SAMPLES_LEARNED):
         now += 0.001
-        who = small if number % 20 == 7 else flood
-        asked = size(router.sizer, who, stream=True)
-        lease = placed(router.submit(asked, now))
+        sender = small if number % 20 == 7 else flood
+        request = size(router.sizer, sender, stream=True)
+        lease = placed(router.submit(request, now))
         router.leases.first_token(lease, now)
         router.leases.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
     assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
-    assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "of many, some will do"
+    assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "many answers are sampled"
 
 
-def test_what_is_kept_is_bounded_and_no_tenant_takes_anothers_room() -> None:
+def test_learnt_rates_are_bounded_per_tenant() -> None:
     sizer, many, few = Sizer(), tenant("many"), tenant("few")
-    taught(sizer, few, 2.0)
+    teach(sizer, few, 2.0)
     for number in range(3 * MAX_RATES_PER_TENANT):
         for model in (f"m{number}", "often"):
             sizer.learn(size(sizer, many, model), Usage(2000, 50))
@@ -99,19 +100,19 @@ def test_what_is_kept_is_bounded_and_no_tenant_takes_anothers_room() -> None:
     assert ("often", CHAT) in many.learnt
     assert few.learnt["m", CHAT].seen == 60
     for number in range(3 * MAX_PRIOR_TENANTS):
-        taught(sizer, tenant(f"t{number}"), 2.0, 1)
+        teach(sizer, tenant(f"t{number}"), 2.0, 1)
     assert len(sizer.prior("m", CHAT)._tenants) == MAX_PRIOR_TENANTS
 
 
-def test_the_median_is_made_anew_seldom() -> None:
-    sizer, made = Sizer(), 0
+def test_median_is_recomputed_rarely() -> None:
+    sizer, recomputed = Sizer(), 0
     prior, before = sizer.prior("m", CHAT), None
     for number in range(2000):
-        taught(sizer, tenant(f"t{number % 20}"), 2.0, 1)
+        teach(sizer, tenant(f"t{number % 20}"), 2.0, 1)
         common = prior.common()
-        made += common is not before
+        recomputed += common is not before
         before = common
-    assert made < 100
+    assert recomputed < 100
 
 
 def test_the_tenant_that_was_silent_longest_goes() -> None:

@@ -1,4 +1,4 @@
-"""The tide."""
+"""Rates of short and long requests."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import pytest
 from proxy.core.learned.traffic import MEMORY_S, Traffic
 
 
-def test_it_fades() -> None:
+def test_rate_of_shorts_decays() -> None:
     traffic = Traffic()
     for i in range(100):
         traffic.saw_short(i / 100)
     assert traffic.shorts_per_s(20 * MEMORY_S) == pytest.approx(0, abs=1e-6)
 
 
-def test_longs_keep_workers_for_a_share_of_their_time() -> None:
+def test_long_share_is_prefill_time_over_elapsed_time() -> None:
     traffic = Traffic()
     for i in range(100):
         traffic.saw_long(i * 10.0, prefill_s=4.0)
     assert traffic.long_share(995.0) == pytest.approx(0.4, rel=0.15)
 
 
-def test_longs_are_late_news_for_a_minute() -> None:
+def test_longs_lately_is_true_for_a_minute() -> None:
     traffic = Traffic()
     assert not traffic.any_long
     assert not traffic.longs_lately(0.0)
@@ -30,7 +30,7 @@ def test_longs_are_late_news_for_a_minute() -> None:
     assert not traffic.longs_lately(90.0)
 
 
-def test_a_clock_that_stands_still_is_no_matter() -> None:
+def test_rates_with_a_clock_that_does_not_advance() -> None:
     traffic = Traffic()
     for _ in range(10):
         traffic.saw_short(5.0)
@@ -38,7 +38,7 @@ def test_a_clock_that_stands_still_is_no_matter() -> None:
     assert traffic.shorts_per_s(5.0) == 10 / MEMORY_S
 
 
-def test_all_that_ever_came_is_counted() -> None:
+def test_totals_count_all_requests() -> None:
     traffic = Traffic()
     for at in (0.0, 9 * MEMORY_S):
         traffic.saw_short(at)

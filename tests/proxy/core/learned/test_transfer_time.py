@@ -1,4 +1,4 @@
-"""What a transfer takes, learnt."""
+"""The learnt duration of transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from proxy.core.learned.transfer_time import UNCLAMPED_TRANSFERS, TransferTime, 
 
 
 def taught(fixed_s: float, token_s: float, *, noise: float = 0.0, seed: int = 1) -> TransferTime:
-    """Show 200 transfers."""
     chance = random.Random(seed)
     time = TransferTime()
     for _ in range(200):
@@ -24,17 +23,17 @@ def taught(fixed_s: float, token_s: float, *, noise: float = 0.0, seed: int = 1)
 
 @pytest.mark.parametrize("noise", [0.1, 0.3, 0.5])
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.004, 1e-6), (0.1, 2e-5), (0.5, 1e-7)])
-def test_it_comes_to_predict_the_median(fixed_s: float, token_s: float, noise: float) -> None:
+def test_prediction_converges_to_the_median(fixed_s: float, token_s: float, noise: float) -> None:
     found = []
     for seed in range(20):
         time = taught(fixed_s, token_s, noise=noise, seed=seed)
         off = [time.seconds(n) / (fixed_s + token_s * n) for n in (100, 500, 3000, 12_000)]
         found.append(median(off))
-    assert sum(0.7 < each < 1.3 for each in found) >= 18
+    assert sum(0.7 < ratio < 1.3 for ratio in found) >= 18
     assert 0.85 < median(found) < 1.15
 
 
-def test_it_follows_a_link_that_changes() -> None:
+def test_prediction_follows_a_changed_link() -> None:
     time = taught(0.01, 1e-6)
     for number in range(150):
         tokens = (100, 500, 3000, 12_000)[number % 4]
@@ -42,7 +41,7 @@ def test_it_follows_a_link_that_changes() -> None:
     assert time.seconds(3000) == pytest.approx(0.13, rel=0.3)
 
 
-def test_a_handshake_does_no_lasting_harm() -> None:
+def test_one_slow_handshake_moves_the_prediction_little() -> None:
     time = taught(0.02, 1e-6)
     before = time.seconds(3000)
     time.saw(3000, 60.0)
@@ -52,7 +51,7 @@ def test_a_handshake_does_no_lasting_harm() -> None:
 # Pairs
 
 
-def test_a_pair_is_as_all_are_until_it_has_seen_a_few() -> None:
+def test_new_pair_uses_the_times_of_all_pairs() -> None:
     times = TransferTimes()
     for _ in range(100):
         times.saw("p0", "d0", 1000, 0.5)
@@ -64,7 +63,7 @@ def test_a_pair_is_as_all_are_until_it_has_seen_a_few() -> None:
     assert times.of("p0", "d0").seconds(1000) == pytest.approx(0.5, rel=0.01)
 
 
-def test_pairs_of_workers_that_left_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_pairs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PAIRS", 2)
     times = TransferTimes()
     for name in ("p0", "p1", "p2"):

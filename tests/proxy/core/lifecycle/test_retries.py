@@ -11,90 +11,89 @@ from tests.proxy.core.making import spec
 W0, W1 = Worker(spec("w0"), 0), Worker(spec("w1"), 1)
 
 
-def spent(budget: RetryBudget, now: float) -> int:
-    """Spend all there is."""
+def spend_all(budget: RetryBudget, now: float) -> int:
+    """Spend the whole budget; return how many retries that was."""
     count = 0
     while budget.spend(now):
         count += 1
     return count
 
 
-def test_requests_earn_their_share() -> None:
+def test_requests_earn_retries_by_the_ratio() -> None:
     budget = RetryBudget(0.2)
-    spent(budget, 0.0)
+    spend_all(budget, 0.0)
     for _ in range(26):
         budget.earn(0.0)
-    assert spent(budget, 0.0) == 5
+    assert spend_all(budget, 0.0) == 5
 
 
-def test_they_come_back_with_time_but_are_not_hoarded() -> None:
+def test_reserve_refills_with_time_up_to_its_minimum() -> None:
     budget = RetryBudget(0.2)
-    spent(budget, 0.0)
-    assert spent(budget, 3.0) == 3
-    assert spent(budget, 1e6) == MIN_RESERVE
+    spend_all(budget, 0.0)
+    assert spend_all(budget, 3.0) == 3
+    assert spend_all(budget, 1e6) == MIN_RESERVE
 
 
-def test_none_at_all() -> None:
-    assert spent(RetryBudget(0.0), 1e6) == 0
+def test_budget_of_zero_allows_no_retry() -> None:
+    assert spend_all(RetryBudget(0.0), 1e6) == 0
 
 
-def test_what_many_requests_have_earned_is_there_at_once() -> None:
+def test_earned_retries_can_be_spent_at_once() -> None:
     budget = RetryBudget(0.2)
     for second in range(10):
         for _ in range(100):
             budget.earn(float(second))
-    assert spent(budget, 9.5) == 200
+    assert spend_all(budget, 9.5) == 200
 
 
-def test_but_only_that_of_the_last_seconds() -> None:
+def test_retries_earned_before_the_window_expire() -> None:
     budget = RetryBudget(0.2)
     for _ in range(1000):
         budget.earn(0.0)
     for _ in range(100):
         budget.earn(20.0)
-    assert spent(budget, 20.0) == 20
+    assert spend_all(budget, 20.0) == 20
     for _ in range(1000):
         budget.earn(21.0)
-    assert spent(budget, 1e6) == MIN_RESERVE
+    assert spend_all(budget, 1e6) == MIN_RESERVE
 
 
-# Those that fall with their worker
+# Requests that fail with their worker
 
 
-def test_all_that_a_worker_had_when_it_fell_go_over() -> None:
-    falls = WorkerFailureEvents()
-    assert not falls.spare(W0, 1.0, 9.0, beside=8)  # the first one pays
-    assert all(falls.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
+def test_all_requests_of_a_failed_worker_are_spared() -> None:
+    failures = WorkerFailureEvents()
+    assert not failures.spare(W0, 1.0, 9.0, beside=8)  # the first failure takes from the budget
+    assert all(failures.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
 
 
-def test_a_worker_falls_again_after_a_while_and_not_before() -> None:
-    falls = WorkerFailureEvents()
-    for each in (9.0, 9.0):
-        falls.spare(W0, 1.0, each, beside=8)
+def test_worker_fails_again_only_after_the_window() -> None:
+    failures = WorkerFailureEvents()
+    for at in (9.0, 9.0):
+        failures.spare(W0, 1.0, at, beside=8)
     for later in (9.0 + WINDOW_S, 9.1 + WINDOW_S):
-        assert not falls.spare(W0, 9.5, later, beside=8)
-    assert falls.spare(W0, 9.5, 9.2 + WINDOW_S, beside=8)
+        assert not failures.spare(W0, 9.5, later, beside=8)
+    assert failures.spare(W0, 9.5, 9.2 + WINDOW_S, beside=8)
 
 
-def test_a_failure_alone_is_no_fall() -> None:
-    """Of the two that fall later both were sent after it."""
-    falls = WorkerFailureEvents()
-    falls.spare(W0, 1.0, 2.0, beside=2)
-    assert not falls.spare(W0, 3.0, 5.0, beside=2)
-    assert falls.spare(W0, 3.0, 5.0, beside=2)
-    assert not falls.spare(W1, 3.0, 5.0, beside=2)
-    assert not falls.spare(W1, 3.0, 5.0, beside=2)  # and now they are half
+def test_single_failure_is_no_worker_failure() -> None:
+    failures = WorkerFailureEvents()
+    failures.spare(W0, 1.0, 2.0, beside=2)
+    assert not failures.spare(W0, 3.0, 5.0, beside=2)
+    assert failures.spare(W0, 3.0, 5.0, beside=2)
+    assert not failures.spare(W1, 3.0, 5.0, beside=2)
+    assert not failures.spare(W1, 3.0, 5.0, beside=2)  # two of two workers: half of the fleet
 
 
-@pytest.mark.parametrize(("beside", "many"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
-def test_a_fleet_that_is_ill_pays(beside: int, many: int) -> None:
-    falls = WorkerFailureEvents()
+@pytest.mark.parametrize(("beside", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
+def test_failures_are_spared_for_half_of_the_fleet(beside: int, spared_workers: int) -> None:
+    failures = WorkerFailureEvents()
     workers = [Worker(spec(f"w{number}"), number) for number in range(beside)]
     for worker in workers:
-        falls.spare(worker, 1.0, 9.0, beside)
-    spared = [falls.spare(worker, 1.0, 9.0, beside) for worker in workers]
-    assert spared.count(True) == many
-    # Once that is over, another may fall.
+        failures.spare(worker, 1.0, 9.0, beside)
+    spared = [failures.spare(worker, 1.0, 9.0, beside) for worker in workers]
+    assert spared.count(True) == spared_workers
+    # After the window, another failure counts again.
     for _ in range(2):
-        last = falls.spare(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
+        last = failures.spare(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
     assert last

@@ -13,8 +13,8 @@ from proxy.core.model import route_table
 from proxy.core.model.route_table import BY_NAME, OWN, ROUTES, STORED, Route
 from proxy.http.error_formats import format_of
 
-# Facts of one endpoint, that no column of the table could say: why each module names it.
-NAMED = {
+# The modules that name an endpoint, and the fact that no column of the table holds.
+NAMING_MODULES = {
     "core/request/split_check.py": "members of one API's body that forbid a split",
     "admin/schemas.py": "an explanation is of a chat",
     "health/warmup.py": "a warm-up is a completion",
@@ -22,8 +22,8 @@ NAMED = {
 
 
 @pytest.mark.plain("a compiled class has no fields to look at")
-def test_a_row_with_a_missing_fact_is_an_error() -> None:
-    optional = {each.name for each in fields(Route) if each.default is not MISSING}
+def test_every_fact_but_response_id_is_required() -> None:
+    optional = {field.name for field in fields(Route) if field.default is not MISSING}
     assert optional == {"response_id"}  # filled in for each request
 
 
@@ -33,7 +33,7 @@ def test_rows_of_one_name_state_the_same_facts() -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_facts_agree(path: str) -> None:
+def test_facts_of_a_route_agree(path: str) -> None:
     route = ROUTES[path]
     assert format_of(path) is route.error_format
     assert bool(route.output_limits) == route.may_be_split
@@ -56,4 +56,4 @@ def test_no_other_module_names_an_endpoint() -> None:
         if strings & names:
             found.add(path.relative_to(root).as_posix())
     own = Path(route_table.__file__).relative_to(root).as_posix()
-    assert found - {own} == NAMED.keys()
+    assert found - {own} == NAMING_MODULES.keys()

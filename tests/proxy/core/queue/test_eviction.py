@@ -1,4 +1,4 @@
-"""A full queue: whoever has most of it gives way, and nobody else."""
+"""Eviction from a full queue: the tenant with the largest share loses requests."""
 
 from __future__ import annotations
 
@@ -18,142 +18,140 @@ from tests.present import present
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
-MOST = 12
+CAPACITY = 12
 
 
 def tenant(name: str, weight: float = 1.0, rank: Rank = STANDARD, **limits: int) -> Tenant:
     return Tenant(TenantSpec(name, rank, weight, Limits(**limits)))
 
 
-def of(who: Tenant | None, prompt: int = 100, **fields: Any) -> RequestInfo:
-    made = ask(prompt, **fields)
-    made.tenant = who
-    if who is not None:
-        made.rank = who.spec.rank
-    return made
+def of(owner: Tenant | None, prompt: int = 100, **fields: Any) -> RequestInfo:
+    info = ask(prompt, **fields)
+    info.tenant = owner
+    if owner is not None:
+        info.rank = owner.spec.rank
+    return info
 
 
-class Hall:
-    """A queue whose newcomers take the places of those that give way."""
+class QueueBench:
+    """A queue in which new requests replace evicted ones."""
 
-    def __init__(self, most: int = MOST, most_bytes: int = 10**9, **more: Any) -> None:
-        self.queue = Queue(most, most_bytes, 30.0, **more)
+    def __init__(self, capacity: int = CAPACITY, max_bytes: int = 10**9, **options: Any) -> None:
+        self.queue = Queue(capacity, max_bytes, 30.0, **options)
         self.now = 0.0
-        self.inside: list[Ticket] = []
+        self.tickets: list[Ticket] = []
 
-    def came(self, one: RequestInfo) -> list[Ticket] | None:
-        """Let one in and return who gave way; None if nobody did and it had to go itself."""
+    def add(self, info: RequestInfo) -> list[Ticket] | None:
+        """Add a request and return the evicted tickets; None if the request was refused."""
         self.now += 1.0
         gone: list[Ticket] = []
-        if not self.queue.room_for(one):
-            gone = self.queue.choose_evicted(one)
+        if not self.queue.room_for(info):
+            gone = self.queue.choose_evicted(info)
             if not gone:
                 return None
         for ticket in gone:
             assert self.queue.remove(ticket)
-            self.inside.remove(ticket)
-        assert self.queue.room_for(one)
-        self.inside.append(self.queue.push(one, self.now))
+            self.tickets.remove(ticket)
+        assert self.queue.room_for(info)
+        self.tickets.append(self.queue.push(info, self.now))
         return gone
 
-    def has(self) -> Counter[str]:
-        return Counter(t.ask.tenant.name if t.ask.tenant else "" for t in self.inside)
+    def counts(self) -> Counter[str]:
+        return Counter(t.ask.tenant.name if t.ask.tenant else "" for t in self.tickets)
 
 
-def test_a_flood_leaves_room_for_the_others() -> None:
-    hall, flood = Hall(), tenant("flood")
-    tickets = [hall.came(of(flood)) for _ in range(MOST + 3)]
-    assert tickets == [[]] * MOST + [None] * 3
-    last = hall.inside[-1]
-    assert hall.came(of(tenant("single"))) == [last], "the last that came"
-    assert hall.came(of(flood)) is None
+def test_flood_leaves_room_for_other_tenants() -> None:
+    bench, flood = QueueBench(), tenant("flood")
+    tickets = [bench.add(of(flood)) for _ in range(CAPACITY + 3)]
+    assert tickets == [[]] * CAPACITY + [None] * 3
+    last = bench.tickets[-1]
+    assert bench.add(of(tenant("single"))) == [last], "the newest request"
+    assert bench.add(of(flood)) is None
 
 
-def test_a_share_is_by_weight() -> None:
-    hall, one, three = Hall(), tenant("one"), tenant("three", 3.0)
+def test_shares_follow_weights() -> None:
+    bench, light, heavy = QueueBench(), tenant("one"), tenant("three", 3.0)
     for _ in range(50):
-        hall.came(of(one))
-        hall.came(of(three))
-    assert hall.has() == {"one": 3, "three": 9}
+        bench.add(of(light))
+        bench.add(of(heavy))
+    assert bench.counts() == {"one": 3, "three": 9}
 
 
-def test_bytes_count_where_they_are_scarce() -> None:
-    hall, large, small = Hall(1000, 10_000), tenant("large"), tenant("small")
+def test_bytes_count_if_they_are_scarce() -> None:
+    bench, large, small = QueueBench(1000, 10_000), tenant("large"), tenant("small")
     for _ in range(4):
-        hall.came(of(large, size=2500))
+        bench.add(of(large, size=2500))
     for _ in range(9):
-        assert hall.came(of(small, size=100)) is not None
-    assert hall.has() == {"large": 3, "small": 9}
-    assert hall.came(of(large, size=2500)) is None
+        assert bench.add(of(small, size=100)) is not None
+    assert bench.counts() == {"large": 3, "small": 9}
+    assert bench.add(of(large, size=2500)) is None
 
 
-def test_tokens_too() -> None:
-    hall = Hall(1000, most_tokens=10_000)
+def test_tokens_count_if_they_are_scarce() -> None:
+    bench = QueueBench(1000, most_tokens=10_000)
     large, small = tenant("large"), tenant("small")
     for _ in range(2):
-        hall.came(of(large, 5000))
-    gone = present(hall.came(of(small, 100)))
+        bench.add(of(large, 5000))
+    gone = present(bench.add(of(small, 100)))
     assert len(gone) == 1
 
 
-def test_batch_gives_way_to_everybody_and_nobody_to_batch() -> None:
-    hall = Hall()
+def test_batch_is_evicted_first_and_evicts_no_request() -> None:
+    bench = QueueBench()
     batch, other = tenant("batch", 100.0, BATCH), tenant("other")
-    for _ in range(MOST):
-        hall.came(of(batch))
-    for _ in range(MOST):
-        assert hall.came(of(other)) is not None
-    assert hall.has() == {"other": MOST}
-    assert hall.came(of(batch)) is None
+    for _ in range(CAPACITY):
+        bench.add(of(batch))
+    for _ in range(CAPACITY):
+        assert bench.add(of(other)) is not None
+    assert bench.counts() == {"other": CAPACITY}
+    assert bench.add(of(batch)) is None
 
 
-def test_retries_and_the_anonymous_do_not_give_way() -> None:
-    hall, who = Hall(2), tenant("who")
-    hall.queue.push(of(who), 0.0, Attempts(frozenset({"w"})))
-    hall.queue.push(of(who), 0.0, Attempts(frozenset({"w"})))
-    assert hall.queue.choose_evicted(of(tenant("other"))) == []
-    hall = Hall(2)
+def test_retries_and_anonymous_requests_are_not_evicted() -> None:
+    bench, owner = QueueBench(2), tenant("who")
+    bench.queue.push(of(owner), 0.0, Attempts(frozenset({"w"})))
+    bench.queue.push(of(owner), 0.0, Attempts(frozenset({"w"})))
+    assert bench.queue.choose_evicted(of(tenant("other"))) == []
+    bench = QueueBench(2)
     for _ in range(2):
-        hall.came(of(None))
-    assert hall.came(of(None)) is None
+        bench.add(of(None))
+    assert bench.add(of(None)) is None
 
 
-def test_nobody_goes_in_vain() -> None:
-    hall, small, large = Hall(1000, 1000), tenant("small"), tenant("large")
+def test_no_eviction_if_the_request_would_not_fit() -> None:
+    bench, small, large = QueueBench(1000, 1000), tenant("small"), tenant("large")
     for _ in range(10):
-        hall.came(of(small, size=100))
-    assert hall.came(of(large, size=900)) is None, "it would have more than they"
-    assert hall.has() == {"small": 10}
+        bench.add(of(small, size=100))
+    assert bench.add(of(large, size=900)) is None, "it would have a larger share"
+    assert bench.counts() == {"small": 10}
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.integers(1, 300)), max_size=120)
 )
 @settings(deadline=None)
-def test_whoever_comes_its_bounds_hold_and_who_gave_way_had_more(
-    comers: list[tuple[int, int, int]],
-) -> None:
-    hall = Hall(MOST, 2000, most_tokens=1500)
-    people = [
+def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int, int]]) -> None:
+    bench = QueueBench(CAPACITY, 2000, most_tokens=1500)
+    tenants = [
         tenant(f"t{number}", 1.0 + number % 2, rank)
         for number, rank in enumerate((INTERACTIVE, STANDARD, STANDARD, STANDARD, BATCH))
     ]
-    for number, size, prompt in comers:
-        before = hall.has()
-        gone = hall.came(of(people[number], prompt, size=size))
+    for number, size, prompt in requests:
+        before = bench.counts()
+        gone = bench.add(of(tenants[number], prompt, size=size))
         for ticket in gone or []:
             name = present(ticket.ask.tenant).name
-            assert name != people[number].name
+            assert name != tenants[number].name
             assert before[name] > 0
-            assert ticket.ask.rank is BATCH or people[number].spec.rank is not BATCH
-        assert len(hall.queue) == len(hall.inside) <= MOST
-        assert hall.queue.bytes == sum(t.ask.body_bytes for t in hall.inside) <= 2000
+            assert ticket.ask.rank is BATCH or tenants[number].spec.rank is not BATCH
+        assert len(bench.queue) == len(bench.tickets) <= CAPACITY
+        assert bench.queue.bytes == sum(t.ask.body_bytes for t in bench.tickets) <= 2000
 
 
 # In the router
 
 
-def test_who_gives_way_is_told_and_pays_nothing() -> None:
+def test_evicted_request_is_refused_and_not_charged() -> None:
     router = router_of(spec("w", most=1), queue_requests=2)
     flood = tenant("flood", tokens_per_minute=10_000)
     lease = placed(router.submit(of(flood), 0.0))
@@ -161,17 +159,17 @@ def test_who_gives_way_is_told_and_pays_nothing() -> None:
     assert flood.ledger.running == 3
     single = waits(router.submit(of(tenant("single")), 0.0))
     assert (flood.ledger.running, flood.waiting) == (2, 1)
-    ((told, refusal),) = router.due(0.0)
-    assert told is last
+    ((evicted, refusal),) = router.due(0.0)
+    assert evicted is last
     assert refused(refusal).reason is Reason.QUEUE_FULL
     assert router.due(0.0) == []
     router.leases.finish(lease, 0.0, Outcome.DONE)
-    ((next_one, answer),) = router.due(0.0)
+    ((next_ticket, answer),) = router.due(0.0)
     assert isinstance(answer, Lease)
-    assert next_one in (first, single)
+    assert next_ticket in (first, single)
 
 
-def test_who_gives_way_may_leave_before_it_is_told() -> None:
+def test_evicted_request_may_be_withdrawn_before_due() -> None:
     router = router_of(spec("w", most=1), queue_requests=1)
     flood = tenant("flood")
     placed(router.submit(of(flood), 0.0))

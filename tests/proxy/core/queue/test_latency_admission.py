@@ -1,4 +1,4 @@
-"""Requests that would be answered too late are told so at once; nobody else is."""
+"""Requests that would be answered too late are refused at once; no others are."""
 
 from __future__ import annotations
 
@@ -16,88 +16,88 @@ from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits
 TARGET_S = 2.0
 
 
-def router(*, most: int | None = None, paced: bool = True, **targets: float) -> Router:
-    """Make a router whose one worker prefills a thousand tokens a second."""
+def make_router(*, most: int | None = None, paced: bool = True, **targets: float) -> Router:
+    """Return a router whose one worker prefills a thousand tokens a second."""
     ttft = {Rank[name.upper()]: seconds for name, seconds in targets.items()}
-    made = router_of(
+    router = router_of(
         spec("w", most=most), admission=AdmissionSettings(ttft or {Rank.STANDARD: TARGET_S})
     )
     if paced:
-        pace = worker_of(made, "w").pace
+        pace = worker_of(router, "w").pace
         pace.prefills, pace.token_s, pace.fixed_s = 100, 0.001, 0.0
-    return made
+    return router
 
 
-def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
-    site = router()
-    placed(site.submit(ask(5000), 0.0))
-    refusal = refused(site.submit(ask(100), 0.0))
+def test_too_long_wait_is_429_with_retry_after() -> None:
+    router = make_router()
+    placed(router.submit(ask(5000), 0.0))
+    refusal = refused(router.submit(ask(100), 0.0))
     assert (refusal.status, refusal.reason, refusal.code) == (429, Reason.TOO_SLOW, "too_slow")
     assert refusal.retry_after_s is not None
     assert 2.5 < refusal.retry_after_s < 3.5
     retry = refusal.retry_after_s
-    placed(site.submit(ask(100), retry + 0.2))
+    placed(router.submit(ask(100), retry + 0.2))
 
 
-def test_until_its_pace_is_learnt_nobody_is_turned_away() -> None:
-    site = router(paced=False)
+def test_no_refusal_before_the_pace_is_learnt() -> None:
+    router = make_router(paced=False)
     for _ in range(5):
-        placed(site.submit(ask(50_000), 0.0))
+        placed(router.submit(ask(50_000), 0.0))
 
 
-def test_a_queue_that_moves_too_slowly() -> None:
-    site = router(most=1)
+def test_slow_queue_is_429_with_retry_after() -> None:
+    router = make_router(most=1)
     now = 0.0
-    lease = placed(site.submit(ask(10), now))
-    waits(site.submit(ask(10), now))
-    for _ in range(20):  # a place comes free each second, and somebody wants it
+    lease = placed(router.submit(ask(10), now))
+    waits(router.submit(ask(10), now))
+    for _ in range(20):  # a slot is free each second, and a request waits
         now += 1.0
-        site.leases.finish(lease, now, Outcome.DONE)
-        ((_, answer),) = site.due(now)
+        router.leases.finish(lease, now, Outcome.DONE)
+        ((_, answer),) = router.due(now)
         assert isinstance(answer, Lease)
         lease = answer
-        waits(site.submit(ask(10), now))
-        queue_moves = site.queue.wait_s(now, 1)
+        waits(router.submit(ask(10), now))
+        queue_moves = router.queue.wait_s(now, 1)
     assert queue_moves == pytest.approx(2.0)
-    refusal = refused(site.submit(ask(10), now))
+    refusal = refused(router.submit(ask(10), now))
     assert refusal.reason is Reason.TOO_SLOW
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.0
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 3600.0])
-def test_times_when_nobody_waited_say_nothing_of_a_queue(idle_s: float) -> None:
-    """Sixteen places, one free each few milliseconds; before that there was next to nothing."""
-    site, now = router(most=16), 1e6
+def test_idle_times_do_not_count_for_the_queue_rate(idle_s: float) -> None:
+    """Sixteen slots, one free every few milliseconds, after an idle time."""
+    router, now = make_router(most=16), 1e6
     if idle_s:
         for _ in range(100):
-            lease = placed(site.submit(ask(10), now))
+            lease = placed(router.submit(ask(10), now))
             now += 0.1
-            site.leases.finish(lease, now, Outcome.DONE)
+            router.leases.finish(lease, now, Outcome.DONE)
         now += idle_s
-    running = [placed(site.submit(ask(10), now)) for _ in range(16)]
+    running = [placed(router.submit(ask(10), now)) for _ in range(16)]
     for _ in range(8):
-        waits(site.submit(ask(10), now))
+        waits(router.submit(ask(10), now))
         now += 0.006
-        site.leases.finish(running.pop(0), now, Outcome.DONE)
-        ((_, answer),) = site.due(now)
+        router.leases.finish(running.pop(0), now, Outcome.DONE)
+        ((_, answer),) = router.due(now)
         assert isinstance(answer, Lease)
         running.append(answer)
     for _ in range(8):
-        waits(site.submit(ask(10), now))
-    assert site.queue.retry_after_s(now) == 1
+        waits(router.submit(ask(10), now))
+    assert router.queue.retry_after_s(now) == 1
 
 
-def test_where_nothing_tells_how_fast_it_moves_one_may_wait() -> None:
-    site = router(most=1)
-    placed(site.submit(ask(10), 0.0))
+def test_requests_may_wait_before_the_queue_rate_is_known() -> None:
+    router = make_router(most=1)
+    placed(router.submit(ask(10), 0.0))
     for _ in range(10):
-        assert isinstance(site.submit(ask(10), 0.0), Ticket)
+        assert isinstance(router.submit(ask(10), 0.0), Ticket)
 
 
-def test_a_retry_is_let_in() -> None:
-    site = router()
-    placed(site.submit(ask(50_000), 0.0))
+def test_retry_is_admitted() -> None:
+    router = make_router()
+    placed(router.submit(ask(50_000), 0.0))
     assert isinstance(
-        site.submit(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))), Lease
+        router.submit(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))), Lease
     )

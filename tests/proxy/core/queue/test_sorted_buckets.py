@@ -1,4 +1,4 @@
-"""Lines in their order, held against a plain sorted list."""
+"""Sorted buckets, compared with a plain sorted list."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
     return standing, since, number, least, line
 
 
-def stretches(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
-    return ((each.entries, each.least) for each in order._segments)
+def segments(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
+    return ((segment.entries, segment.least) for segment in order._segments)
 
 
 @given(
@@ -31,57 +31,57 @@ def stretches(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
     st.integers(0, 51),
 )
 @settings(deadline=None)
-def test_it_is_as_a_sorted_list(steps: list[tuple[int, int, bool]], most: int) -> None:
+def test_order_equals_a_sorted_list(steps: list[tuple[int, int, bool]], limit: int) -> None:
     order, plain = SortedBuckets(), list[Entry]()
     for standing, least, goes in steps:
         if goes and plain:
             gone = plain.pop(standing * least % len(plain))
             order.take(gone)
         else:
-            one = entry(float(standing), least)
-            plain.append(one)
+            added = entry(float(standing), least)
+            plain.append(added)
             plain.sort()
-            order.put(one)
-        for entries, known in stretches(order):
+            order.put(added)
+        for entries, known in segments(order):
             assert 0 < len(entries) <= MAX_SEGMENT_ENTRIES
-            assert known == min(each[3] for each in entries)
-    assert [each for entries, _ in stretches(order) for each in entries] == plain
-    assert list(order.below(lambda: most)) == [each for each in plain if each[3] < most]
+            assert known == min(item[3] for item in entries)
+    assert [item for entries, _ in segments(order) for item in entries] == plain
+    assert list(order.below(lambda: limit)) == [item for item in plain if item[3] < limit]
     if plain:
         assert order.first() is plain[0][4]
 
 
-def test_one_that_needs_less_is_found_among_many_without_a_look_at_all() -> None:
+def test_small_entry_is_found_without_a_full_scan() -> None:
     order = SortedBuckets()
     entries = [entry(float(number), 1000) for number in range(5000)]
     small = entry(4000.5, 10)
-    for each in (*entries, small):
-        order.put(each)
-    asked = 0
+    for item in (*entries, small):
+        order.put(item)
+    calls = 0
 
-    def most() -> int:
-        nonlocal asked
-        asked += 1
+    def limit() -> int:
+        nonlocal calls
+        calls += 1
         return 1000
 
-    assert list(order.below(most)) == [small]
-    assert asked == 2
+    assert list(order.below(limit)) == [small]
+    assert calls == 2
 
 
-def test_what_is_left_of_many_is_in_few_stretches() -> None:
-    """Else a look at a thousand that come and go would be one at each in the end."""
+def test_remaining_entries_are_merged_into_few_segments() -> None:
+    """Otherwise a scan would visit one segment per entry in the end."""
     order = SortedBuckets()
     entries = [entry(float(number)) for number in range(3000)]
-    for each in entries:
-        order.put(each)
-    for number, each in enumerate(entries):
+    for item in entries:
+        order.put(item)
+    for number, item in enumerate(entries):
         if number % 30:
-            order.take(each)
-    assert sum(len(entries) for entries, _ in stretches(order)) == 100
-    assert len(list(stretches(order))) <= 15
+            order.take(item)
+    assert sum(len(entries) for entries, _ in segments(order)) == 100
+    assert len(list(segments(order))) <= 15
 
 
-def test_what_may_be_asked_for_becomes_less_on_the_way() -> None:
+def test_below_follows_a_shrinking_limit() -> None:
     order = SortedBuckets()
     for number in range(100):
         order.put(entry(float(number), 100 - number))
@@ -92,13 +92,13 @@ def test_what_may_be_asked_for_becomes_less_on_the_way() -> None:
     assert tried == [80, 59, 38]
 
 
-@pytest.mark.parametrize("which", [0, 70, 199])
-def test_to_take_one_leaves_the_others(which: int) -> None:
+@pytest.mark.parametrize("index", [0, 70, 199])
+def test_take_removes_one_entry(index: int) -> None:
     order = SortedBuckets()
     entries = [entry(float(number)) for number in range(200)]
-    for each in entries:
-        order.put(each)
-    order.take(entries[which])
-    assert [each for there, _ in stretches(order) for each in there] == [
-        each for each in entries if each is not entries[which]
+    for item in entries:
+        order.put(item)
+    order.take(entries[index])
+    assert [item for segment, _ in segments(order) for item in segment] == [
+        item for item in entries if item is not entries[index]
     ]

@@ -1,4 +1,4 @@
-"""What a client may not say is refused or taken out, in every spelling; all else passes."""
+"""Forbidden client fields are refused or removed, in every spelling; all others pass."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from tests.present import present
 from tests.proxy.core.making import chat, fleet_of, read, refused, route, spec
 from tests.proxy.core.request.test_kv_transfer_fields import EVIL, TYPE, form
 
-NOTHING = ClientFields()
+NONE_ALLOWED = ClientFields()
 XARGS = b'Content-Disposition: form-data; name="vllm_xargs"'
 
 
-def found(body: str, may: ClientFields = NOTHING, *, tenants: bool = True) -> str:
-    return forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=may)
+def forbidden_field(
+    body: str, allowed: ClientFields = NONE_ALLOWED, *, tenants: bool = True
+) -> str:
+    return forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=allowed)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,9 @@ def found(body: str, may: ClientFields = NOTHING, *, tenants: bool = True) -> st
         ('{"ec_transfer\\u005fparams": {}}', "ec_transfer_params"),
     ],
 )
-def test_found_with_tenants(body: str, name: str) -> None:
-    assert found(body) == name
-    assert bool(found(body, tenants=False)) == ("_transfer_params" in name)
+def test_forbidden_fields_with_tenants(body: str, name: str) -> None:
+    assert forbidden_field(body) == name
+    assert bool(forbidden_field(body, tenants=False)) == ("_transfer_params" in name)
 
 
 @pytest.mark.parametrize(
@@ -68,22 +70,22 @@ def test_found_with_tenants(body: str, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("long", [0, 20_000])
-def test_what_names_stored_state_is_there_once(body: str, name: str, long: int) -> None:
+def test_repeated_stored_state_fields_are_found(body: str, name: str, long: int) -> None:
     body = f'{{"x": "{"y" * long}", {body[1:]}'
     assert repeated(orjson.loads(body), body.encode()) == name
 
 
 @pytest.mark.parametrize("tenants", [True, False])
-def test_a_response_that_is_referred_to_twice_is_refused(tenants: bool) -> None:
-    """Which of two members a worker reads is not known: the other may be another tenant's."""
+def test_repeated_previous_response_id_is_refused(tenants: bool) -> None:
+    """A worker may read either member, and the other may be another tenant's."""
     router = Router(RouterSettings(), fleet_of(spec("w0")))
-    one = Tenant(TenantSpec("a")) if tenants else None
-    router.remember("resp_a", "w0", one)
+    tenant = Tenant(TenantSpec("a")) if tenants else None
+    router.remember("resp_a", "w0", tenant)
     body = (
         b'{"model": "tiny", "input": "hi", "previous_response_id": "resp_b", '
         b'"previous_response_id": "resp_a"}'
     )
-    refusal = refused(router.read(route("/v1/responses"), body, b"", "id", one))
+    refusal = refused(router.read(route("/v1/responses"), body, b"", "id", tenant))
     assert (refusal.status, refusal.param) == (400, "previous_response_id")
     assert "more than once" in refusal.message
 
@@ -100,8 +102,8 @@ def test_a_response_that_is_referred_to_twice_is_refused(tenants: bool) -> None:
         '{"priority": 1, "cache_salt": "s", "session_id": "s", "top_k": 3, "logit_bias": {}}',
     ],
 )
-def test_what_passes(body: str) -> None:
-    assert found(body) == ""
+def test_allowed_fields_pass(body: str) -> None:
+    assert forbidden_field(body) == ""
 
 
 STEERING = "___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
@@ -116,11 +118,11 @@ STEERING = "___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
         '{"request_id": "\\u005f__prefill_addr_10.6.6.6:1___decode"}',
     ],
 )
-def test_an_id_in_the_body_that_names_addresses(body: str) -> None:
+def test_request_id_with_worker_addresses_is_forbidden(body: str) -> None:
     for tenants in (True, False):
-        assert found(body, tenants=tenants) == "request_id"
-        assert found(body, ClientFields(kv_transfer=True), tenants=tenants) == ""
-    assert found('{"request_id": "mine", "prompt": "___prefill_addr_"}') == ""
+        assert forbidden_field(body, tenants=tenants) == "request_id"
+        assert forbidden_field(body, ClientFields(kv_transfer=True), tenants=tenants) == ""
+    assert forbidden_field('{"request_id": "mine", "prompt": "___prefill_addr_"}') == ""
 
 
 @pytest.mark.parametrize("request_id", [b"", b"abc", b"prefill_addr", b"cmpl-___x_decode"])
@@ -133,52 +135,52 @@ def test_half_an_address_is_enough(request_id: bytes) -> None:
     assert has_address(request_id)
 
 
-def test_forms() -> None:
+def test_forbidden_form_fields() -> None:
     lane = form((XARGS, b'{"lane": "urgent"}'))
-    assert forbidden_form(lane, TYPE, tenants=True, may=NOTHING) == "vllm_xargs"
-    assert forbidden_form(lane, TYPE, tenants=False, may=NOTHING) == ""
+    assert forbidden_form(lane, TYPE, tenants=True, may=NONE_ALLOWED) == "vllm_xargs"
+    assert forbidden_form(lane, TYPE, tenants=False, may=NONE_ALLOWED) == ""
     assert forbidden_form(lane, TYPE, tenants=True, may=ClientFields(arguments=True)) == ""
     name = b'Content-Disposition: form-data; name="prompt"'
     plain = form((name, b"what is vllm_xargs?"))
-    assert forbidden_form(plain, TYPE, tenants=True, may=NOTHING) == ""
+    assert forbidden_form(plain, TYPE, tenants=True, may=NONE_ALLOWED) == ""
 
 
-# As a router reads them
+# Fields as the router reads them
 
 
-def asked(
+def read_as_tenant(
     body: dict[str, Any],
     path: str = "/v1/chat/completions",
     *,
-    who: TenantSpec | None = None,
+    tenant_spec: TenantSpec | None = None,
     **settings: Any,
 ) -> RequestInfo:
     router = Router(RouterSettings(**settings), fleet_of(spec("w")))
     raw = orjson.dumps(body)
-    tenant = Tenant(who or TenantSpec("a"))
-    one = router.read(route(path), raw, b"application/json", "id", tenant)
-    assert isinstance(one, RequestInfo), one
-    return one
+    owner = Tenant(tenant_spec or TenantSpec("a"))
+    info = router.read(route(path), raw, b"application/json", "id", owner)
+    assert isinstance(info, RequestInfo), info
+    return info
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/tokenize"])
-def test_a_priority_is_taken_out(path: str) -> None:
-    assert asked(chat("hi", priority=-5), path).fields == {"priority": None}
-    assert asked(chat("hi"), path).fields is None
+def test_priority_is_removed(path: str) -> None:
+    assert read_as_tenant(chat("hi", priority=-5), path).fields == {"priority": None}
+    assert read_as_tenant(chat("hi"), path).fields is None
 
 
-def test_a_batch_is_batch_whoevers_it_is() -> None:
+def test_batch_requests_have_batch_rank_for_any_tenant() -> None:
     router = Router(RouterSettings(pass_priority=True), fleet_of(spec("w")))
     body = orjson.dumps(chat("hi"))
-    who = Tenant(TenantSpec("a", Rank.INTERACTIVE))
-    for tenant in (who, None):
-        one = router.read(route(), body, b"application/json", "id", tenant, batch=True)
-        assert isinstance(one, RequestInfo)
-        assert one.rank is Rank.BATCH
-        assert one.fields == (None if tenant is None else {"priority": b"1"})
+    interactive = Tenant(TenantSpec("a", Rank.INTERACTIVE))
+    for tenant in (interactive, None):
+        info = router.read(route(), body, b"application/json", "id", tenant, batch=True)
+        assert isinstance(info, RequestInfo)
+        assert info.rank is Rank.BATCH
+        assert info.fields == (None if tenant is None else {"priority": b"1"})
 
 
-def test_arguments_are_refused_in_openais_words() -> None:
+def test_vllm_xargs_are_refused_as_an_openai_error() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
     body = orjson.dumps(chat("hi", vllm_xargs={"lane": "urgent"}))
     answer = router.read(route(), body, b"application/json", "id", Tenant(TenantSpec("a")))
@@ -186,61 +188,61 @@ def test_arguments_are_refused_in_openais_words() -> None:
     assert (refusal.status, refusal.param, refusal.code) == (
         400, "vllm_xargs", "forbidden_parameter",
     )  # fmt: skip
-    assert isinstance(read(router, body), RequestInfo), "without tenants it passes"
+    assert isinstance(read(router, body), RequestInfo), "allowed without tenants"
 
 
 # Streams
 
 
-ASKED = {"stream_options": b'{"include_usage":true}'}
+USAGE_REQUESTED = {"stream_options": b'{"include_usage":true}'}
 
 
 @pytest.mark.parametrize("stream", [True, 1, "true", "True", "yes", "on", "T", "1", 1.0])
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"]
 )
-def test_a_stream_tells_its_usage_to_the_router(path: str, stream: object) -> None:
+def test_usage_is_requested_for_streams(path: str, stream: object) -> None:
     body = chat("hi", prompt="hi", stream=stream)
     for options in (None, {}, {"include_usage": False}, {"include_usage": "no"},
                     {"include_usage": None, "continuous_usage_stats": True}):  # fmt: skip
-        one = asked(body | {"stream_options": options}, path)
-        assert one.fields == ASKED
-        assert one.stream
-    assert asked(body, path).fields == ASKED
+        info = read_as_tenant(body | {"stream_options": options}, path)
+        assert info.fields == USAGE_REQUESTED
+        assert info.stream
+    assert read_as_tenant(body, path).fields == USAGE_REQUESTED
 
 
-@pytest.mark.parametrize("said", [True, "true", 1, "ON"])
-def test_what_the_client_asked_for_itself_is_left_to_it(said: object) -> None:
-    options = {"include_usage": said, "continuous_usage_stats": True}
-    assert asked(chat("hi", stream=True, stream_options=options)).fields is None
+@pytest.mark.parametrize("value", [True, "true", 1, "ON"])
+def test_include_usage_of_the_client_is_kept(value: object) -> None:
+    options = {"include_usage": value, "continuous_usage_stats": True}
+    assert read_as_tenant(chat("hi", stream=True, stream_options=options)).fields is None
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/messages", "/v1/responses", "/cohere/v2/chat", "/v1/embeddings", "/tokenize"]
 )
-def test_others_tell_usage_unasked_or_never(path: str) -> None:
-    assert asked(chat("hi", stream=True, input="x"), path).fields is None
+def test_usage_is_not_requested_on_other_routes(path: str) -> None:
+    assert read_as_tenant(chat("hi", stream=True, input="x"), path).fields is None
 
 
 @pytest.mark.parametrize("stream", [False, None, "false", "off", 0, "", [], {"x": 1}])
-def test_what_is_no_stream_is_not_asked(stream: object) -> None:
-    one = asked(chat("hi", stream=stream, stream_options={"include_usage": False}))
-    assert one.fields is None
-    assert not one.stream
+def test_usage_is_not_requested_without_a_stream(stream: object) -> None:
+    info = read_as_tenant(chat("hi", stream=stream, stream_options={"include_usage": False}))
+    assert info.fields is None
+    assert not info.stream
 
 
 LONG = "a prompt of some length, such as are cached " * 40
 
 
-def test_salted_prompts_are_apart_in_what_is_believed_to_be_cached() -> None:
+def test_prefixes_of_salted_prompts_differ() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
 
     def prefix(tenant: Tenant | None, **fields: Any) -> tuple[int, ...]:
         body = orjson.dumps(chat(LONG, **fields))
-        one = router.read(route(), body, b"application/json", "id", tenant)
-        assert isinstance(one, RequestInfo)
-        assert one.prefix
-        return one.prefix
+        info = router.read(route(), body, b"application/json", "id", tenant)
+        assert isinstance(info, RequestInfo)
+        assert info.prefix
+        return info.prefix
 
     a, b = (Tenant(TenantSpec(name, salted=True)) for name in "ab")
     plain, other = (Tenant(TenantSpec(name)) for name in "cd")
@@ -252,22 +254,22 @@ def test_salted_prompts_are_apart_in_what_is_believed_to_be_cached() -> None:
     assert len({prefix(a, cache_salt=salt) for salt in ("", "x", "y")}) == 3
 
 
-def test_nobody_can_name_the_salt_of_another() -> None:
-    """Whoever knows a tenant's name can work it out: so nobody's own is taken as it is."""
+def test_client_cannot_use_the_salt_of_another_tenant() -> None:
+    """A salt can be computed from a tenant's name, so client salts are changed."""
     router = Router(RouterSettings(), fleet_of(spec("w")))
 
     def salts(name: str, own: object = None) -> tuple[str, dict[str, Any] | None]:
         body = orjson.dumps(chat(LONG) | ({} if own is None else {"cache_salt": own}))
-        who = router.tenants.get(name)
-        one = router.read(route(), body, b"application/json", "id", who)
-        assert isinstance(one, RequestInfo)
-        return one.salt, one.fields and json.loads(spliced(body, one.fields))
+        tenant = router.tenants.get(name)
+        info = router.read(route(), body, b"application/json", "id", tenant)
+        assert isinstance(info, RequestInfo)
+        return info.salt, info.fields and json.loads(spliced(body, info.fields))
 
     def tenants(*, salted: bool) -> None:
         specs = [TenantSpec("legal", salted=salted), TenantSpec("intern"), TenantSpec("c")]
         router.tenants.replace(specs, {})
 
-    for _ in range(2):  # an operator may go back and forth
+    for _ in range(2):  # an operator may switch salting on and off
         tenants(salted=True)
         legal, _ = salts("legal")
         guessed, body = salts("intern", legal)
@@ -278,15 +280,15 @@ def test_nobody_can_name_the_salt_of_another() -> None:
         for none in (None, "", 7):
             assert salts("intern", none) == ("", None)
         tenants(salted=False)
-        assert salts("intern", legal) == (legal, None), "nobody's"
+        assert salts("intern", legal) == (legal, None), "no salted tenant"
 
 
 @pytest.mark.parametrize("path", ["/cohere/v2/chat", "/v2/embed"])
-def test_what_can_not_be_kept_apart_is_not_served(path: str) -> None:
+def test_salted_tenant_is_refused_on_unsalted_routes(path: str) -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
     body = orjson.dumps(chat("hi", texts=["x"]))
-    who = Tenant(TenantSpec("a", salted=True))
-    refusal = refused(router.read(route(path), body, b"application/json", "id", who))
+    tenant = Tenant(TenantSpec("a", salted=True))
+    refusal = refused(router.read(route(path), body, b"application/json", "id", tenant))
     assert (refusal.status, refusal.code) == (400, "not_isolated")
     unsalted = router.read(route(path), body, b"application/json", "id", Tenant(TenantSpec("b")))
     assert isinstance(unsalted, RequestInfo)
@@ -295,84 +297,87 @@ def test_what_can_not_be_kept_apart_is_not_served(path: str) -> None:
 # Models and stored responses
 
 
-def test_a_model_that_is_not_for_it_is_403() -> None:
+def test_model_not_allowed_for_the_tenant_is_403() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w", model="m"), spec("v", model="n")))
-    who = Tenant(TenantSpec("a", models=frozenset(["n"])))
+    tenant = Tenant(TenantSpec("a", models=frozenset(["n"])))
 
     def answer(**fields: Any) -> Any:
         body = orjson.dumps(chat("hi", **fields))
-        return router.read(route(), body, b"application/json", "id", who)
+        return router.read(route(), body, b"application/json", "id", tenant)
 
     refusal = refused(answer(model="m"))
     assert (refusal.status, refusal.code, refusal.param) == (403, "model_not_allowed", "model")
     assert answer(model="n").model == "n"
-    assert answer().model == "n", "the only one that it may use"
+    assert answer().model == "n", "the only model that the tenant may use"
     unknown = refused(answer(model="x"))
     assert unknown.status == 404
-    assert "serves: n." in unknown.message, "others' models are not its business"
+    assert "serves: n." in unknown.message, "other models are not listed"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "model",
     ['"n"', '""', "null", '"m", "model": null', '"m", "model": "n"', '"m", "mod\\u0065l": "n"'],
 )
-def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> None:
+def test_worker_receives_the_model_checked_for_the_tenant(model: str) -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
     router.fleet.roster.set_served("w", {"m": 4096, "n": 4096, "o": 4096}, 4096)
-    body = f'{{"model": {said}, "messages": []}}'.encode()
+    body = f'{{"model": {model}, "messages": []}}'.encode()
 
-    def read_for(who: Tenant, body: bytes) -> RequestInfo:
-        ask = router.read(route(), body, b"application/json", "id", who)
+    def read_for(tenant: Tenant, body: bytes) -> RequestInfo:
+        ask = router.read(route(), body, b"application/json", "id", tenant)
         assert isinstance(ask, RequestInfo)
         assert ask.model == "n"
         return ask
 
-    for each in (body, b'{"messages": []}'):
-        fields = present(read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), each).fields)
-        pairs = json.loads(spliced(each, fields), object_pairs_hook=list)
-        assert {value for name, value in pairs if name == "model"} == {"n"}
-    if said.endswith('"n"'):
+    for sent in (body, b'{"messages": []}'):
+        fields = present(read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), sent).fields)
+        pairs = json.loads(spliced(sent, fields), object_pairs_hook=list)
+        assert {model for name, model in pairs if name == "model"} == {"n"}
+    if model.endswith('"n"'):
         assert read_for(Tenant(TenantSpec("b")), body).fields is None
 
 
-def test_a_form_of_a_tenant_names_its_model_plainly() -> None:
+def test_form_of_a_tenant_must_name_its_model_unambiguously() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
     router.fleet.roster.set_served("w", {"m": 4096, "n": 4096}, 4096)
-    some, every = Tenant(TenantSpec("a", models=frozenset(["n"]))), Tenant(TenantSpec("b"))
+    restricted, unrestricted = (
+        Tenant(TenantSpec("a", models=frozenset(["n"]))),
+        Tenant(TenantSpec("b")),
+    )
     plain, other = (
         (b'Content-Disposition: form-data; name="model"', name) for name in (b"n", b"m")
     )
     unquoted = (b"Content-Disposition: form-data; name=model", b"m")
 
-    def answer(who: Tenant, *parts: tuple[bytes, bytes]) -> Any:
+    def answer(tenant: Tenant, *parts: tuple[bytes, bytes]) -> Any:
         path = route("/v1/audio/transcriptions")
-        return router.read(path, form(*parts), TYPE, "id", who)
+        return router.read(path, form(*parts), TYPE, "id", tenant)
 
-    assert answer(some, plain).model == "n"
-    assert refused(answer(some, other)).status == 403
+    assert answer(restricted, plain).model == "n"
+    assert refused(answer(restricted, other)).status == 403
     for parts in ((), (plain, other), (plain, unquoted)):
-        refusal = refused(answer(some, *parts))
+        refusal = refused(answer(restricted, *parts))
         assert (refusal.status, refusal.param) == (400, "model")
-    assert answer(every, plain, unquoted).model == "n"
+    assert answer(unrestricted, plain, unquoted).model == "n"
 
 
-def test_a_stored_response_is_its_tenants_own() -> None:
+def test_stored_response_is_visible_to_its_tenant_only() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w"), spec("v")))
     a, b = (Tenant(TenantSpec(name)) for name in "ab")
     router.remember("resp_1", "v", a)
 
-    def fetched(tenant: Tenant | None, response: str = "resp_1") -> Any:
+    def fetch(tenant: Tenant | None, response: str = "resp_1") -> Any:
         path = route(f"/v1/responses/{response}", "GET")
         return router.read(path, b"", b"", "id", tenant)
 
-    def followed(tenant: Tenant | None) -> Any:
+    def continue_response(tenant: Tenant | None) -> Any:
         body = orjson.dumps({"input": "go on", "previous_response_id": "resp_1"})
         return router.read(route("/v1/responses"), body, b"application/json", "id", tenant)
 
-    for answer in (fetched(a), followed(a)):
+    for answer in (fetch(a), continue_response(a)):
         assert answer.pinned == "v"
         assert answer.tenant is a
-    for answer in (fetched(b), followed(b), fetched(a, "resp_2")):
+    for answer in (fetch(b), continue_response(b), fetch(a, "resp_2")):
         refusal = refused(answer)
         assert (refusal.status, refusal.code) == (404, "response_not_found")
-    assert fetched(None).pinned == ""
+    assert fetch(None).pinned == ""

@@ -1,4 +1,4 @@
-"""Members set and taken out of JSON text, and nothing else changed."""
+"""Setting and removing members of JSON text without other changes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from proxy.core.request.json_limits import JsonMask
     ],
 )
 @pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
-def test_blanks_however_many(body: bytes, after: bytes, size: int) -> None:
+def test_blanks_are_kept(body: bytes, after: bytes, size: int) -> None:
     blanks = (b" \t\r\n" * size)[:size]
     changes: dict[str, bytes | None] = {"a": b"1", "b": b"3", "d": None}
     found = spliced(body.replace(b"~", blanks), changes)
     assert found == after.replace(b"~", blanks)
 
 
-def test_blanks_cost_no_more_than_to_parse_them() -> None:
+def test_blanks_cost_at_most_ten_times_parsing() -> None:
     def cost(work: Callable[[bytes], object]) -> float:
         best = 1e9
         for _ in range(5):
@@ -43,10 +43,10 @@ def test_blanks_cost_no_more_than_to_parse_them() -> None:
         return best
 
     body = b'{"a":1' + b" " * (2 << 20) + b"}"
-    most = 10 * cost(orjson.loads)  # it was eighty times
-    assert cost(lambda body: spliced(body, {"b": b"1"}, {"a"})) < most
+    limit = 10 * cost(orjson.loads)  # it was 80 times
+    assert cost(lambda body: spliced(body, {"b": b"1"}, {"a"})) < limit
     body = b'{"a":1,' + b" " * (2 << 20) + b'"b":1}'
-    assert cost(lambda body: spliced(body, {"b": None}, {"a", "b"})) < most
+    assert cost(lambda body: spliced(body, {"b": None}, {"a", "b"})) < limit
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,9 @@ def test_blanks_cost_no_more_than_to_parse_them() -> None:
         (b'{"b":1}', {"a": None}, b'{"b":1}'),
     ],
 )
-def test_set_and_taken_out(body: bytes, fields: dict[str, bytes | None], after: bytes) -> None:
+def test_members_are_set_and_removed(
+    body: bytes, fields: dict[str, bytes | None], after: bytes
+) -> None:
     assert spliced(body, fields) == after
 
 
@@ -95,7 +97,7 @@ def test_set_and_taken_out(body: bytes, fields: dict[str, bytes | None], after: 
         b"null",
     ],
 )
-def test_what_only_looks_like_the_member_stays(value: bytes) -> None:
+def test_text_that_looks_like_the_member_is_kept(value: bytes) -> None:
     body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
     assert json.loads(body)
     assert spliced(body, {"max_tokens": b"1"}) == body.replace(
@@ -105,7 +107,7 @@ def test_what_only_looks_like_the_member_stays(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
-def test_long_prompts(prompt: str) -> None:
+def test_long_prompts_are_kept(prompt: str) -> None:
     messages = [{"role": "user", "content": prompt}]
     body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
     after = json.loads(spliced(body, {"stream": b"false", "kv": b"{}"}))
@@ -113,7 +115,7 @@ def test_long_prompts(prompt: str) -> None:
 
 
 NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
-PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which is looked for otherwise
+PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which has its own search
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(['"', "\\"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -124,12 +126,12 @@ SPACE = st.text(" \t\r\n", max_size=2)
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
-    """Draw JSON text of an object, members repeated and keys escaped at will, and its pairs."""
+    """Draw the JSON text of an object, with repeated members and escaped keys, and its pairs."""
     pairs = draw(st.lists(st.tuples(NAMES, VALUES), max_size=5))
     ascii_only, indent = draw(st.booleans()), draw(st.sampled_from([None, 1]))
     written = []
     for name, value in pairs:
-        escaped = "".join(f"\\u{ord(each):04x}" for each in name)
+        escaped = "".join(f"\\u{ord(char):04x}" for char in name)
         key = f'"{escaped}"' if draw(st.booleans()) else json.dumps(name, ensure_ascii=ascii_only)
         text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
         written.append(f"{draw(SPACE)}{key}{draw(SPACE)}:{draw(SPACE)}{text}{draw(SPACE)}")
@@ -137,7 +139,6 @@ def texts(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
 
 
 def pairs_of(text: bytes) -> list[tuple[str, Any]]:
-    """Read an object's pairs in order; objects in it as ever."""
     return [
         (member.name.decode(), json.loads(text[member.value : member.end]))
         for member in members(text)
@@ -145,7 +146,7 @@ def pairs_of(text: bytes) -> list[tuple[str, Any]]:
 
 
 @given(texts(), st.dictionaries(PLAIN, st.none() | VALUES))
-def test_it_agrees_with_a_parser(
+def test_spliced_agrees_with_a_json_parser(
     drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any]
 ) -> None:
     body, pairs = drawn
@@ -158,33 +159,33 @@ def test_it_agrees_with_a_parser(
         },
     )
     expected = [(n, fields.get(n, v)) for n, v in pairs if fields.get(n, 0) is not None]
-    there = {name for name, _ in pairs}
-    expected += [(n, v) for n, v in fields.items() if n not in there and v is not None]
+    names = {name for name, _ in pairs}
+    expected += [(n, v) for n, v in fields.items() if n not in names and v is not None]
     assert json.loads(after) == dict(expected)
     assert pairs_of(after) == expected
 
 
 @given(texts(), st.dictionaries(PLAIN, st.none() | VALUES), st.sampled_from(["", "x" * 9000]))
-def test_to_know_the_names_changes_nothing_but_the_cost(
+def test_known_names_do_not_change_the_result(
     drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any], long: str
 ) -> None:
     body, _ = drawn
-    if long:  # beyond what is searched where nothing is known
+    if long:  # beyond the search limit for unknown names
         comma = b"," if json.loads(body) else b""
         body = body.replace(b"{", b'{"p": "%b \\"a\\" \\\\"%b' % (long.encode(), comma), 1)
     wanted = {
         name: None if value is None else json.dumps(value).encode()
         for name, value in fields.items()
     }
-    said = frozenset(json.loads(body))
+    names = frozenset(json.loads(body))
     after = spliced(body, wanted)
-    assert spliced(body, wanted, said) == after
-    found = [each for each in members(body, JsonMask(body)) if each.name.decode() in wanted]
+    assert spliced(body, wanted, names) == after
+    found = [member for member in members(body, JsonMask(body)) if member.name.decode() in wanted]
     assert spliced(body, wanted, found=found) == after
 
 
 LONG = 'please tell me more\n "stream" ' * 1000
-OTHERWISE = {
+STREAM_BODIES = {
     "once": rb'{"p":%b,"stream" : true}',
     "in front": rb'{"stream":true,"p":%b}',
     "twice": rb'{"stream":false,"p":%b,"stream":true}',
@@ -203,34 +204,34 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("name", STREAM_BODIES)
 @pytest.mark.parametrize("prompt", ["", LONG, LONG + "\u00e9"], ids=["short", "long", "escaped"])
 @pytest.mark.parametrize("text", [b"false", None])
-def test_a_name_that_is_known_to_be_there(name: str, prompt: str, text: bytes | None) -> None:
-    body = OTHERWISE[name] % json.dumps(prompt).encode()
-    said = frozenset(json.loads(body))
-    assert "stream" in said
+def test_known_name_is_edited_wherever_it_is(name: str, prompt: str, text: bytes | None) -> None:
+    body = STREAM_BODIES[name] % json.dumps(prompt).encode()
+    names = frozenset(json.loads(body))
+    assert "stream" in names
     fields = {"stream": text, "kv": b"{}"}
-    after = spliced(body, fields, said)
+    after = spliced(body, fields, names)
     assert after == spliced(body, fields)
-    pairs = [each for each in pairs_of(body) if each[0] != "stream" or text is not None]
+    pairs = [pair for pair in pairs_of(body) if pair[0] != "stream" or text is not None]
     pairs = [(key, False if key == "stream" else value) for key, value in pairs]
     assert pairs_of(after) == [*pairs, ("kv", {})]
 
 
 @pytest.mark.parametrize("before", ["", "a_b _ ", "max_tokens ", '"max_tokens" ', "_" * 9000])
 @pytest.mark.parametrize("again", ["", '"x":"_","max_tokens":3,', '"max_tokens":[1],'])
-def test_a_name_with_a_mark_that_is_elsewhere_too(before: str, again: str) -> None:
+def test_name_with_an_underscore_that_occurs_elsewhere(before: str, again: str) -> None:
     text = json.dumps({"p": before})
     body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
-    said = frozenset(json.loads(body))
-    after = spliced(body, {"max_tokens": b"1"}, said)
+    names = frozenset(json.loads(body))
+    after = spliced(body, {"max_tokens": b"1"}, names)
     assert after == spliced(body, {"max_tokens": b"1"})
     assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
 
 
 @given(texts())
-def test_nothing_changes_where_nothing_is_wanted(
+def test_no_edits_change_nothing(
     drawn: tuple[bytes, list[tuple[str, Any]]],
 ) -> None:
     body, _ = drawn
@@ -239,7 +240,7 @@ def test_nothing_changes_where_nothing_is_wanted(
 
 
 @given(texts(), PLAIN)
-def test_to_set_a_member_to_what_it_is_changes_nothing(
+def test_setting_a_member_to_its_value_changes_nothing(
     drawn: tuple[bytes, list[tuple[str, Any]]], name: str
 ) -> None:
     body, _ = drawn

@@ -1,4 +1,4 @@
-"""How much a JSON text may make, and what it costs to look at the most."""
+"""Limits on the values of a JSON body, and the cost of measuring the largest bodies."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
         ('{"é": "[,"}'.encode(), 3),
     ],
 )
-def test_so_many_strings_lists_and_objects_and_no_more(unit: bytes, nodes: int) -> None:
-    most = (MAX_NODES - 3) // nodes  # beside the object, its key and the list
-    assert too_many(listed(unit, most)) == ""
-    more = listed(unit, most + 1)
+def test_number_of_strings_lists_and_objects_is_limited(unit: bytes, nodes: int) -> None:
+    limit = (MAX_NODES - 3) // nodes  # minus the object, its key and the list
+    assert too_many(listed(unit, limit)) == ""
+    more = listed(unit, limit + 1)
     assert too_many(more) == (
         "200,000 strings, lists and objects" if len(more) > LARGE_BODY_BYTES else ""
     )
 
 
-def test_so_many_numbers_and_no_more() -> None:
-    most = MAX_VALUES - 3
+def test_number_of_values_is_limited() -> None:
+    limit = MAX_VALUES - 3
     for unit in (b"7", b"123456"):
-        assert too_many(listed(unit, most)) == ""
-        assert too_many(listed(unit, most + 2)) == "1,100,000 values"
+        assert too_many(listed(unit, limit)) == ""
+        assert too_many(listed(unit, limit + 2)) == "1,100,000 values"
 
 
 @pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MAX_NODES + 1)])
-def test_what_is_no_json_is_for_the_parser_to_refuse(mark: bytes) -> None:
+def test_invalid_json_does_not_break_the_count(mark: bytes) -> None:
     too_many(b"{" + mark + b"[," * MAX_VALUES)
 
 
-def test_where_the_count_stops_is_no_way_around() -> None:
+def test_nodes_at_a_piece_boundary_are_counted() -> None:
     head = b'{"messages":[' + b'"",' * (MAX_NODES - 1)
     body = (
         head
@@ -73,10 +73,10 @@ def test_where_the_count_stops_is_no_way_around() -> None:
     assert too_many(body) == "200,000 strings, lists and objects"
 
 
-# The costliest that each reader of bodies may be given.
+# The most expensive bodies for each prompt shape.
 N = MAX_NODES - 50
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-COSTLY: list[tuple[str, bytes]] = [
+EXPENSIVE: list[tuple[str, bytes]] = [
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b'{"a":1},' * (N // 2))),
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b"{}," * N)),
     (CHAT, b'{"messages":[{"content":[%b1]}]}' % (b'"",' * N)),
@@ -102,10 +102,10 @@ COSTLY: list[tuple[str, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("at", range(len(COSTLY)))
-def test_of_the_costliest_bodies_so_much_is_looked_at_and_no_more(at: int) -> None:
-    path, body = COSTLY[at]
-    assert too_many(body) == "", "it is to be the costliest that passes"
+@pytest.mark.parametrize("at", range(len(EXPENSIVE)))
+def test_cost_of_measuring_expensive_bodies_is_bounded(at: int) -> None:
+    path, body = EXPENSIVE[at]
+    assert too_many(body) == "", "the body must pass the limit"
     fields, shape, lines = orjson.loads(body), route(path).shape, 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -119,13 +119,13 @@ def test_of_the_costliest_bodies_so_much_is_looked_at_and_no_more(at: int) -> No
         extent = measure(shape, fields)
     finally:
         sys.settrace(before)
-    # Of prompts that are not looked at the lengths are: a line for each.
+    # One line per prompt that is not examined: its length.
     assert lines <= 40 * MAX_EXAMINED + MAX_NODES
-    # And nothing is forgotten: of what was not looked at there is a guess.
+    # The parts not examined are estimated.
     assert extent.text + 4 * extent.tokens >= 0.1 * len(body)
 
 
-def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
+def test_messages_beyond_the_examined_are_estimated_by_length() -> None:
     router, message = router_of(spec("w")), {"content": "x" * 70}
     few, many = ({"messages": [message] * n} for n in (MAX_EXAMINED, 2 * MAX_EXAMINED))
     sure, doubtful = read(router, few), read(router, many)
@@ -133,7 +133,7 @@ def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
     assert not isinstance(doubtful, Refusal)
     assert 2 * sure.prompt_tokens < doubtful.prompt_tokens < 3 * sure.prompt_tokens
     assert doubtful.least_prompt == sure.least_prompt
-    assert doubtful.text_bytes == 0, "nothing is learnt of it"
+    assert doubtful.text_bytes == 0, "an estimate teaches nothing"
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
         ("/v1/rerank", "documents", {"query": "q"}),
     ],
 )
-def test_a_long_prompt_behind_all_that_is_looked_at_is_the_largest(
+def test_largest_text_includes_prompts_not_examined(
     path: str, key: str, more: dict[str, str]
 ) -> None:
     fields = {key: ["a"] * MAX_EXAMINED + ["x" * 1_000_000]} | more
     assert measure(route(path).shape, fields).largest_text >= 1_000_000
 
 
-def test_what_is_nested_too_deep_to_be_printed_counts_by_its_texts() -> None:
+def test_too_deeply_nested_content_counts_by_its_texts() -> None:
     deep: list[Any] = []
     for _ in range(500):
         deep = [deep]
@@ -160,7 +160,7 @@ def test_what_is_nested_too_deep_to_be_printed_counts_by_its_texts() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8])
-def test_what_steers_is_found_behind_all_that_is_not_looked_at(at: int) -> None:
-    path, body = COSTLY[at]
+def test_transfer_params_after_unexamined_parts_are_found(at: int) -> None:
+    path, body = EXPENSIVE[at]
     steers = body[:-1] + b',"kv_transfer_params":{"remote_host":"h"}}'
     assert refused(read(router_of(spec("w")), steers, path)).code == "forbidden_parameter"

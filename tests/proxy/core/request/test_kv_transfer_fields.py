@@ -1,4 +1,4 @@
-"""What would steer a transfer is found in every spelling an engine reads, and nowhere else."""
+"""Fields that steer a KV transfer are found in every spelling that an engine reads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ EVIL = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
 TYPE = b"multipart/form-data; boundary=XyZ"
 
 
-def found(body: str) -> str | None:
-    """Ask as the reader does."""
+def steering_field(body: str) -> str | None:
     return steering(orjson.loads(body), body.encode())
 
 
@@ -61,8 +60,8 @@ def found(body: str) -> str | None:
     ],
 )
 @pytest.mark.parametrize("value", [EVIL, '"text"', "[1]", "0", "false", "{}", "true"])
-def test_found_in_every_spelling(body: str, name: str, value: str) -> None:
-    assert found(body % value) == name
+def test_steering_fields_are_found_in_every_spelling(body: str, name: str, value: str) -> None:
+    assert steering_field(body % value) == name
 
 
 @pytest.mark.parametrize(
@@ -87,8 +86,8 @@ def test_found_in_every_spelling(body: str, name: str, value: str) -> None:
         '{"KV_TRANSFER_PARAMS": {}, "kv_transfer_params ": {}, "kv-transfer-params": {}}',
     ],
 )
-def test_what_steers_nothing(body: str) -> None:
-    assert found(body) is None
+def test_bodies_without_steering_fields_pass(body: str) -> None:
+    assert steering_field(body) is None
 
 
 TEXT = st.text() | st.sampled_from(
@@ -97,13 +96,15 @@ TEXT = st.text() | st.sampled_from(
 
 
 @given(st.lists(TEXT).map(" ".join), st.booleans())
-def test_no_prompt_steers(prompt: str, ascii_only: bool) -> None:
+def test_text_of_prompts_is_no_steering_field(prompt: str, ascii_only: bool) -> None:
     fields = {"model": "tiny", "vllm_xargs": {"note": prompt}, "prompt": prompt}
-    assert found(json.dumps(fields, ensure_ascii=ascii_only)) is None
+    assert steering_field(json.dumps(fields, ensure_ascii=ascii_only)) is None
 
 
 @given(st.lists(TEXT).map(" ".join), st.sampled_from([(), ("vllm_xargs",)]), st.integers(0, 2**18))
-def test_it_is_found_beside_any_prompt(prompt: str, path: tuple[str, ...], escaped: int) -> None:
+def test_steering_field_is_found_next_to_any_prompt(
+    prompt: str, path: tuple[str, ...], escaped: int
+) -> None:
     key = "".join(
         f"\\u{ord(c):04x}" if escaped >> at & 1 else c for at, c in enumerate("kv_transfer_params")
     )
@@ -111,14 +112,14 @@ def test_it_is_found_beside_any_prompt(prompt: str, path: tuple[str, ...], escap
     for name in path:
         inner = f'"{name}": {{{inner}}}'
     body = f'{{"prompt": {json.dumps(prompt)}, {inner}}}'
-    assert found(body) == ".".join([*path, "kv_transfer_params"])
+    assert steering_field(body) == ".".join([*path, "kv_transfer_params"])
 
 
 # Forms
 
 
 def form(*parts: tuple[bytes, bytes]) -> bytes:
-    """Write a form of parts: the head of each, and its value."""
+    """Return a form of parts, each a head and a value."""
     return b"".join(b"--XyZ\r\n%b\r\n\r\n%b\r\n" % part for part in parts) + b"--XyZ--\r\n"
 
 
@@ -146,7 +147,7 @@ def form(*parts: tuple[bytes, bytes]) -> bytes:
         b' \r\n{"a": NaN, "kv_transfer_params": 1}\r\n',
     ],
 )
-def test_forms(head: bytes, value: bytes) -> None:
+def test_steering_fields_of_forms_are_found(head: bytes, value: bytes) -> None:
     file = (b'Content-Disposition: form-data; name="file"; filename="a.wav"', b"\x00\xff" * 5000)
     steers = "vllm_xargs.kv_transfer_params"
     assert steering_form(form(file, (head, value)), TYPE) == steers
@@ -158,7 +159,7 @@ def test_forms(head: bytes, value: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "content_type",
     [
         TYPE + b"; charset=utf-7",
         TYPE + b'; Charset = "utf-16"',
@@ -166,18 +167,18 @@ def test_forms(head: bytes, value: bytes) -> None:
         TYPE + b"; charset*=utf-8''utf-7",
     ],
 )
-def test_a_form_in_an_odd_charset_could_spell_it_in_any_way(kind: bytes) -> None:
-    assert steering_form(form(), kind) == "charset"
+def test_form_with_another_charset_is_steering(content_type: bytes) -> None:
+    assert steering_form(form(), content_type) == "charset"
     assert steering_form(form(), TYPE + b"; charset=UTF-8") is None
     assert steering_form(form(), TYPE + b"; charset=UTF-8; x=charset") is None
 
 
-def test_a_long_content_type_takes_as_long_as_it_is() -> None:
+def test_cost_of_a_long_content_type_is_linear() -> None:
     def cost(size: int) -> float:
-        kind, best = TYPE + b"; " + b"charset" * (size // 7), 1e9
+        content_type, best = TYPE + b"; " + b"charset" * (size // 7), 1e9
         for _ in range(3):
             began = time.process_time()
-            assert steering_form(b"", kind) is None
+            assert steering_form(b"", content_type) is None
             best = min(best, time.process_time() - began)
         return best
 
@@ -198,22 +199,22 @@ def test_a_long_content_type_takes_as_long_as_it_is() -> None:
         (b'Content-Disposition: form-data; name="file"; filename="name*.wav"', b"\x00" * 100),
     ],
 )
-def test_forms_that_steer_nothing(part: tuple[bytes, bytes]) -> None:
+def test_forms_without_steering_fields_pass(part: tuple[bytes, bytes]) -> None:
     assert steering_form(form(part), TYPE) is None
 
 
-def test_a_text_too_long_to_be_read_counts_as_one_that_steers() -> None:
+def test_too_long_form_value_counts_as_steering() -> None:
     head = b'Content-Disposition: form-data; name="vllm_xargs"'
     assert steering_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
 
 
 @pytest.mark.parametrize("body", [b"", b"vllm_xargs", b"\nname*\r\n\r\n", b"name*" * 99])
-def test_forms_that_are_none(body: bytes) -> None:
+def test_bodies_that_are_no_form_pass(body: bytes) -> None:
     assert steering_form(body, TYPE) is None
     assert steering_form(body, b"") is None
 
 
-def test_a_form_that_ends_anywhere_is_read_up_to_its_end() -> None:
+def test_truncated_form_is_read_up_to_its_end() -> None:
     head = b'Content-Disposition: form-data; name="vllm_xargs"'
     text = b'{"kv_transfer_params": 1}'
     whole = form((head, text))
@@ -224,10 +225,10 @@ def test_a_form_that_ends_anywhere_is_read_up_to_its_end() -> None:
         assert steering_form(whole[:end], TYPE) == steers, whole[:end]
 
 
-def test_a_form_that_takes_long_to_tell_is_taken_to_steer() -> None:
+def test_form_too_expensive_to_check_counts_as_steering() -> None:
     assert steering_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
     assert steering_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; name="vllm_xargs"\r\n'
-    assert steering_form(head + b"y" * 10_000, TYPE) is None  # it has no end
+    assert steering_form(head + b"y" * 10_000, TYPE) is None  # the part has no end
     assert steering_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"

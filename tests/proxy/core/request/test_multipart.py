@@ -10,25 +10,28 @@ TYPE = b"multipart/form-data; boundary=XyZ"
 
 
 def form(*parts: tuple[bytes, bytes]) -> bytes:
-    """Write a form of parts: the rest of a Content-Disposition, and a value."""
+    """Return a form of parts, each the rest of a Content-Disposition and a value."""
     head = b"--XyZ\r\nContent-Disposition: form-data; "
-    return b"".join(head + how + b"\r\n\r\n" + value + b"\r\n" for how, value in parts) + b"--XyZ--"
+    return (
+        b"".join(head + disposition + b"\r\n\r\n" + value + b"\r\n" for disposition, value in parts)
+        + b"--XyZ--"
+    )
 
 
-def test_a_quoted_boundary() -> None:
+def test_quoted_boundary_is_parsed() -> None:
     body = form((b'name="model"', b"w"), (b'name="stream"', b"true"))
     quoted = b'multipart/form-data; boundary="XyZ"; charset=utf-8'
     assert form_fields(body, quoted) == {"model": "w", "stream": "true"}
 
 
-def test_bytes_inside_a_file_are_not_taken_for_a_field() -> None:
+def test_bytes_inside_a_file_are_no_field() -> None:
     fake = b'form-data; name="model"\r\n\r\nevil\r\n--XyZ'
     body = form((b'name="file"; filename="a"', b"RIFF" + fake), (b'name="model"', b"w"))
     assert form_fields(body, TYPE)["model"] == "w"
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    ("body", "content_type"),
     [
         (b"", TYPE),
         (b'name="model"', TYPE),
@@ -39,14 +42,14 @@ def test_bytes_inside_a_file_are_not_taken_for_a_field() -> None:
         (form((b'name="model"', b"w")), b"multipart/form-data; boundary=other"),
     ],
 )
-def test_what_is_no_form_has_no_fields(body: bytes, kind: bytes) -> None:
-    assert form_fields(body, kind) == {}
+def test_invalid_form_has_no_fields(body: bytes, content_type: bytes) -> None:
+    assert form_fields(body, content_type) == {}
 
 
-# By which it is judged what a client may use
+# The model that decides access
 
-FILE = (b'name="file"; filename="a.wav"', b"RIFF\x00\r\n\r\n\n--")
-NAMED = (b'name="model"', b"w")
+FILE_PART = (b'name="file"; filename="a.wav"', b"RIFF\x00\r\n\r\n\n--")
+MODEL_PART = (b'name="model"', b"w")
 
 
 @pytest.mark.parametrize(
@@ -54,42 +57,43 @@ NAMED = (b'name="model"', b"w")
     [b'"a.wav"', b'"my name.wav"', b'""', b"\"x.wav\"; filename*=utf-8''%C3%A9.wav"],
 )
 @pytest.mark.parametrize(
-    "kind", [TYPE, b'multipart/form-data;boundary="XyZ"', b"Multipart/Form-Data; boundary=XyZ"]
+    "content_type",
+    [TYPE, b'multipart/form-data;boundary="XyZ"', b"Multipart/Form-Data; boundary=XyZ"],
 )
-def test_forms_as_libraries_write_them_are_plain(kind: bytes, file: bytes) -> None:
-    sound = (b'name="file"; filename=' + file + b"\r\nContent-Type: audio/wav", FILE[1])
+def test_plain_model_of_forms_as_libraries_write_them(content_type: bytes, file: bytes) -> None:
+    sound = (b'name="file"; filename=' + file + b"\r\nContent-Type: audio/wav", FILE_PART[1])
     many = (b'name="timestamp_granularities[]"', b"word")
-    assert plain_model(form(sound, many, NAMED, many), kind) == "w"
-    typed = form(NAMED, sound).replace(b"Content-D", b"Content-Type: text/plain\r\ncontent-d")
-    assert plain_model(typed, kind) == "w"
+    assert plain_model(form(sound, many, MODEL_PART, many), content_type) == "w"
+    typed = form(MODEL_PART, sound).replace(b"Content-D", b"Content-Type: text/plain\r\ncontent-d")
+    assert plain_model(typed, content_type) == "w"
 
 
 @pytest.mark.parametrize(
     "parts",
     [
         [],
-        [FILE],
-        [NAMED, NAMED],
-        [NAMED, (b'name="model"', b"v")],
-        [NAMED, (b"name=model", b"v")],
-        [NAMED, (b"NAME=model", b"v")],
-        [NAMED, (b'Name="file"; name = model', b"v")],
-        [NAMED, (b"name*=utf-8''mod%65l", b"v")],
-        [NAMED, (b'name*0="mo"; name*1="del"', b"v")],
-        [NAMED, (b'name="x"; name="model"', b"v")],
-        [NAMED, (b'name="x"; filename="a"; name="model"', b"v")],
-        [NAMED, (b'name="x"; filename="a";name*=utf-8\'\'model', b"v")],
-        [NAMED, (b'name="x"\r\nContent-Disposition: form-data; name="model"', b"v")],
+        [FILE_PART],
+        [MODEL_PART, MODEL_PART],
+        [MODEL_PART, (b'name="model"', b"v")],
+        [MODEL_PART, (b"name=model", b"v")],
+        [MODEL_PART, (b"NAME=model", b"v")],
+        [MODEL_PART, (b'Name="file"; name = model', b"v")],
+        [MODEL_PART, (b"name*=utf-8''mod%65l", b"v")],
+        [MODEL_PART, (b'name*0="mo"; name*1="del"', b"v")],
+        [MODEL_PART, (b'name="x"; name="model"', b"v")],
+        [MODEL_PART, (b'name="x"; filename="a"; name="model"', b"v")],
+        [MODEL_PART, (b'name="x"; filename="a";name*=utf-8\'\'model', b"v")],
+        [MODEL_PART, (b'name="x"\r\nContent-Disposition: form-data; name="model"', b"v")],
         [(b'name="model"\r\nContent-Disposition: form-data; name=x', b"w")],
         [(b'name="model"\r\nContent-Disposition : form-data; name="x"', b"w")],
         [(b'name="model"; filename="a"', b"w")],
         [(b'name="file"', b'\r\nContent-Disposition: form-data; name="model"\r\n\r\nw')],
-        [NAMED, (b'x="y"', b"v")],
-        [NAMED, *[FILE] * MAX_PARTS],
-        [NAMED, (b'name="x"; filename="' + b"a" * MAX_PLAIN_HEAD_BYTES, b"v")],
+        [MODEL_PART, (b'x="y"', b"v")],
+        [MODEL_PART, *[FILE_PART] * MAX_PARTS],
+        [MODEL_PART, (b'name="x"; filename="' + b"a" * MAX_PLAIN_HEAD_BYTES, b"v")],
     ],
 )
-def test_a_form_that_parsers_may_read_otherwise_names_no_model(
+def test_ambiguous_form_has_no_plain_model(
     parts: list[tuple[bytes, bytes]],
 ) -> None:
     assert plain_model(form(*parts), TYPE) is None
@@ -97,21 +101,23 @@ def test_a_form_that_parsers_may_read_otherwise_names_no_model(
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    ("body", "content_type"),
     [
         (b"", TYPE),
-        (form(NAMED), b""),
-        (form(NAMED), b"multipart/form-data; boundary=XyZ; boundary=other"),
-        (form(NAMED), b'multipart/form-data; x="boundary=XyZ"; boundary=other'),
-        (form(NAMED), b"multipart/form-data; boundary=XyZ; charset=utf-7"),
-        (form(NAMED), b"application/x-www-form-urlencoded; boundary=XyZ"),
-        (b"before\r\n" + form(NAMED), TYPE),
-        (form(NAMED).removesuffix(b"--"), TYPE),
-        (form(NAMED).replace(b"\r\n--XyZ--", b"\n--XyZ--"), TYPE),
-        (form(NAMED, FILE).replace(b"\r\n--XyZ\r\n", b"\r\n--XyZ \r\n"), TYPE),
-        (form(NAMED, (b'name="x"', b"--XyZ")), TYPE),
-        (form(FILE, NAMED).replace(FILE[1] + b"\r\n", b""), TYPE),  # `model` is in the file
+        (form(MODEL_PART), b""),
+        (form(MODEL_PART), b"multipart/form-data; boundary=XyZ; boundary=other"),
+        (form(MODEL_PART), b'multipart/form-data; x="boundary=XyZ"; boundary=other'),
+        (form(MODEL_PART), b"multipart/form-data; boundary=XyZ; charset=utf-7"),
+        (form(MODEL_PART), b"application/x-www-form-urlencoded; boundary=XyZ"),
+        (b"before\r\n" + form(MODEL_PART), TYPE),
+        (form(MODEL_PART).removesuffix(b"--"), TYPE),
+        (form(MODEL_PART).replace(b"\r\n--XyZ--", b"\n--XyZ--"), TYPE),
+        (form(MODEL_PART, FILE_PART).replace(b"\r\n--XyZ\r\n", b"\r\n--XyZ \r\n"), TYPE),
+        (form(MODEL_PART, (b'name="x"', b"--XyZ")), TYPE),
+        (form(FILE_PART, MODEL_PART).replace(FILE_PART[1] + b"\r\n", b""), TYPE),  # in the file
     ],
 )
-def test_no_more_does_one_whose_parts_may_be_told_apart_otherwise(body: bytes, kind: bytes) -> None:
-    assert plain_model(body, kind) is None
+def test_form_with_ambiguous_boundaries_has_no_plain_model(
+    body: bytes, content_type: bytes
+) -> None:
+    assert plain_model(body, content_type) is None

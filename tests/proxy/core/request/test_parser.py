@@ -1,4 +1,4 @@
-"""From bytes to an ask."""
+"""From body bytes to a RequestInfo."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.proxy.core.making import (
         '{"model": "m"}'.encode("utf-16"),
     ],
 )
-def test_what_is_no_json_object_is_400(body: bytes) -> None:
+def test_invalid_json_object_is_400(body: bytes) -> None:
     refusal = refused(read(router_of(spec("w")), body))
     assert (refusal.status, refusal.reason) == (400, Reason.BAD_REQUEST)
 
@@ -56,34 +56,34 @@ def test_what_is_no_json_object_is_400(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # as some editors write files
+        b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # a byte order mark
         b'{"messages": [], "max_tokens": 7, "logit_bias": {"5": -Infinity}}',
         b'{"temperature": NaN, "messages": [], "max_tokens": 7}',
         b'\xef\xbb\xbf{"max_tokens": 7, "messages": [], "user": "%b"}' % (b"u" * LARGE_BODY_BYTES),
     ],
 )
-def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
+def test_json_extensions_of_workers_are_accepted(body: bytes) -> None:
     found = read(router_of(spec("w")), body)
     assert isinstance(found, RequestInfo)
     assert found.output_tokens == 7
 
 
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])
-def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
+def test_steering_fields_in_extended_json_are_refused(start: bytes) -> None:
     body = start + b'"kv_transfer_params": {"remote_host": "h"}, "messages": []}'
     assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
     body = start + b'"kv_transfer\\u005fparams": {"remote_host": "h"}, "messages": []}'
     assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
 
 
-def test_a_body_of_countless_values_is_400_at_once() -> None:
+def test_too_many_values_are_400() -> None:
     body = b'{"messages": [' + b"[]," * MAX_NODES + b"[]]}"
     refusal = refused(read(router_of(spec("w")), body))
     assert refusal.status == 400
     assert "more than 200,000 strings, lists and objects" in refusal.message
 
 
-def test_a_million_token_ids_are_not_too_many() -> None:
+def test_a_million_token_ids_are_accepted() -> None:
     body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
     found = read(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
     assert isinstance(found, RequestInfo)
@@ -92,8 +92,8 @@ def test_a_million_token_ids_are_not_too_many() -> None:
 
 
 @pytest.mark.parametrize("unit", [b'"a":1,', b'"\\u0061" : [] ,', b'"":"x",'])
-def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(unit: bytes) -> None:
-    """The same name all the time: what is parsed has one member."""
+def test_too_many_members_of_an_edited_body_are_400(unit: bytes) -> None:
+    """All members have one name, so the parsed object has one member."""
     tenant = Tenant(TenantSpec("a", salted=True))
     for count in (MAX_MEMBERS - 2, MAX_MEMBERS + 1, 20_000):
         body = b'{%b"stream": true, "messages": []}' % (unit * count)
@@ -109,7 +109,7 @@ def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(u
             assert router.placer.decisions == {("", Reason.BAD_REQUEST): 1}
 
 
-def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
+def test_unknown_model_is_503_until_all_workers_have_listed_models() -> None:
     router = router_of(spec("w"))
     router.fleet.roster.add(spec("late"))
     refusal = refused(read(router, chat("x", model="adapter")))
@@ -125,24 +125,24 @@ def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
 
 
 @pytest.mark.parametrize("model", [1, ["m"], {"m": 1}, True])
-def test_a_model_that_is_no_name_is_400(model: object) -> None:
+def test_model_that_is_no_string_is_400(model: object) -> None:
     assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
 
 
-def test_prompts_begin_where_their_key_does() -> None:
+def test_prompt_starts_at_its_key() -> None:
     body = json.dumps({"model": "m", "messages": [1], "x": 1}).encode()
     assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": [1]')
     assert prompt_start(PromptFields.CHAT, b"{}") == -1
     assert prompt_start(PromptFields.INPUT, b'{"input": 1}') == -1
 
 
-def test_tools_in_front_belong_to_the_prompt() -> None:
+def test_prompt_starts_at_tools_before_messages() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = json.dumps({"model": "m", "tools": tools, "messages": []}).encode()
     assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"tools"')
 
 
-def test_a_prompt_cannot_pretend_to_be_a_key() -> None:
+def test_key_names_in_a_prompt_are_ignored() -> None:
     content = 'see "messages" and "tools"'
     body = json.dumps({"a": content, "model": "m" * 40, "messages": []}).encode()
     assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": []')
@@ -151,36 +151,36 @@ def test_a_prompt_cannot_pretend_to_be_a_key() -> None:
 # Counting
 
 
-def test_near_the_limit_between_shorts_and_longs_a_worker_counts() -> None:
+def test_tokens_are_counted_near_the_short_limit() -> None:
     router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 65_536), short_limit=1000)
     assert router.counter_for(sized(router, chat("x" * 3600, max_tokens=10))) is not None
     assert router.counter_for(sized(router, chat("x" * 400, max_tokens=10))) is None
     assert router.counter_for(sized(router, chat("x" * 40_000, max_tokens=10))) is None
 
 
-def test_near_a_shorter_context_a_worker_counts() -> None:
+def test_tokens_are_counted_near_a_shorter_context() -> None:
     router = router_of(spec("a", GENERAL, 2000), spec("b", GENERAL, 65_536))
     assert router.counter_for(sized(router, chat("x" * 7000, max_tokens=10))) is not None
     alone = router_of(spec("a", GENERAL, 2000))
     assert alone.counter_for(sized(alone, chat("x" * 7000, max_tokens=10))) is None
 
 
-def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
+def test_tokens_are_counted_near_a_tenants_prompt_limit() -> None:
     router = router_of(spec("w", GENERAL, 65_536))
-    who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+    tenant = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
 
     def of(size: int, path: str = "/v1/chat/completions") -> RequestInfo:
         body = json.dumps(chat("x" * size, max_tokens=1)).encode()
-        found = router.read(route(path), body, b"application/json", "id", who)
+        found = router.read(route(path), body, b"application/json", "id", tenant)
         assert isinstance(found, RequestInfo)
         return found
 
-    assert router.counter_for(of(60_000)) is None  # let in, for it may be so short
-    assert router.counter_for(of(170_000)) is None  # refused, for it can't be
+    assert router.counter_for(of(60_000)) is None  # accepted: it may be short enough
+    assert router.counter_for(of(170_000)) is None  # refused: it cannot be short enough
     assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
     for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
-        router = router_of(spec("w", GENERAL, 65_536))  # a count is learnt from
-        who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+        router = router_of(spec("w", GENERAL, 65_536))  # a new router, because counts teach
+        tenant = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
         doubtful = of(100_000)
         assert router.counter_for(doubtful) is worker_of(router, "w")
         router.counted(doubtful, tokens)
@@ -192,7 +192,7 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
 # Stored responses
 
 
-def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
+def test_unknown_stored_response_goes_to_any_live_worker() -> None:
     router = router_of(spec("a", model="m0"), spec("b", model="m1"))
     router.fleet.roster.expect(["m2"])
     for _ in range(3):
@@ -205,21 +205,21 @@ def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
 @pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize("text", [r"\"", r"\\\"", r"{\"key\": [1, 2]}, ", "\\\\", "a"])
 @pytest.mark.parametrize("more", ["", ', "seed": NaN'])
-def test_a_body_is_masked_once_however_often_it_is_looked_through(
-    text: str, more: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To mask a text that is full of escapes takes as long as to parse it twice."""
+def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masking a text full of escapes takes as long as parsing it twice."""
     escaped = text * (4 * LARGE_BODY_BYTES // len(text))
     body = f'{{"priority": 1, "stream": true, "x": "{escaped}"{more}}}'.encode()
-    made: list[int] = []
+    masked_sizes: list[int] = []
     for module in (json_limits, json_edit):
-        monkeypatch.setattr(module, "masked", lambda text: made.append(len(text)) or masked(text))
+        monkeypatch.setattr(
+            module, "masked", lambda text: masked_sizes.append(len(text)) or masked(text)
+        )
     tenant = Tenant(TenantSpec("t"))
     found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
     assert isinstance(found, RequestInfo)
     assert found.fields is not None
     after = spliced(body, found.fields, found=found.found)
-    assert sum(size >= len(escaped) for size in made) == 1
+    assert sum(size >= len(escaped) for size in masked_sizes) == 1
     assert json.loads(after) == {
         **{name: value for name, value in json.loads(body).items() if name != "priority"},
         "stream_options": {"include_usage": True},

@@ -1,4 +1,4 @@
-"""Which paths pass."""
+"""The paths that the router serves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.proxy.core.making import refused, route
         "/inference/v1/generate",
     ],
 )
-def test_what_vllm_serves_to_clients_passes(path: str) -> None:
+def test_client_paths_of_vllm_are_served(path: str) -> None:
     assert route(path).method == "POST"
 
 
@@ -68,20 +68,20 @@ def test_what_vllm_serves_to_clients_passes(path: str) -> None:
         "/v1/responses/a\n",
     ],
 )
-def test_the_rest_is_not_found(path: str) -> None:
+def test_other_paths_are_404(path: str) -> None:
     refusal = refused(find("POST", path))
     assert (refusal.status, refusal.reason) == (404, Reason.UNKNOWN_PATH)
     assert path.strip() in refusal.message
 
 
-def test_another_method_is_told_apart_from_another_path() -> None:
+def test_wrong_method_is_405() -> None:
     refusal = refused(find("GET", "/v1/chat/completions"))
     assert (refusal.status, refusal.param) == (405, None)
     assert refusal.headers == (("Allow", "POST"),)
     assert refused(find("DELETE", "/v1/responses/r1")).status == 405
 
 
-def test_stored_responses() -> None:
+def test_stored_response_paths_have_the_response_id() -> None:
     get = route("/v1/responses/resp_1", "GET")
     cancel = route("/v1/responses/resp_1/cancel")
     assert (get.response_id, get.name) == ("resp_1", "responses/id")
@@ -91,21 +91,21 @@ def test_stored_responses() -> None:
     assert route(f"/v1/responses/{moved}", "GET").response_id == moved
 
 
-def test_rendering_a_response_is_not_a_stored_one() -> None:
+def test_render_is_no_stored_response() -> None:
     assert route("/v1/responses/render").response_id == ""
 
 
-def test_names_are_few_however_many_paths() -> None:
-    names = {one.name for one in ROUTES.values()}
+def test_route_names_are_no_paths() -> None:
+    names = {served.name for served in ROUTES.values()}
     assert "chat/completions" in names
     assert not any(name.startswith("/") for name in names)
 
 
-def test_a_refused_path_is_not_repeated_at_length() -> None:
+def test_long_path_is_shortened_in_the_refusal() -> None:
     assert len(refused(find("POST", "/" + "x" * 10_000)).message) < 300
 
 
-def test_only_some_generate() -> None:
+def test_generates_is_set_per_route() -> None:
     assert isinstance(find("POST", "/v1/completions"), Route)
     assert route("/v1/completions").generates
     assert not route("/v1/embeddings").generates

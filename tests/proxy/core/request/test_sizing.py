@@ -1,4 +1,4 @@
-"""Sizes, estimated and learnt."""
+"""Estimated and learnt sizes of requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 def size(
     body: dict[str, Any], path: str = "/v1/chat/completions", sizer: Sizer | None = None
 ) -> RequestInfo:
-    """Size a body."""
     return (sizer or Sizer()).ask(route(path), "m", body, 1000, "id")
 
 
 @pytest.mark.parametrize("first", [1, 200])
-def test_who_has_seen_only_short_chats_takes_no_long_one_for_longer(first: int) -> None:
+def test_short_chats_do_not_inflate_the_estimate_of_a_long_chat(first: int) -> None:
     sizer = Sizer()
     for _ in range(first):
         sizer.learn(size(chat("hi"), sizer=sizer), Usage(36, 10))
@@ -38,7 +37,7 @@ def test_who_has_seen_only_short_chats_takes_no_long_one_for_longer(first: int) 
     assert size(chat("hi"), sizer=sizer).prompt_tokens == pytest.approx(36, abs=2)
 
 
-def test_tools_that_a_template_leaves_out_make_no_stream_a_short_one() -> None:
+def test_unprinted_tools_do_not_shrink_the_estimate_of_text() -> None:
     sizer = Sizer()
     tools = [
         {"type": "function", "function": {"name": f"f{n}", "parameters": {}}} for n in range(99)
@@ -51,7 +50,7 @@ def test_tools_that_a_template_leaves_out_make_no_stream_a_short_one() -> None:
     assert size(chat("x", tools=tools)).least_prompt == 0
 
 
-def test_a_count_teaches_as_usage_does_and_both_of_one_prompt_once() -> None:
+def test_count_and_usage_of_one_prompt_teach_once() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 8000), sizer=sizer)
     sizer.counted(ask, 4000 + TEMPLATE)
@@ -61,16 +60,16 @@ def test_a_count_teaches_as_usage_does_and_both_of_one_prompt_once() -> None:
     assert (learnt.seen, learnt.output) == (1, 40)
 
 
-def test_turns_that_a_worker_holds_teach_no_rate() -> None:
+def test_stored_turns_teach_no_rate() -> None:
     sizer = Sizer()
     ask = size({"input": "and then?", "previous_response_id": "r"}, "/v1/responses", sizer)
-    ask.pinned = "w0"  # as whoever reads it notes
+    ask.pinned = "w0"  # set by the parser
     sizer.learn(ask, Usage(9000, 40))
     learnt = sizer.learnt("m", "responses")
     assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
 
 
-def test_the_band_holds_most_of_what_comes() -> None:
+def test_error_band_covers_95_percent_of_prompts() -> None:
     sizer, noise, inside = Sizer(), random.Random(2), 0
     for i in range(400):
         ask = size(chat("x" * 8000), sizer=sizer)
@@ -80,7 +79,7 @@ def test_the_band_holds_most_of_what_comes() -> None:
     assert inside >= 0.95 * 300
 
 
-def test_one_odd_prompt_moves_it_little() -> None:
+def test_one_outlier_moves_the_estimate_little() -> None:
     sizer = Sizer()
     for _ in range(50):
         sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
@@ -88,10 +87,10 @@ def test_one_odd_prompt_moves_it_little() -> None:
     assert size(chat("x" * 4000), sizer=sizer).prompt_tokens == pytest.approx(1000, rel=0.06)
 
 
-def test_short_prompts_say_little() -> None:
+def test_short_prompts_have_little_weight() -> None:
     sizer = Sizer()
     for _ in range(10):
-        sizer.learn(size(chat("hi"), sizer=sizer), Usage(30, 10))  # a template's own words
+        sizer.learn(size(chat("hi"), sizer=sizer), Usage(30, 10))  # the tokens of the template
     assert sizer.learnt("m", "chat/completions").weight < 0.1
 
 
@@ -103,7 +102,7 @@ def test_routes_and_models_learn_apart() -> None:
     assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
 
 
-def test_a_list_of_prompts() -> None:
+def test_list_of_prompts_sums_tokens_and_samples() -> None:
     ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
     assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
     assert ask.needs == 1009
@@ -112,24 +111,24 @@ def test_a_list_of_prompts() -> None:
 
 @pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [7, 7.0, "7"])
-def test_limits_as_they_are_written(key: str, value: object) -> None:
+def test_output_limit_is_read_in_every_spelling(key: str, value: object) -> None:
     assert size(chat("x", **{key: value})).output_tokens == 7
 
 
-def test_the_newer_limit_wins_and_null_is_none() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     assert size(chat("x", max_tokens=9, max_completion_tokens=7)).output_tokens == 7
     assert size(chat("x", max_tokens=9, max_completion_tokens=None)).output_tokens == 9
     assert size(chat("x", max_tokens=None)).output_tokens is None
-    assert size(chat("x", max_tokens=True)).output_tokens == 1  # as workers read it
+    assert size(chat("x", max_tokens=True)).output_tokens == 1  # workers read it as 1
 
 
-def test_what_does_not_generate_writes_nothing() -> None:
+def test_embeddings_expect_no_output() -> None:
     ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
     assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
     assert ask.needs == ask.largest_prompt == 10
 
 
-def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
+def test_truncated_prompt_is_at_most_the_truncation() -> None:
     ask = size({"input": "x" * 40_000, "truncate_prompt_tokens": 512}, "/v1/embeddings")
     assert (ask.prompt_tokens, ask.largest_prompt) == (512, 512)
     for ask in (
@@ -140,31 +139,31 @@ def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
 
 
 @pytest.mark.parametrize("truncation", ["auto", None])
-def test_a_response_may_be_cut_where_the_context_ends(truncation: str | None) -> None:
+def test_truncation_auto_fits_a_response_to_the_context(truncation: str | None) -> None:
     body = {"input": "x" * 900_000, "max_output_tokens": 100}
-    one = size(body | {"truncation": truncation}, "/v1/responses")
-    assert one.needs - one.prompt_error == 100
-    fit(one, 4000, cuts_output=False)
-    assert one.needs == 4000
+    cut = size(body | {"truncation": truncation}, "/v1/responses")
+    assert cut.needs - cut.prompt_error == 100
+    fit(cut, 4000, cuts_output=False)
+    assert cut.needs == 4000
     whole = size(body | {"truncation": "disabled"}, "/v1/responses")
     assert whole == size(body, "/v1/responses")
     fit(whole, 4000, cuts_output=False)
     assert whole.needs > 200_000
 
 
-def test_documents_may_be_cut_to_so_many_tokens_each() -> None:
+def test_max_tokens_per_doc_cuts_documents() -> None:
     body = {"query": "x" * 400, "documents": ["x" * 40_000, "x" * 40]}
     cut = size(body | {"max_tokens_per_doc": 300}, "/v2/rerank")
     assert (cut.largest_prompt, cut.prompt_tokens) == (400, 510)
     assert cut.least_prompt <= 300
-    assert cut.text_bytes == 0  # how many bytes were read nobody knows
+    assert cut.text_bytes == 0  # the number of bytes read is unknown
     both = body | {"max_tokens_per_doc": 300, "max_tokens_per_query": 10}
     assert size(both, "/v1/score").largest_prompt == 310
-    for most in (0, None, 10_001):
-        assert size(body | {"max_tokens_per_doc": most}, "/rerank") == size(body, "/rerank")
+    for invalid in (0, None, 10_001):
+        assert size(body | {"max_tokens_per_doc": invalid}, "/rerank") == size(body, "/rerank")
 
 
-def test_a_count_ends_all_doubt() -> None:
+def test_count_removes_the_error() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 4000), sizer=sizer)
     assert ask.countable
@@ -176,7 +175,9 @@ NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=
 
 
 @given(st.sampled_from(sorted(ROUTES)), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
-def test_no_number_breaks_it(path: str, limit: Any, n: Any, cut: Any, stream: Any) -> None:
+def test_any_number_gives_a_valid_size(
+    path: str, limit: Any, n: Any, cut: Any, stream: Any
+) -> None:
     body = chat("x" * 100, max_tokens=limit, n=n, best_of=n, truncate_prompt_tokens=cut)
     body |= {"prompt": ["x", "y"], "stream": stream, "sampling_params": {"max_tokens": limit}}
     ask = size(body, path)
@@ -186,20 +187,20 @@ def test_no_number_breaks_it(path: str, limit: Any, n: Any, cut: Any, stream: An
     assert ask.budget >= ask.prompt_tokens >= 0
 
 
-def test_a_worker_that_is_too_small_says_how_large_it_is_at_least() -> None:
-    asked = ask(7000, 500, error=1100)
-    one = enlarged(asked, 12288, 8192)
-    assert (asked.needs, asked.prompt_error, asked.long, one.long) == (7500, 1100, False, True)
-    assert (one.needs, one.prompt_error) == (12289, 0)
-    assert one.prompt_tokens == one.largest_prompt == 11789
-    near = enlarged(ask(12000, 500, error=1100), 12288, 8192)  # it was known to be near
+def test_refusal_by_a_small_worker_raises_the_size() -> None:
+    sized = ask(7000, 500, error=1100)
+    larger = enlarged(sized, 12288, 8192)
+    assert (sized.needs, sized.prompt_error, sized.long, larger.long) == (7500, 1100, False, True)
+    assert (larger.needs, larger.prompt_error) == (12289, 0)
+    assert larger.prompt_tokens == larger.largest_prompt == 11789
+    near = enlarged(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
     assert (near.needs, near.prompt_error) == (12500, 211)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "least"),
     [
-        ("/v1/chat/completions", chat("x" * 16_000), 1000),  # a template's own are not sure
+        ("/v1/chat/completions", chat("x" * 16_000), 1000),  # template tokens are not certain
         ("/v1/completions", {"prompt": "x" * 16_000}, 1000),
         ("/v1/completions", {"prompt": [1] * 5000}, 5000),
         ("/v1/completions", {"prompt": [[1] * 5000, [1] * 7000]}, 7000),
@@ -209,25 +210,27 @@ def test_a_worker_that_is_too_small_says_how_large_it_is_at_least() -> None:
         ("/v1/chat/completions", chat([{"type": "image_url", "image_url": {}}] * 9), 0),
     ],
 )
-def test_a_prompt_has_so_many_tokens_whatever_its_words(
-    path: str, body: dict[str, Any], least: int
-) -> None:
+def test_least_tokens_of_a_prompt(path: str, body: dict[str, Any], least: int) -> None:
     assert size(body, path).least_prompt == least
 
 
-def test_a_model_of_long_words_may_have_longer_ones() -> None:
+def test_least_prompt_follows_the_learnt_rate() -> None:
     sizer = Sizer()
     for _ in range(200):
         sizer.learn(size(chat("x" * 12_000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
     assert size(chat("x" * 24_000), sizer=sizer).least_prompt == pytest.approx(1000, rel=0.1)
 
 
-def test_an_estimate_is_not_held_against_a_prompt_that_may_fit() -> None:
-    one = size(chat("x" * 20_000, max_tokens=100))
-    assert (one.needs, one.prompt_error) == (5000 + TEMPLATE + 100, 2503)
-    fit(one, 4000, cuts_output=False)
-    assert (one.needs, one.largest_prompt, one.prompt_tokens) == (4000, 3900, 3900)
-    assert one.needs - one.prompt_error >= 2500  # nobody smaller should try than before
+def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
+    estimated = size(chat("x" * 20_000, max_tokens=100))
+    assert (estimated.needs, estimated.prompt_error) == (5000 + TEMPLATE + 100, 2503)
+    fit(estimated, 4000, cuts_output=False)
+    assert (estimated.needs, estimated.largest_prompt, estimated.prompt_tokens) == (
+        4000,
+        3900,
+        3900,
+    )
+    assert estimated.needs - estimated.prompt_error >= 2500  # no smaller worker than before
     sure = size(chat("x" * 70_000, max_tokens=100))
     fit(sure, 4000, cuts_output=False)
     assert sure.needs == 17_500 + TEMPLATE + 100
@@ -235,16 +238,16 @@ def test_an_estimate_is_not_held_against_a_prompt_that_may_fit() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "limit"),
-    [(4000, 1), (4001, 0), (10, 4001)],  # one token at least is written; no limit above the context
+    [(4000, 1), (4001, 0), (10, 4001)],  # at least one output token; no limit above the context
 )
-def test_what_a_worker_would_refuse_is_not_made_to_fit(tokens: int, limit: int) -> None:
-    one = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
-    fit(one, 4000, cuts_output=True)
-    assert one.needs == tokens + limit
+def test_fit_keeps_a_size_that_a_worker_would_refuse(tokens: int, limit: int) -> None:
+    sized = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
+    fit(sized, 4000, cuts_output=True)
+    assert sized.needs == tokens + limit
 
 
-def test_where_any_limit_will_do_it_does() -> None:
+def test_fit_cuts_the_output_limit_to_the_context() -> None:
     body = {"token_ids": [1] * 10, "sampling_params": {"max_tokens": 9000}}
-    one = size(body, "/inference/v1/generate")
-    fit(one, 4000, cuts_output=True)
-    assert one.needs == 4000
+    sized = size(body, "/inference/v1/generate")
+    fit(sized, 4000, cuts_output=True)
+    assert sized.needs == 4000

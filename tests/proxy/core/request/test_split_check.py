@@ -1,4 +1,4 @@
-"""What can be served in two legs, and what had better not."""
+"""Which requests can be served in two legs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUNCTION = {"type": "function", "name": "f"}
 
 @pytest.fixture
 def router() -> Router:
-    """Make one that hands over."""
+    """Return a router that hands over."""
     return router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
 
 
@@ -42,12 +42,12 @@ def router() -> Router:
         ("/v1/chat/completions", chat("hi", request_id="mine")),
     ],
 )
-def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> None:
+def test_requests_that_can_be_split(router: Router, path: str, fields: dict[str, object]) -> None:
     assert sized(router, fields, path).whole == ""
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "why"),
+    ("path", "fields", "reason"),
     [
         ("/v1/chat/completions", chat("hi", n=2), "samples"),
         *(
@@ -75,33 +75,35 @@ def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> No
         ("/v1/embeddings", {"input": "hi"}, "route"),
     ],
 )
-def test_what_is_not(router: Router, path: str, fields: dict[str, object], why: str) -> None:
-    assert sized(router, fields, path).whole == why
+def test_requests_that_cannot_be_split(
+    router: Router, path: str, fields: dict[str, object], reason: str
+) -> None:
+    assert sized(router, fields, path).whole == reason
 
 
-def test_whether_it_says_min_tokens_is_known(router: Router) -> None:
+def test_least_output_is_set_from_min_tokens(router: Router) -> None:
     assert sized(router, chat("hi", min_tokens=4)).least_output
     assert not sized(router, chat("hi")).least_output
 
 
-def test_the_names_of_its_members_are_known_where_it_can_be(router: Router) -> None:
-    one = sized(router, chat("hi", stream=True))
-    assert one.field_names == chat("hi", stream=True).keys()
+def test_member_names_are_kept_if_the_request_can_be_split(router: Router) -> None:
+    info = sized(router, chat("hi", stream=True))
+    assert info.field_names == chat("hi", stream=True).keys()
     assert sized(router, chat("hi", n=2)).field_names is None
 
 
-def test_fleets_without_a_transfer_do_not_ask() -> None:
+def test_split_is_not_checked_without_a_transfer() -> None:
     whole = sized(router_of(spec("w0")), chat("hi", n=2))
     assert (whole.whole, whole.field_names) == ("", None)
 
 
-def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) -> None:
-    """What it sets for a tenant is there then, and what it takes out is not."""
+def test_member_names_are_those_of_the_body_sent(router: Router) -> None:
+    """Members that the router sets are included; removed members are not."""
     tenant = Tenant(TenantSpec("a", salted=True))
     body = json.dumps(chat("hi", stream=True, priority=3)).encode()
-    one = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
-    assert isinstance(one, RequestInfo)
-    assert one.fields is not None
-    assert one.field_names == json.loads(spliced(body, one.fields)).keys()
-    assert {"cache_salt", "stream_options"} <= one.field_names
-    assert "priority" not in one.field_names
+    info = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
+    assert isinstance(info, RequestInfo)
+    assert info.fields is not None
+    assert info.field_names == json.loads(spliced(body, info.fields)).keys()
+    assert {"cache_salt", "stream_options"} <= info.field_names
+    assert "priority" not in info.field_names

@@ -1,4 +1,4 @@
-"""What a body asks to be read."""
+"""The extent of a body's prompt."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
-def test_a_long_text_is_reckoned_from_some_of_its_letters(share: float) -> None:
+def test_bytes_of_a_long_text_are_estimated_from_a_sample(share: float) -> None:
     chance = random.Random(1)
     text = "".join("\u4e2d" if chance.random() < share else "a" for _ in range(200_000))
     assert text_bytes(text) == pytest.approx(len(text.encode()), rel=0.03)
 
 
-def test_which_letters_they_are_no_client_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_positions_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
     step = int(200_000 / SAMPLED_CHARS) | 1
-    made = "a".join("\u4e2d" * (step - 1) for _ in range(200_000 // step))
+    text = "a".join("\u4e2d" * (step - 1) for _ in range(200_000 // step))
     monkeypatch.setattr("proxy.core.request.token_estimate.SAMPLE_STEP_FACTOR", 0.7)
     monkeypatch.setattr("proxy.core.request.token_estimate.SAMPLE_PHASE", 0.4)
-    assert text_bytes(made) > 0.9 * len(made.encode())
+    assert text_bytes(text) > 0.9 * len(text.encode())
 
 
-def test_text_is_counted_in_bytes_as_it_is_not_as_it_is_escaped() -> None:
+def test_text_is_counted_in_unescaped_bytes() -> None:
     content = orjson.loads(b'"a\\n\\u00e9\\"\\ud83d\\ude00"')
     assert measure(PromptFields.CHAT, chat(content)).text == 1 + 1 + 2 + 1 + 4
 
 
-def test_tools_and_calls_count_as_they_are_printed() -> None:
+def test_tools_and_tool_calls_count_as_json() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     plain = measure(PromptFields.CHAT, chat("x")).text
     assert measure(PromptFields.CHAT, chat("x", tools=tools)).text == plain + len(
@@ -61,7 +61,7 @@ def test_tools_and_calls_count_as_they_are_printed() -> None:
     assert measure(PromptFields.CHAT, calls).text == len(orjson.dumps(tools))
 
 
-def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
+def test_images_have_a_stated_size_and_no_text() -> None:
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
     extent = measure(PromptFields.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
     assert extent.text == 5
@@ -79,12 +79,12 @@ def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
         ({"type": "prompt_embeds", "data": "A" * 9 * EMBEDDED_BYTES}, 10),
     ],
 )
-def test_what_is_no_text_is_known_by_its_keys_too(part: dict[str, Any], tokens: int) -> None:
+def test_media_parts_are_recognised_by_their_keys(part: dict[str, Any], tokens: int) -> None:
     extent = measure(PromptFields.CHAT, chat([part]))
     assert (extent.text, extent.tokens, extent.guessed) == (0, TEMPLATE + tokens, tokens)
 
 
-def test_embedded_prompts_are_prompts_beside_the_others() -> None:
+def test_prompt_embeds_count_as_prompts() -> None:
     blob = "A" * 9 * EMBEDDED_BYTES
     extent = measure(PromptFields.PROMPT, {"prompt": None, "prompt_embeds": blob})
     assert (extent.text, extent.tokens, extent.guessed, extent.prompts) == (0, 10, 10, 1)
@@ -96,17 +96,17 @@ def test_embedded_prompts_are_prompts_beside_the_others() -> None:
     assert measure(PromptFields.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
 
 
-def test_embedded_prompts_are_looked_at_as_all_prompts_are() -> None:
-    """Each as a prompt, and as its part."""
-    most = MAX_EXAMINED // 2
-    extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * most})
-    assert (extent.tokens, extent.prompts) == (most, most)
+def test_examined_prompt_embeds_are_limited() -> None:
+    """Each counts as a prompt and as its part."""
+    limit = MAX_EXAMINED // 2
+    extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * limit})
+    assert (extent.tokens, extent.prompts) == (limit, limit)
     extent = measure(PromptFields.PROMPT, {"prompt_embeds": ["A"] * 50_000})
     assert extent.prompts == 50_000
     assert extent.tokens > 20_000
 
 
-def test_documents_count_as_they_are_printed_and_no_worker_can_count_them() -> None:
+def test_documents_count_as_json_and_are_not_countable() -> None:
     documents = [{"title": "t", "text": "x" * 4000}]
     extent = measure(PromptFields.CHAT, chat("x", documents=documents))
     assert extent.text == 1 + len(orjson.dumps(documents))
@@ -116,7 +116,7 @@ def test_documents_count_as_they_are_printed_and_no_worker_can_count_them() -> N
     assert (inner.text, inner.plain) == (extent.text, True)
 
 
-def test_a_tools_output_may_be_a_picture() -> None:
+def test_images_in_tool_output_are_measured() -> None:
     parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
     item = {"type": "function_call_output", "call_id": "c1", "output": parts}
     extent = measure(PromptFields.RESPONSE, {"input": [item]})
@@ -124,12 +124,12 @@ def test_a_tools_output_may_be_a_picture() -> None:
     assert extent.text == len("seen:" + "function_call_output" + "c1")
 
 
-def test_a_tools_result_in_parts_is_read() -> None:
+def test_tool_results_in_parts_are_measured() -> None:
     result = {"type": "tool_result", "content": [{"type": "text", "text": "1234"}]}
     assert measure(PromptFields.CHAT, chat([result])).text == 4
 
 
-def test_system_prompts_beside_the_messages() -> None:
+def test_system_prompt_outside_the_messages_is_measured() -> None:
     assert measure(PromptFields.CHAT, chat("x", system="abc")).text == 4
     parts = [{"type": "text", "text": "abc"}]
     assert measure(PromptFields.CHAT, chat("x", system=parts)).text == 4
@@ -141,7 +141,7 @@ def test_token_ids_are_exact() -> None:
     assert measure(PromptFields.TOKENS, {"token_ids": [1] * 7}).tokens == 7
 
 
-def test_inputs_of_embeddings() -> None:
+def test_embedding_inputs_are_measured() -> None:
     assert measure(PromptFields.INPUT, {"input": "abc"}).text == 3
     assert measure(PromptFields.INPUT, {"input": ["abc", "d"]}).prompts == 2
     assert measure(PromptFields.INPUT, {"texts": ["abc", "d"]}).text == 4
@@ -149,21 +149,21 @@ def test_inputs_of_embeddings() -> None:
     assert measure(PromptFields.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
 
 
-def test_responses() -> None:
+def test_responses_input_is_measured() -> None:
     extent = measure(PromptFields.RESPONSE, {"input": "abc", "instructions": "de"})
     assert (extent.text, extent.tokens) == (5, TEMPLATE)
     items = [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
     assert measure(PromptFields.RESPONSE, {"input": items}).text == 3
 
 
-def test_one_query_is_read_again_for_each_document() -> None:
+def test_query_counts_once_per_document() -> None:
     extent = measure(PromptFields.PAIRS, {"query": "qq", "documents": ["a", "bbb"]})
     assert (extent.text, extent.prompts, extent.largest_text) == (2 + 1 + 2 + 3, 2, 5)
     extent = measure(PromptFields.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
     assert (extent.text, extent.prompts) == (10, 2)
 
 
-def test_conversations_in_a_batch_are_prompts() -> None:
+def test_conversations_of_a_batch_count_as_prompts() -> None:
     batch = {"messages": [chat("abc")["messages"], chat("de")["messages"]]}
     extent = measure(PromptFields.CHATS, batch)
     assert (extent.text, extent.prompts, extent.largest_text) == (5, 2, 3)
@@ -196,25 +196,25 @@ def test_conversations_in_a_batch_are_prompts() -> None:
         ({}, None),
     ],
 )
-def test_numbers_as_clients_write_them(value: object, tokens: int | None) -> None:
+def test_count_reads_numbers_in_every_spelling(value: object, tokens: int | None) -> None:
     assert count(value) == tokens
 
 
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
-def test_a_number_is_sane_or_none(value: object) -> None:
+def test_count_is_none_or_within_bounds(value: object) -> None:
     assert (tokens := count(value)) is None or 0 <= tokens <= MAX_TOKENS
 
 
 @given(st.text(alphabet="0123456789+-_. \t\n\u2003e", max_size=12))
-def test_a_number_in_a_text_is_none_but_what_the_worker_s_parser_takes_it_for(value: str) -> None:
-    """Of odd ones, as `0__1`, it is nothing here."""
+def test_count_of_a_text_agrees_with_pydantic(value: str) -> None:
+    """Odd numbers, such as `0__1`, are None here."""
     try:
-        theirs = TypeAdapter(int).validate_python(value)
+        parsed = TypeAdapter(int).validate_python(value)
     except ValidationError:
-        theirs = None
-    assert count(value) in (None, None if theirs is None else min(theirs, MAX_TOKENS))
+        parsed = None
+    assert count(value) in (None, None if parsed is None else min(parsed, MAX_TOKENS))
     if value.isdigit():
-        assert count(value) == theirs
+        assert count(value) == parsed
 
 
 KEYS = [
@@ -230,7 +230,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(PromptFields), st.dictionaries(st.sampled_from(KEYS), JSON))
-def test_no_body_breaks_it(shape: PromptFields, body: dict[str, Any]) -> None:
+def test_extent_of_any_body_is_valid(shape: PromptFields, body: dict[str, Any]) -> None:
     extent = measure(shape, body)
     assert extent.text >= 0
     assert extent.tokens >= extent.guessed >= 0
@@ -239,7 +239,7 @@ def test_no_body_breaks_it(shape: PromptFields, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", list(PromptFields))
 @pytest.mark.parametrize("key", ["messages", "prompt", "input", "tools", "documents", "state"])
-def test_the_deepest_nesting_does_not_break_it(shape: PromptFields, key: str) -> None:
+def test_deep_nesting_is_measured(shape: PromptFields, key: str) -> None:
     deep: Any = "x"
     for _ in range(500):
         deep = [{"content": deep}]

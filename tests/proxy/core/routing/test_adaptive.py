@@ -1,4 +1,4 @@
-"""The least cost."""
+"""The `adaptive` rule: the least cost."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ from tests.proxy.core.making import (
 
 
 def short_and_long(**settings: object):  # noqa: ANN201
-    """Make the usual pair."""
     return router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536), **settings)
 
 
-def where(lease: Lease) -> tuple[str, Reason]:
-    """Say where it went and why."""
+def placement(lease: Lease) -> tuple[str, Reason]:
     return lease.worker.name, lease.decision.reason
 
 
-def test_shorts_are_not_put_behind_a_long() -> None:
+def test_shorts_are_not_placed_behind_a_long() -> None:
     router = short_and_long()
     placed(router.submit(ask(30_000, long=True), 0.0))
     names = {placed(router.submit(ask(300), 0.1)).worker.name for _ in range(20)}
     assert names == {"s"}
 
 
-def test_a_long_goes_to_an_idle_short_worker_but_not_to_a_busy_one() -> None:
+def test_long_goes_to_an_idle_short_worker_only() -> None:
     def second_long(shorts: int) -> str:
         router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 65_536))
         for i in range(shorts):
@@ -60,7 +58,7 @@ def test_a_long_goes_to_an_idle_short_worker_but_not_to_a_busy_one() -> None:
     assert second_long(shorts=300) == "l"
 
 
-def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
+def test_reserve_is_kept_only_after_recent_longs() -> None:
     router = router_of(spec("l", LONG, 65_536, most=4), spec("s", SHORT, 8192, most=1))
     placed(router.submit(ask(10, 1), 0.0))
     leases = [placed(router.submit(ask(10, 1), 0.0)) for _ in range(4)]
@@ -74,8 +72,8 @@ def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
     placed(router.submit(ask(20_000, long=True), 29.5))
 
 
-def with_a_reserve(most: int | None, kv_usage: float) -> Router:
-    """Make a pair whose long worker has left only what it keeps for longs, as one came lately."""
+def router_with_reserve(most: int | None, kv_usage: float) -> Router:
+    """Return a pair of workers; the long one has only its reserve for longs left."""
     router = router_of(spec("s", SHORT, 8192, most), spec("l", LONG, 65_536, most))
     router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
     router.fleet.health.set_gauges("l", Gauges(at=1.0, kv_usage=kv_usage))
@@ -84,36 +82,34 @@ def with_a_reserve(most: int | None, kv_usage: float) -> Router:
     return router
 
 
-RESERVES = pytest.mark.parametrize(
+with_reserves = pytest.mark.parametrize(
     ("most", "kv_usage"), [(None, 0.8), (4, 0.0)], ids=["kv", "most"]
 )
 
 
-@RESERVES
-def test_the_reserve_is_open_to_a_short_whose_own_worker_failed_it(
-    most: int | None, kv_usage: float
-) -> None:
-    router = with_a_reserve(most, kv_usage)
+@with_reserves
+def test_reserve_is_open_to_the_retry_of_a_short(most: int | None, kv_usage: float) -> None:
+    router = router_with_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
     again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
-    assert where(placed(again)) == ("l", Reason.RETRY)
+    assert placement(placed(again)) == ("l", Reason.RETRY)
 
 
-@RESERVES
-def test_the_reserve_is_open_to_shorts_while_their_own_worker_rests(
+@with_reserves
+def test_reserve_is_open_to_shorts_while_their_worker_rests(
     most: int | None, kv_usage: float
 ) -> None:
-    router = with_a_reserve(most, kv_usage)
+    router = router_with_reserve(most, kv_usage)
     router.fleet.health.failed(worker_of(router, "s"), 1.5, 60.0)
-    assert where(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
+    assert placement(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
 
 
-@RESERVES
-def test_the_reserve_is_none_of_shorts_while_their_own_worker_is_merely_busy(
+@with_reserves
+def test_reserve_is_closed_to_shorts_while_their_worker_is_busy(
     most: int | None, kv_usage: float
 ) -> None:
-    router = with_a_reserve(most, kv_usage)
+    router = router_with_reserve(most, kv_usage)
     router.fleet.health.failed(worker_of(router, "s"), 1.5, 1.0, busy=True)
     waits(router.submit(ask(10, 1), 1.6))
     router.fleet.health.succeeded(worker_of(router, "s"))
@@ -121,7 +117,7 @@ def test_the_reserve_is_none_of_shorts_while_their_own_worker_is_merely_busy(
     assert placed(end).worker.name == "s"
 
 
-def test_strangers_count_as_load() -> None:
+def test_foreign_requests_count_as_load() -> None:
     router = router_of(spec("a"), spec("b"))
     for second in (1.0, 2.0):
         router.fleet.health.set_gauges("a", Gauges(at=second, running=20))
@@ -130,26 +126,26 @@ def test_strangers_count_as_load() -> None:
     assert names == ["b"] * 5
 
 
-@pytest.mark.parametrize("one", [ask(), ask(20_000, long=True)])
-def test_a_single_worker_is_the_only_choice(one: RequestInfo) -> None:
+@pytest.mark.parametrize("info", [ask(), ask(20_000, long=True)])
+def test_single_worker_is_the_only_choice(info: RequestInfo) -> None:
     router = router_of(spec("g", GENERAL, 65_536))
-    assert where(placed(router.submit(one, 0.0))) == ("g", Reason.ONLY_CHOICE)
+    assert placement(placed(router.submit(info, 0.0))) == ("g", Reason.ONLY_CHOICE)
 
 
-def test_the_parts_of_a_score_make_its_whole() -> None:
+def test_total_of_a_score_is_the_sum_of_its_parts() -> None:
     router = short_and_long()
-    one = sized(router, chat("x" * 9000, max_tokens=100))
-    placed(router.submit(one, 0.0))
+    info = sized(router, chat("x" * 9000, max_tokens=100))
+    placed(router.submit(info, 0.0))
     for _ in range(3):
         router.leases.first_token(placed(router.submit(ask(900), 0.0)), 0.1)
-    for score in placed(router.submit(one, 0.2, explain=True)).decision.scores:
+    for score in placed(router.submit(info, 0.2, explain=True)).decision.scores:
         fixed = worker_of(router, score.worker).pace.fixed_s
         parts = fixed + score.wait_s + score.prefill_s + score.harm_s
         assert score.total == pytest.approx(parts)
         assert score.harm_s >= -1e-12
 
 
-def test_a_large_fleet_is_shared_evenly_too() -> None:
+def test_large_fleet_is_loaded_evenly() -> None:
     count = MAX_UNRANKED * 3
     router = router_of(*(spec(f"w{i}") for i in range(count)))
     for i in range(count * 4):
@@ -158,10 +154,10 @@ def test_a_large_fleet_is_shared_evenly_too() -> None:
     assert max(loads) - min(loads) <= 1
 
 
-def test_the_holder_of_a_prefix_is_found_in_a_large_fleet() -> None:
+def test_prefix_holder_is_found_in_a_large_fleet() -> None:
     router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED * 3)))
-    one = sized(router, chat("x" * 40_000, max_tokens=10))
+    info = sized(router, chat("x" * 40_000, max_tokens=10))
     holder = worker_of(router, f"w{MAX_UNRANKED * 3 - 1}")
-    router.fleet.roster.prefixes.record(one.prefix, holder.index)
+    router.fleet.roster.prefixes.record(info.prefix, holder.index)
     router.fleet.charge(ask(10), Decision(holder, Reason.PREFIX), 0.0)
-    assert where(placed(router.submit(one, 0.0))) == (holder.name, Reason.PREFIX)
+    assert placement(placed(router.submit(info, 0.0))) == (holder.name, Reason.PREFIX)

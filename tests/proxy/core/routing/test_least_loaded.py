@@ -1,4 +1,4 @@
-"""The fewest requests."""
+"""The `least_loaded` rule: the fewest requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from proxy.core.model.types import Outcome, Reason
 from tests.proxy.core.making import ask, placed, router_of, spec
 
 
-def test_the_fewest_requests_win() -> None:
+def test_worker_with_the_fewest_requests_is_chosen() -> None:
     router = router_of(*(spec(name) for name in "abc"), policy="least_loaded")
     leases = [placed(router.submit(ask(), 0.0)) for _ in range(9)]
     names = [lease.worker.name for lease in leases]

@@ -1,4 +1,4 @@
-"""Pools by size, whatever the load."""
+"""The `length` rule: pools by size, regardless of load."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.proxy.core.making import (
 )
 
 
-def test_general_workers_belong_to_both() -> None:
+def test_general_workers_belong_to_both_pools() -> None:
     router = router_of(spec("s", SHORT), spec("g"), policy="length")
     assert {placed(router.submit(ask(), 0.0)).worker.name for _ in range(2)} == {"s", "g"}
     lease = placed(router.submit(ask(long=True), 0.0))
     assert (lease.worker.name, lease.decision.reason) == ("g", Reason.GENERAL_POOL)
 
 
-def test_a_full_pool_is_waited_for() -> None:
+def test_requests_wait_for_a_full_pool() -> None:
     router = router_of(spec("s", SHORT, most=1), spec("l", LONG), policy="length")
     lease = placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 0.0))
@@ -30,6 +30,6 @@ def test_a_full_pool_is_waited_for() -> None:
     assert [gone for gone, _ in router.due(1.0)] == [ticket]
 
 
-def test_a_long_that_its_pool_is_too_small_for_does_not_exist() -> None:
+def test_long_above_its_pools_limit_goes_to_another_pool() -> None:
     router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 8192), policy="length")
     assert placed(router.submit(ask(20_000, long=True), 0.0)).worker.name == "s"

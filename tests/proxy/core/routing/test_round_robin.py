@@ -1,4 +1,4 @@
-"""Each in turn."""
+"""The `round_robin` rule: each worker in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from proxy.core.model.types import Outcome, Reason
 from tests.proxy.core.making import ask, placed, router_of, spec
 
 
-def test_each_worker_in_turn_whatever_its_load() -> None:
+def test_workers_are_chosen_in_turn_regardless_of_load() -> None:
     router = router_of(*(spec(name) for name in "abc"), policy="round_robin")
     leases = [placed(router.submit(ask(30_000 * (i % 2)), 0.0)) for i in range(6)]
     assert [lease.worker.name for lease in leases] == ["a", "b", "c", "a", "b", "c"]

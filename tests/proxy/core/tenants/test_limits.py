@@ -1,4 +1,4 @@
-"""Limits of a tenant: what passes in any stretch of time, and what is told to whom it does not."""
+"""Limits of a tenant: what passes in any period, and what a refusal states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30)), max_size=60)
 
 
 @given(STEPS, st.integers(1, 50))
-def test_any_stretch_lets_through_a_minutes_worth_and_what_comes_meanwhile(
+def test_any_period_passes_one_minute_plus_the_refill(
     steps: list[tuple[float, int]], per_minute: int
 ) -> None:
     bucket, now = TokenBucket(per_minute), 1000.0
@@ -39,9 +39,7 @@ def test_any_stretch_lets_through_a_minutes_worth_and_what_comes_meanwhile(
 
 
 @given(STEPS, st.integers(1, 50))
-def test_the_wait_it_names_is_enough_and_no_longer_than_needed(
-    steps: list[tuple[float, int]], per_minute: int
-) -> None:
+def test_wait_is_sufficient_and_minimal(steps: list[tuple[float, int]], per_minute: int) -> None:
     bucket, now = TokenBucket(per_minute), 5.0
     for pause, amount in steps:
         now += pause
@@ -51,7 +49,7 @@ def test_the_wait_it_names_is_enough_and_no_longer_than_needed(
             assert wait <= MINUTE * (1 + 30 / per_minute) + 1e-6
 
 
-def test_it_is_full_at_first_and_refills_steadily() -> None:
+def test_bucket_starts_full_and_refills_steadily() -> None:
     bucket = TokenBucket(60)
     assert bucket.left(0.0) == 60
     assert [bucket.take(0.0, 20) for _ in range(3)] == [0, 0, 0]
@@ -61,16 +59,16 @@ def test_it_is_full_at_first_and_refills_steadily() -> None:
     assert bucket.left(1e6) == 60
 
 
-def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
+def test_amount_above_capacity_passes_a_full_bucket() -> None:
     bucket = TokenBucket(60)
     assert bucket.take(0.0, 200) == 0
-    assert bucket.left(0.0) == -140  # and is owed
+    assert bucket.left(0.0) == -140  # a debt
     assert bucket.take(0.0, 1) == pytest.approx(141)
     assert bucket.take(150.0, 200) > 0
 
 
 @pytest.mark.parametrize(
-    ("limits", "which", "entered"),
+    ("limits", "expected", "entered"),
     [
         (Limits(requests_per_minute=2), Limit.REQUESTS, 2),
         (Limits(tokens_per_minute=25), Limit.TOKENS, 2),
@@ -78,16 +76,16 @@ def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
         (Limits(max_prompt_tokens=5), Limit.PROMPT, 0),
     ],
 )
-def test_each_limit_is_named(limits: Limits, which: Limit, entered: int) -> None:
+def test_breach_names_the_limit(limits: Limits, expected: Limit, entered: int) -> None:
     ledger = TenantUsage(limits)
     breaches = [ledger.enter(0.0, 10, 8) for _ in range(entered + 1)]
     assert breaches[:-1] == [None] * entered
     breach = present(breaches[-1])
-    assert breach.limit is which
-    assert (breach.retry_after_s is None) == (which is Limit.PROMPT)
+    assert breach.limit is expected
+    assert (breach.retry_after_s is None) == (expected is Limit.PROMPT)
 
 
-def test_what_others_have_in_flight_counts() -> None:
+def test_requests_in_other_processes_count_as_running() -> None:
     ledger = TenantUsage(Limits(concurrency=3))
     ledger.elsewhere = 3
     assert ledger.enter(0.0, 1, 1) is not None
@@ -95,7 +93,7 @@ def test_what_others_have_in_flight_counts() -> None:
     assert ledger.enter(0.0, 1, 1) is None
 
 
-def test_a_retry_is_not_counted_as_another_request() -> None:
+def test_retry_is_not_counted_as_another_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100))
     assert ledger.enter(0.0, 60, 1) is None
     ledger.leave(0.0, 60, 0)
@@ -105,7 +103,7 @@ def test_a_retry_is_not_counted_as_another_request() -> None:
     assert breach.tokens == (100, 40, 36.0)
 
 
-def test_other_limits_keep_what_was_taken() -> None:
+def test_changed_limits_keep_usage() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
         ledger.enter(0.0, 1, 1)
@@ -118,11 +116,11 @@ def test_other_limits_keep_what_was_taken() -> None:
     assert ledger.enter(0.0, 10**9, 10**9) is None
 
 
-def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
+def test_ledgers_in_shared_memory_share_usage() -> None:
     memory = memoryview(bytearray(8 * CELLS_PER_TENANT)).cast("d")
     limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
     one, other = TenantUsage(limits), TenantUsage(limits, array("d", [0.0] * CELLS_PER_TENANT))
-    assert one.enter(0.0, 10, 1) is None  # before they knew of each other
+    assert one.enter(0.0, 10, 1) is None  # before the ledgers share memory
     one.share(memory)
     other.share(memory)
     assert other.enter(0.0, 10, 1) is None
@@ -132,10 +130,10 @@ def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
         assert breach.requests == (3, 0, 60.0)
 
 
-def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
+def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
     assert ledger.spent(0.0) is None
-    assert ledger.enter(0.0, 300, 0) is None  # more than it holds, which it owes
+    assert ledger.enter(0.0, 300, 0) is None  # more than the bucket holds: a debt
     assert getattr(ledger.spent(0.0), "limit", None) is Limit.CONCURRENCY
     ledger.leave(0.0, 300, 300)
     breach = present(ledger.spent(0.0))
@@ -150,7 +148,7 @@ def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
     assert ledger.running == 0
 
 
-def test_to_be_too_long_takes_a_request() -> None:
+def test_prompt_above_the_limit_takes_one_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
     assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
     assert ledger.running == 0

@@ -19,32 +19,31 @@ def hashed(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
-def two() -> Tenants:
-    """Make two tenants with a key each."""
+def two_tenants() -> Tenants:
     tenants = Tenants()
     specs = [TenantSpec("a", limits=Limits(concurrency=2)), TenantSpec("b", Rank.BATCH)]
     tenants.replace(specs, {hashed(KEY): "a", hashed(OTHER): "b"})
     return tenants
 
 
-def test_without_any_nobody_is_asked_for_a_key() -> None:
+def test_no_tenants_means_no_key_is_required() -> None:
     tenants = Tenants()
     assert tenants.open
     assert tenants.of_key(KEY) is None
-    assert not two().open
+    assert not two_tenants().open
 
 
 @given(st.binary(max_size=80))
-def test_no_other_key_does(key: bytes) -> None:
-    found = two().of_key(key)
+def test_only_configured_keys_match(key: bytes) -> None:
+    found = two_tenants().of_key(key)
     assert (found is not None) == (key in (KEY, OTHER))
 
 
 @pytest.mark.parametrize(
     "key", [b"", KEY[:-1], KEY + b"x", hashed(KEY), hashed(KEY).hex().encode()]
 )
-def test_nearly_a_key_is_none(key: bytes) -> None:
-    assert two().of_key(key) is None
+def test_altered_key_does_not_match(key: bytes) -> None:
+    assert two_tenants().of_key(key) is None
 
 
 @pytest.mark.plain("replaces a part")
@@ -58,21 +57,21 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         "proxy.core.tenants.tenants.hmac", type("hmac", (), {"compare_digest": compare})
     )
-    tenants = two()
+    tenants = two_tenants()
     assert tenants.of_key(KEY) is not None
     assert tenants.of_key(b"nobody's") is None
     assert [found for found, _ in compared] == [hashed(KEY), b""]
-    assert KEY not in [each for pair in compared for each in pair], "hashes, not keys"
+    assert KEY not in [key_hash for pair in compared for key_hash in pair], "hashes, not keys"
 
 
 @pytest.mark.plain("looks inside")
 def test_plain_keys_are_not_kept() -> None:
-    tenants = two()
+    tenants = two_tenants()
     assert KEY not in str(vars(tenants)).encode()
 
 
-def test_who_stays_keeps_what_was_counted_of_it() -> None:
-    tenants = two()
+def test_replace_keeps_usage_of_kept_tenants() -> None:
+    tenants = two_tenants()
     a, edition = tenants.get("a"), tenants.edition
     assert a is not None
     a.ledger.enter(0.0, 5, 1)
@@ -88,24 +87,24 @@ def test_who_stays_keeps_what_was_counted_of_it() -> None:
     assert tenants.edition > edition
 
 
-def test_the_last_ones_go() -> None:
-    tenants = two()
+def test_replace_with_no_tenants_opens_the_router() -> None:
+    tenants = two_tenants()
     tenants.replace([], {})
     assert tenants.open
     assert len(tenants) == 0
 
 
-def test_salts_are_each_tenants_own() -> None:
-    a, b = two()
+def test_salts_differ_between_tenants() -> None:
+    a, b = two_tenants()
     salts = {a.salt(), b.salt(), a.salt("x"), b.salt("x"), a.salt("y")}
     assert len(salts) == 5
     assert a.salt("x") == a.salt("x")
     for salt in salts:
-        assert salt.isalnum()  # workers refuse some signs
+        assert salt.isalnum()  # workers refuse some characters
         assert len(salt) == 32
 
 
-def test_a_clients_salt_can_not_name_another_tenant() -> None:
+def test_client_salt_cannot_equal_another_tenants_salt() -> None:
     tenants = Tenants()
     tenants.replace([TenantSpec("a"), TenantSpec("a.b")], {})
     a, ab = tenants

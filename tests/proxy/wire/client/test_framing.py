@@ -8,7 +8,7 @@ import pytest
 
 from proxy.http.response_parser import ResponseError
 from tests.proxy.http.test_request import status
-from tests.proxy.http.test_response_parser import fed
+from tests.proxy.http.test_response_parser import parsed
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import DEADLINE_S, BrokenError, chat, get
@@ -173,7 +173,7 @@ GARBAGE = {
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_what_is_no_answer(data: bytes) -> None:
     with pytest.raises(ResponseError):
-        fed(data)
+        parsed(data)
 
 
 async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start) -> None:

@@ -1,6 +1,6 @@
-"""Names that can't be looked up for a while, in a router that is a process of its own.
+"""Failing name lookups in a router that runs in another process.
 
-Its Python reads `sitecustomize.py` from the folder, and so do the processes that it starts.
+Python reads `sitecustomize.py` from the folder in the router and in its child processes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from proxy.discovery.dns import DnsSource
 look_up = DnsSource._look_up
 
 
-async def at_times(self):
+async def failing_look_up(self):
     if Path({flag!r}).exists():
         raise socket.gaierror(socket.EAI_AGAIN, "no answer from any server")
     return await look_up(self)
 
 
-DnsSource._look_up = at_times
+DnsSource._look_up = failing_look_up
 """
-SEEN = "can't be looked up"  # in the router's log, once for each time that it begins
+LOOKUP_FAILED_LINE = "can't be looked up"  # logged once when lookups begin to fail
 
 
-def failing(folder: Path, more: str = "") -> tuple[dict[str, str], Path]:
-    """Return an environment for the router, and the file while which is there no name is found.
+def failing_lookups(folder: Path, more: str = "") -> tuple[dict[str, str], Path]:
+    """Return an environment for the router, and a file; while it exists, lookups fail.
 
-    `more`: what else its processes are to run at first.
+    `more` is further code that its processes run at their start.
     """
     flag, code = folder / "no-names", folder / "names"
     code.mkdir()
