@@ -59,6 +59,7 @@ class Together:
             fleet.roster.others, router.queue.elsewhere = sharing, queues
             self._routers.append(router)
         self._whose: dict[Lease, Router] = {}
+        self.leases = self  # the part of a router
 
     def _later(self, what: object) -> None:
         assert callable(what)
