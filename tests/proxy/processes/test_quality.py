@@ -59,7 +59,7 @@ class Together:
             fleet.roster.others, router.queue.elsewhere = sharing, queues
             self._routers.append(router)
         self._whose: dict[Lease, Router] = {}
-        self.leases = self  # a lease's end goes to the router that gave it
+        self.leases = self  # the part of a router
 
     def _later(self, what: object) -> None:
         assert callable(what)
