@@ -45,7 +45,7 @@ def answered(body: bytes) -> bytes:
 
 
 def once(sent: bytes, *, waits: bool = False) -> Handler:
-    """Return a handler that sends these bytes after a request and closes, at once or after the client."""
+    """Return a handler that sends these bytes and closes, at once or after the client."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
