@@ -1,4 +1,4 @@
-"""Programs that scripts fetch where they are not installed, and what is not tested without them."""
+"""Programs that scripts fetch if they are not installed, and tests that need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
-lacking: dict[str, str] = {}  # programs, and why there are none
+lacking: dict[str, str] = {}  # missing programs, with the reason
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def _fetched(name: str) -> str:
 
 
 def fetched(name: str) -> str:
-    """Return what a script prints; without it the test is skipped, unless somebody counts on it."""
+    """Return what a script prints; if it fails, skip the test, or fail it with CI=1."""
     found = _fetched(name)
     if name not in lacking:
         return found
@@ -33,7 +33,7 @@ def fetched(name: str) -> str:
 
 
 def untested(reasons: list[str]) -> list[str]:
-    """Say of each program that is lacking how many tests were skipped for it, of all that were."""
+    """Return a line per missing program with the number of skipped tests."""
     return [
         f"{sum(reason.endswith(why) for reason in reasons)} tests want {name} and were skipped; "
         f"with CI=1 they fail. {why}"

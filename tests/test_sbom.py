@@ -1,4 +1,4 @@
-"""What the router is made of, listed; and that it stays little."""
+"""The router's software bill of materials."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST = 45  # that the router may bring with it, all told
-# By substring: what may not be passed on under our licence would have to be talked about first.
+MAX_COMPONENTS = 45  # dependencies of the router
+# Substrings of licences that need a decision first.
 NOT_WANTED = ("AGPL", "GPL-", "GNU General", "unknown", "Proprietary")
 HEAVY = {"vllm", "torch", "transformers", "numpy"}
 
 
 @pytest.fixture(scope="module")
 def listed() -> dict[str, Any]:
-    """Make the document."""
+    """Return the document."""
     done = subprocess.run(
         [sys.executable, "scripts/sbom.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return dict(json.loads(done.stdout))
 
 
-def test_it_lists_the_router_and_all_it_needs(listed: dict[str, Any]) -> None:
+def test_sbom_lists_the_router_and_its_dependencies(listed: dict[str, Any]) -> None:
     assert (listed["bomFormat"], listed["specVersion"]) == ("CycloneDX", "1.6")
     assert listed["metadata"]["component"]["name"] == "vllm-sched"
-    names = {each["name"] for each in listed["components"]}
+    names = {part["name"] for part in listed["components"]}
     assert {"httptools", "orjson", "uvloop", "pydantic-core", "starlette"} <= names
     assert not names & HEAVY
-    refs = {each["bom-ref"] for each in listed["components"]}
+    refs = {part["bom-ref"] for part in listed["components"]}
     refs.add(listed["metadata"]["component"]["bom-ref"])
-    assert {each["ref"] for each in listed["dependencies"]} == refs
-    assert all(set(each["dependsOn"]) <= refs for each in listed["dependencies"])
+    assert {part["ref"] for part in listed["dependencies"]} == refs
+    assert all(set(part["dependsOn"]) <= refs for part in listed["dependencies"])
 
 
-def test_it_is_little_and_free(listed: dict[str, Any]) -> None:
-    assert len(listed["components"]) <= MOST
-    for each in listed["components"]:
-        [licence] = each["licenses"]
-        said = licence["license"]["name"]
-        assert not any(word in said for word in NOT_WANTED), (each["name"], said)
-        assert each["purl"] == f"pkg:pypi/{each['name']}@{each['version']}"
+def test_dependencies_are_few_and_free(listed: dict[str, Any]) -> None:
+    assert len(listed["components"]) <= MAX_COMPONENTS
+    for part in listed["components"]:
+        [licence] = part["licenses"]
+        name = licence["license"]["name"]
+        assert not any(word in name for word in NOT_WANTED), (part["name"], name)
+        assert part["purl"] == f"pkg:pypi/{part['name']}@{part['version']}"
 
 
-def test_it_is_the_same_every_time(listed: dict[str, Any]) -> None:
+def test_sbom_is_reproducible(listed: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "scripts/sbom.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )

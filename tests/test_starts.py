@@ -1,4 +1,4 @@
-"""A run in which too many engines start fails, and says how many there were."""
+"""A test run with too many engine starts fails and prints their number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.starts import MOST
 
 ROOT = Path(__file__).parents[1]
-# As many processes as engines: each notes its own.
+# Each engine start is noted by its own process.
 STARTS = """
 import os, subprocess, sys
 NOTE = "import engine_starts as e, os; e.note(os.environ[e.VARIABLE], 'tiny')"
@@ -22,11 +22,11 @@ def test_it():
 
 
 @pytest.mark.parametrize(
-    ("count", "status", "said"),
+    ("count", "status", "message"),
     [(0, 0, ""), (2, 0, "engine starts: 2\n"), (MOST + 1, 1, "engine starts: 13, of 12 at most\n")],
 )
-def test_the_starts_of_all_processes_are_counted(
-    tmp_path: Path, count: int, status: int, said: str
+def test_engine_starts_of_all_processes_are_counted(
+    tmp_path: Path, count: int, status: int, message: str
 ) -> None:
     (tmp_path / "test_it.py").write_text(STARTS.format(count=count))
     done = subprocess.run(
@@ -39,4 +39,4 @@ def test_the_starts_of_all_processes_are_counted(
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == status
     assert ("engine starts" in done.stdout) == bool(count)
-    assert said in done.stdout
+    assert message in done.stdout
