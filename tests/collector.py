@@ -1,4 +1,4 @@
-"""Who is sent the spans of a router and of its workers, as an OpenTelemetry collector is."""
+"""A collector of OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is told of one."""
+    """A received span."""
 
     service: str
     name: str
@@ -25,7 +25,7 @@ class Span:
 
 
 class Collector:
-    """Listens in a thread of its own, for as long as it is entered."""
+    """A span collector that listens in its own thread while it is entered."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -47,16 +47,16 @@ class Collector:
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
 
     def take(self, body: bytes) -> None:
-        """Take a batch."""
+        """Record a batch of spans."""
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
             ExportTraceServiceRequest,
         )
 
-        for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+        for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
             [service] = (
-                said.value.string_value
-                for said in each.resource.attributes
-                if said.key == "service.name"
+                attribute.value.string_value
+                for attribute in resource_spans.resource.attributes
+                if attribute.key == "service.name"
             )
             self.spans += [
                 Span(
@@ -68,16 +68,16 @@ class Collector:
                     span.start_time_unix_nano,
                     span.end_time_unix_nano,
                 )
-                for scope in each.scope_spans
+                for scope in resource_spans.scope_spans
                 for span in scope.spans
             ]
 
     def of(self, trace: str) -> list[Span]:
-        """Return what is known of a trace."""
+        """Return the spans of a trace."""
         return [span for span in self.spans[:] if span.trace == trace]
 
     def __enter__(self) -> Collector:
-        """Listen."""
+        """Start to listen."""
         self._thread.start()
         return self
 
@@ -87,7 +87,7 @@ class Collector:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End."""
+        """Stop to listen."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

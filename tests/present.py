@@ -1,4 +1,4 @@
-"""A value that a test knows to be there."""
+"""A value that a test knows to exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ Value = TypeVar("Value")
 
 
 def present(value: Value | None) -> Value:
-    """Return a value that is not None, and fail where it is."""
+    """Return the value; fail if it is None."""
     assert value is not None
     return value

@@ -1,4 +1,4 @@
-"""The tests are the same whatever the shell, a CI service or a proxy tells all programs."""
+"""The tests do not depend on variables of a shell, a CI service or a proxy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ NOWHERE = "http://127.0.0.1:9"
 PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NOWHERE)
 
 
-ASKING = (  # with the clients of OpenAI and of httpx
+CLIENT_TESTS = (  # with the clients openai and httpx
     "tests/proxy/wire/exchange/test_openai.py::test_a_chat",
     "tests/proxy/admin/test_server.py::test_it_serves_until_stopped_and_leaves_signals_alone",
 )
 
 
 @pytest.mark.parametrize(
-    ("told", "tests"),
+    ("variables", "tests"),
     [
         ({"FORCE_COLOR": "1", "COLUMNS": "40"}, ("tests/bench/compare/test_contest.py",)),
-        (PROXY, ASKING),
+        (PROXY, CLIENT_TESTS),
     ],
 )
-def test_what_is_told_to_all_programs_is_not_told_to_these(
-    told: dict[str, str], tests: tuple[str, ...]
+def test_tests_ignore_common_environment_variables(
+    variables: dict[str, str], tests: tuple[str, ...]
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
@@ -36,6 +36,6 @@ def test_what_is_told_to_all_programs_is_not_told_to_these(
         capture_output=True,
         text=True,
         env={name: value for name, value in os.environ.items() if name.upper() != "NO_PROXY"}
-        | told,
+        | variables,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A file is there whole or as it was."""
+"""A file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from vllm_sched.files import write_whole
 
 
-def test_it_is_written_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_file_is_written_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in ("one", b"\x89\r\n", "tw\u00f6"):
         write_whole(path, content)
@@ -24,7 +24,7 @@ def test_it_is_written_and_nothing_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_what_was_there_stays_if_it_fails(
+def test_failed_write_keeps_the_old_file(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.json"
@@ -46,10 +46,10 @@ def test_what_was_there_stays_if_it_fails(
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_who_has_the_same_process_id_writes_elsewhere(
+def test_temporary_names_differ_for_equal_process_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As all have it that are the first process of a container; and nobody can foresee the name."""
+    """The first process of each container has id 1, and names must be unpredictable."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     places: list[tuple[str, str]] = []
     opened = Path.open
@@ -64,10 +64,10 @@ def test_who_has_the_same_process_id_writes_elsewhere(
             write_whole(tmp_path / name, "text")
     (one, how), (other, _) = places
     assert one != other
-    assert how == "xb"  # nothing that lies there is followed
+    assert how == "xb"  # an existing link is not followed
 
 
-def test_links_pipes_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+def test_links_pipes_and_devices_are_written_in_place(tmp_path: Path) -> None:
     there, link, pipe = (tmp_path / name for name in ("there", "link", "pipe"))
     link.symlink_to(there)
     write_whole(link, "through")
@@ -82,10 +82,10 @@ def test_links_pipes_and_devices_stay_what_they_are(tmp_path: Path) -> None:
         write_whole(Path("/dev/full"), "x")
 
 
-def test_a_folder_that_takes_no_more_files_may_have_one_to_write_to(
+def test_file_in_an_unwritable_folder_is_written_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root, whom tests may be run by, may write anywhere."""
+    """Tests may run as root, which may write anywhere."""
     path = tmp_path / "a.json"
     path.write_text("old")
     monkeypatch.setattr(os, "access", lambda place, _: Path(place) != tmp_path)
@@ -95,10 +95,8 @@ def test_a_folder_that_takes_no_more_files_may_have_one_to_write_to(
     assert path.stat().st_ino == inode
 
 
-def test_a_file_that_is_a_mount_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a container has it that is given one file of its host's."""
+def test_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may mount a single file of its host."""
     path = tmp_path / "a.json"
     path.write_text("old")
 

@@ -1,4 +1,4 @@
-"""Where engines and servers share what they count."""
+"""The folder in which engines and servers share metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from vllm_sched import metrics_folder
 
 
-def test_it_is_in_memory_where_there_is_room(tmp_path: Path) -> None:
+def test_folder_is_in_memory_if_there_is_room(tmp_path: Path) -> None:
     made = metrics_folder.make_folder(tmp_path)
     assert made.parent == tmp_path
     assert [*made.iterdir()] == []
@@ -19,7 +19,7 @@ def test_it_is_in_memory_where_there_is_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["not there", "full", "not ours"])
-def test_it_is_elsewhere_where_there_is_none(
+def test_folder_is_on_disk_without_room_in_memory(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"

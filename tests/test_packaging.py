@@ -1,4 +1,4 @@
-"""What the package says of itself agrees with what it does."""
+"""The package's metadata, wheels and compiled modules."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ print(folder.name)
 """
 
 
-def test_one_version() -> None:
+def test_version_is_the_same_everywhere() -> None:
     assert PROJECT["version"] == vllm_sched.__version__
     assert f"## {vllm_sched.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_extras_name_the_tested_range() -> None:
+def test_extras_name_the_tested_range() -> None:
     low, high = (".".join(map(str, end)) for end in vllm_compat.TESTED)
     extras = PROJECT["optional-dependencies"]
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
@@ -52,7 +52,7 @@ def test_the_extras_name_the_tested_range() -> None:
     assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
 
 
-def test_vllm_finds_the_plugin() -> None:
+def test_entry_point_is_the_plugin() -> None:
     [(name, value)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
     assert (name, value) == ("vllm_sched", "vllm_sched.engine.plugin:load")
     assert EntryPoint(name, value, "vllm.general_plugins").load() is plugin.load
@@ -60,7 +60,7 @@ def test_vllm_finds_the_plugin() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Copy what a build reads: it leaves its own files beside that."""
+    """Return a copy of the sources, because a build writes files beside them."""
     skip = shutil.ignore_patterns("__pycache__", "*.so")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tmp_path / "clone" / name, ignore=skip)
@@ -81,18 +81,18 @@ def build(source: Path, what: str = "wheel", **environment: str) -> Path:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (source / "said").write_text(done.stderr)
+    (source / "log").write_text(done.stderr)
     [made] = (source / "out").iterdir()
     return made
 
 
 def files(wheel: Path) -> set[str]:
-    """List what a wheel installs."""
+    """Return the files that a wheel installs."""
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
 def wanted(source: Path) -> set[str]:
-    """List the files of both packages."""
+    """Return the files of both packages."""
     found = (path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file())
     return {str(path.relative_to(source)) for path in found if "__pycache__" not in path.parts}
 
@@ -110,9 +110,9 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 
 def run(python: Path, code: str, **environment: str) -> str:
-    """Run code on what was installed, with what that imports from this environment."""
+    """Run code with an installed wheel, and dependencies of this environment."""
     env = {name: value for name, value in os.environ.items() if name != SWITCH}
-    needs = sysconfig.get_path("purelib")  # where the editable installation's finder does not run
+    needs = sysconfig.get_path("purelib")  # without the editable installation
     done = subprocess.run(
         [python, "-c", code],
         cwd=python.parent,
@@ -124,22 +124,20 @@ def run(python: Path, code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Path) -> None:
+def test_wheel_without_a_compiler_is_plain_and_works(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, CC="/nowhere/cc")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert {"proxy/status_page/status.html", "proxy/py.typed"} <= wanted(clone)
     assert files(wheel) == wanted(clone)
-    said = (clone / "said").read_text()
-    assert "plain modules, because compiling failed: no C compiler (/nowhere/cc)" in said
+    log = (clone / "log").read_text()
+    assert "plain modules, because compiling failed: no C compiler (/nowhere/cc)" in log
     python = installed(wheel, tmp_path / "venv")
     assert run(python, KIND).startswith("plain (not compiled yet: ")
 
 
 @pytest.mark.compiled
-def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
-    clone: Path, tmp_path: Path
-) -> None:
-    """The modules that the tests of compiled modules have made are used, if there is a compiler."""
+def test_wheel_has_compiled_modules_that_the_router_finds(clone: Path, tmp_path: Path) -> None:
+    """The modules of the compiled tests are used, if there is a compiler."""
     try:
         compiling.require()
     except CompileError as error:
@@ -167,21 +165,21 @@ def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
     assert run(python, KIND) == "compiled\n"
     assert run(python, WHERE, NAMES=" ".join(locate.hot_names())) == f"{compiled.name}\n"
     assert run(python, KIND, **{SWITCH: "0"}) == "plain (VLLM_SCHED_COMPILED is 0)\n"
-    told = run(python, "from vllm_sched.cli.main import main; main(['compile'])")
-    assert str(tmp_path / "venv") in told  # they are there: it needs no compiler
+    output = run(python, "from vllm_sched.cli.main import main; main(['compile'])")
+    assert str(tmp_path / "venv") in output  # existing modules need no compiler
 
 
-def test_what_a_wheel_is_built_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_build_requirements_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(locate, "BUILT", tmp_path)
     monkeypatch.setattr(compiling, "require_compiler", lambda: None)
     monkeypatch.setattr(build_meta, "get_requires_for_build_wheel", lambda _: ["wheel"])
     monkeypatch.setenv(SWITCH, "1")
-    # The builder loads what it has compiled, and that imports the dependencies.
+    # The build imports the compiled modules and so their dependencies.
     compiles = ["wheel", backend.MYPYC, *PROJECT["dependencies"]]
     assert backend.get_requires_for_build_wheel() == compiles
-    [ours] = [each for each in GROUPS["lint"] if each.startswith("mypy")]
+    [own] = [each for each in GROUPS["lint"] if each.startswith("mypy")]
     assert Requirement(backend.MYPYC).specifier.contains(version("mypy"))
-    assert Requirement(ours).specifier.contains(version("mypy"))
+    assert Requirement(own).specifier.contains(version("mypy"))
     for hook in ("build_editable", "get_requires_for_build_editable"):  # quick and plain
         assert getattr(backend, hook) is getattr(build_meta, hook)
     monkeypatch.setenv(SWITCH, "0")
@@ -196,7 +194,7 @@ def test_what_a_wheel_is_built_with(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("error", [CompileError("it ended with 1:"), OSError("no space left")])
-def test_a_wheel_is_plain_if_compiling_fails(
+def test_wheel_is_plain_if_compiling_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -214,7 +212,7 @@ def test_a_wheel_is_plain_if_compiling_fails(
     assert f"plain modules, because compiling failed: {error}" in capsys.readouterr().err
 
 
-def test_a_wheel_takes_modules_that_are_compiled_already_if_they_are_of_its_sources(
+def test_wheel_uses_existing_compiled_modules_of_its_sources(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv(SWITCH)
@@ -226,8 +224,8 @@ def test_a_wheel_takes_modules_that_are_compiled_already_if_they_are_of_its_sour
     there = tmp_path / locate.name()
     there.mkdir()
     assert backend._compiled() == there
-    said = capsys.readouterr().err
-    assert said == f"vllm-sched: the wheel has compiled modules: {there.name}\n"
+    error = capsys.readouterr().err
+    assert error == f"vllm-sched: the wheel has compiled modules: {there.name}\n"
 
     there.rename(tmp_path / f"{locate.PLATFORM}-of other sources")
     assert backend._compiled() == tmp_path / "new"

@@ -52,7 +52,7 @@ def tree_of(path: Path) -> ast.Module:
 def prose_of(path: Path) -> str:
     """Return a module's comments and docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(source_of(path)).readline)
-    parts = [each.string.lstrip("#! ") for each in tokens if each.type == tokenize.COMMENT]
+    parts = [token.string.lstrip("#! ") for token in tokens if token.type == tokenize.COMMENT]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
     parts += [ast.get_docstring(node) or "" for node in nodes]
@@ -77,12 +77,12 @@ def classes() -> list[tuple[Path, ast.ClassDef]]:
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """Return the attributes that a class assigns to `self`."""
     found = set()
-    for each in ast.walk(node):
+    for child in ast.walk(node):
         targets: list[ast.expr] = []
-        if isinstance(each, ast.Assign):
-            targets = each.targets
-        elif isinstance(each, ast.AnnAssign | ast.AugAssign):
-            targets = [each.target]
+        if isinstance(child, ast.Assign):
+            targets = child.targets
+        elif isinstance(child, ast.AnnAssign | ast.AugAssign):
+            targets = [child.target]
         for target in targets:
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                 found |= {target.attr} if target.value.id == "self" else set()

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom."""
+"""The walls between packages: allowed imports and sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 15
+MAX_MODULES_PER_FOLDER = 15
 HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 
-# From the top of each tower down; an import only goes down, or stays on its floor.
-FLOORS = {
+# Layers of each package from the top; a module imports only its own layer and lower ones.
+LAYERS = {
     "vllm_sched": [
         "cli", "sim", "bench", "workers", "engine", "policies", "cost", "metrics_folder", "files",
         "errors", "version",
@@ -29,7 +29,7 @@ FLOORS = {
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")
-# Opening anything, waiting for anything, or reading a clock.
+# Modules for I/O, waiting and clocks.
 NOT_PURE = {
     *HEAVY, "aiohttp", "asyncio", "fastapi", "http", "httpx", "os", "pathlib", "prometheus_client",
     "requests", "select", "shutil", "signal", "socket", "subprocess", "threading", "time",
@@ -40,7 +40,7 @@ MODULES = sorted([*ROOT.glob("vllm_sched/**/*.py"), *ROOT.glob("proxy/**/*.py")]
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Name every module that a file imports, inside functions too."""
+    """Return every module that a file imports, inside functions too."""
     return tuple(_imports(path))
 
 
@@ -61,19 +61,19 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_down_only(path: Path) -> None:
-    tower, *rest = path.relative_to(ROOT).with_suffix("").parts
-    floors = FLOORS[tower]
+    package, *rest = path.relative_to(ROOT).with_suffix("").parts
+    layers = LAYERS[package]
     if not rest or rest[0] in ("__init__", "__main__"):
         return
-    assert rest[0] in floors, f"{name_of(path)} stands on no floor"
+    assert rest[0] in layers, f"{name_of(path)} is in no layer"
     for module in imports(path):
         parts = module.split(".")
-        if parts[0] == tower and len(parts) > 1 and parts[1] in floors:
-            assert floors.index(parts[1]) >= floors.index(rest[0]), f"{module} is above"
+        if parts[0] == package and len(parts) > 1 and parts[1] in layers:
+            assert layers.index(parts[1]) >= layers.index(rest[0]), f"{module} is above"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_the_doors_between_the_towers(path: Path) -> None:
+def test_packages_import_each_other_only_where_allowed(path: Path) -> None:
     name = name_of(path)
     found = {module.split(".")[0] for module in imports(path)}
     if name.startswith("proxy"):
@@ -83,13 +83,13 @@ def test_the_doors_between_the_towers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_vllm_is_touched_in_the_engine_alone(path: Path) -> None:
+def test_only_the_engine_imports_vllm(path: Path) -> None:
     if not name_of(path).startswith("vllm_sched/engine"):
         assert "vllm" not in {module.split(".")[0] for module in imports(path)}
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p).startswith(PURE)], ids=name_of)
-def test_pure_floors_do_no_io(path: Path) -> None:
+def test_pure_packages_do_no_io(path: Path) -> None:
     assert not {module.split(".")[0] for module in imports(path)} & NOT_PURE
 
 
@@ -153,22 +153,24 @@ def reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_circles() -> None:
     """Imports for the type checker count too."""
     known = {module_of(path) for path in MODULES}
     graph: dict[str, set[str]] = {}
     for path in MODULES:
         found = {module for module in imports(path) if module in known} - {module_of(path)}
-        # `from package import module` imports the module, not what the package itself holds.
+        # `from package import module` imports the module, not the package.
         graph[module_of(path)] = {
-            module for module in found if not any(each.startswith(f"{module}.") for each in found)
+            module for module in found if not any(other.startswith(f"{module}.") for other in found)
         }
     assert circles(graph) == []
 
 
-def test_no_folder_has_more_modules_than_a_reader_takes_in() -> None:
+def test_folders_have_few_modules() -> None:
     widths = Counter(path.parent for path in MODULES if path.name != "__init__.py")
-    assert {name_of(folder): width for folder, width in widths.items() if width > WIDTH} == {}
+    assert {
+        name_of(folder): width for folder, width in widths.items() if width > MAX_MODULES_PER_FOLDER
+    } == {}
 
 
 @pytest.mark.parametrize("package", ["vllm_sched", "proxy", "vllm_sched.cli.main"])

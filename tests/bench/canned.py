@@ -1,4 +1,4 @@
-"""Rounds made by hand, for tests that need no worker."""
+"""Results of rounds without a worker."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vllm_sched.workers.launch import Side
 
 @dataclass
 class StillWorker:
-    """Looks like a worker; nothing runs."""
+    """A worker without a process."""
 
     url: str = "http://127.0.0.1:1"
     name: str = "still"
     command: tuple[str, ...] = ("serve",)
 
     def check(self) -> None:
-        """Be alive."""
+        """Succeed, as for a live worker."""
 
 
-def printed(what: RenderableType, width: int = 80) -> str:
-    """Return what is printed, as text."""
+def printed(content: RenderableType, width: int = 80) -> str:
+    """Return the printed text."""
     out = io.StringIO()
-    Console(file=out, width=width).print(what)
+    Console(file=out, width=width).print(content)
     return out.getvalue()
 
 
@@ -38,7 +38,7 @@ def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) ->
 
 
 def canned_round(number: int, short_wait: float) -> Round:
-    """One long done at 4 s, two shorts that wait, one decode that outlasts them."""
+    """Return a round: a long prompt done at 4 s, two waiting shorts and one longer decode."""
     return Round(
         number,
         (

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint with latencies of our choosing, and with faults of our choosing."""
+"""A fake OpenAI endpoint with configurable latencies and faults."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ TEMPLATE_TOKENS = 5
 
 @dataclass
 class FakeOpenAI:
-    """What it serves, and what it saw."""
+    """The endpoint's settings and the requests that it received."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
     tokenizer: bool = True
     lists_models: bool = True
-    without_list: int = 404  # what is said where there is none
+    without_list: int = 404  # status of /v1/models without a list
     knows_ignore_eos: bool = True
     tells_usage: bool = True
-    counts: int | None = None  # tokens of whatever prompt
+    counts: int | None = None  # token count of every prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
     key: str = ""
-    workers: tuple[str, ...] = ()  # named in X-Route where X-Explain asks
-    failing: tuple[int, ...] = ()  # completions that are refused, by their number
-    retry_after: str = ""  # said with them
+    workers: tuple[str, ...] = ()  # named in X-Route if X-Explain is sent
+    failing: tuple[int, ...] = ()  # numbers of the refused completions
+    retry_after: str = ""  # header of the refusals
     hangs: bool = False
     streams: bool = True
-    slots: int = 1000  # requests it works on at once; the others wait
+    slots: int = 1000  # concurrent requests
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class FakeOpenAI:
 
     @property
     def played(self) -> list[dict[str, Any]]:
-        """The completions that were more than a probe."""
+        """The completions without probes."""
         return [body for body in self.bodies if _length(body) > 1]
 
     def app(self) -> web.Application:
@@ -134,7 +134,7 @@ class FakeOpenAI:
 
 @asynccontextmanager
 async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeOpenAI]:
-    """Serve on a free port."""
+    """Serve the endpoint on a free port."""
     server = TestServer(fake.app())
     await server.start_server(ssl=tls)
     fake.url = str(server.make_url("")).rstrip("/")
@@ -145,7 +145,7 @@ async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncI
 
 
 def tokens(body: dict[str, Any]) -> int:
-    """Count the tokens of a prompt, or of a chat under its template."""
+    """Return the tokens of a prompt, or of a chat with its template."""
     if "messages" in body:
         return TEMPLATE_TOKENS + TOKENS_PER_WORD * len(body["messages"][0]["content"].split())
     prompt = body["prompt"]
@@ -153,12 +153,12 @@ def tokens(body: dict[str, Any]) -> int:
 
 
 def event(choice: dict[str, Any]) -> bytes:
-    """Write an event as vLLM does."""
+    """Return an event in vLLM's format."""
     return b"data: " + dumped({"choices": [{"index": 0, **choice}], "usage": None}) + b"\n\n"
 
 
 def dumped(message: dict[str, Any]) -> bytes:
-    """Write JSON as vLLM does: without spaces."""
+    """Return JSON without spaces, as vLLM writes it."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 

@@ -39,10 +39,10 @@ def test_curves_have_a_value_per_seed_and_a_knee() -> None:
     }  # fmt: skip
     assert curves["long"].knee == 1.0
     assert curves["short"].knee == 4.0
-    assert sweep().curves(CONCURRENCY, "tokens")["short"].knee is None  # nine times as much at 9
+    assert sweep().curves(CONCURRENCY, "tokens")["short"].knee is None  # throughput still grows
 
 
-def test_without_targets_a_rate_is_served_when_it_is_kept_up_with() -> None:
+def test_share_without_targets_is_the_kept_up_share() -> None:
     kept = Point("a", RATE, 2.0, 0, figures(None, 1.0))
     behind = Point("a", RATE, 8.0, 0, figures(None, 1.0), kept_up=0.25)
     failing = Point("a", RATE, 2.0, 0, figures(None, 1.0, failed=10))
@@ -52,7 +52,7 @@ def test_without_targets_a_rate_is_served_when_it_is_kept_up_with() -> None:
     assert Point("a", RATE, 1.0, 0, figures(None, 1.0, completed=0)).share == 0.0
 
 
-def test_the_table_has_a_line_per_load_in_the_order_of_workloads() -> None:
+def test_table_has_a_line_per_load_in_workload_order() -> None:
     text = printed(sweep().table(targets=True))
     for word in ("8 at once", "in time", "TTFT p99", "50%"):
         assert word in text
@@ -63,7 +63,7 @@ def test_the_table_has_a_line_per_load_in_the_order_of_workloads() -> None:
     assert [*dict.fromkeys(name for name, _ in rows)] == ["short", "long"]
 
 
-def test_the_json_has_every_run() -> None:
+def test_json_has_every_run() -> None:
     found = sweep().to_json()
     assert len(found["points"]) == 28
     assert found["served_request_rate"] == {"short": 4.0, "long": 1.0}
@@ -71,15 +71,15 @@ def test_the_json_has_every_run() -> None:
     assert {"request_rate", "seed", "share_in_time"} <= set(found["points"][0])
 
 
-def test_nobody_served_is_a_gap_in_the_line() -> None:
+def test_point_without_answers_has_no_latency() -> None:
     nobody = Point("a", RATE, 2.0, 0, figures(0.0, 0.0, p99_ttft_ms=None, completed=0))
     assert nobody.ttft_p99_ms != pytest.approx(nobody.ttft_p99_ms)
 
 
-def test_who_served_nobody_has_no_latency() -> None:
+def test_table_shows_dashes_for_points_without_answers() -> None:
     none = figures(0.0, 0.0, completed=0, p99_ttft_ms=None, p99_itl_ms=None)
-    some = [Point("b", RATE, 1.0, seed, figures(1.0, 9.0) if seed else none) for seed in (0, 1)]
-    text = printed(Sweep([Point("a", RATE, 1.0, 0, none), *some]).table(targets=True))
+    points = [Point("b", RATE, 1.0, seed, figures(1.0, 9.0) if seed else none) for seed in (0, 1)]
+    text = printed(Sweep([Point("a", RATE, 1.0, 0, none), *points]).table(targets=True))
     one, other = (line.split() for line in text.splitlines() if "1/s" in line)
     assert one == ["a", "1/s", "0%", "-", "-", "0"]
-    assert "100 ms 10 ms" in " ".join(other)  # of the run that served
+    assert "100 ms 10 ms" in " ".join(other)  # of the run with answers

@@ -1,4 +1,4 @@
-"""Servers for the clients to meet: the mock worker, and ones that answer with given bytes."""
+"""Servers for benchmark clients: the mock worker, and servers with fixed answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 10.0
 
 @asynccontextmanager
 async def mock_worker(kind: type[mock.Worker] = mock.Worker) -> AsyncIterator[int]:
-    """Be a mock worker; yields its port."""
+    """Run a mock worker; yield its port."""
     server = await asyncio.get_running_loop().create_server(kind, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -22,7 +22,7 @@ async def mock_worker(kind: type[mock.Worker] = mock.Worker) -> AsyncIterator[in
 
 @asynccontextmanager
 async def answering(reply: bytes, *, then_close: bool = False) -> AsyncIterator[int]:
-    """Answer every request with these bytes; yields the port."""
+    """Answer every request with these bytes; yield the port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -44,7 +44,7 @@ async def answering(reply: bytes, *, then_close: bool = False) -> AsyncIterator[
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until something holds."""
+    """Wait until a condition is true."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - counters tell nobody that they changed
+        while not condition():  # noqa: ASYNC110 - counters have no event
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Reading answers: whole ones in any pieces, and nothing that only looks like one."""
+"""The answer parser: answers in any pieces, and invalid ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def read(raw: bytes, size: int) -> tuple[Answer, bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
-def test_pieces_of_any_size(size: int) -> None:
+def test_answer_in_pieces_of_any_size_is_read(size: int) -> None:
     found, body = read(WHOLE, size)
     assert (found.status, found.complete, found.closes, body) == (200, True, False, b'{"a": 1}')
     found, body = read(CHUNKED, size)
     assert (found.complete, body) == (True, EVENT * 3 + DONE)
 
 
-def test_a_status_and_a_last_answer_are_told() -> None:
+def test_status_and_connection_close_are_read() -> None:
     found, _ = read(b"HTTP/1.1 429 Slow\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", 1000)
     assert (found.status, found.complete, found.closes) == (429, True, True)
 
 
 @pytest.mark.parametrize("raw", [WHOLE, CHUNKED])
-def test_a_cut_answer_is_not_complete(raw: bytes) -> None:
+def test_truncated_answer_is_not_complete(raw: bytes) -> None:
     for end in (10, len(raw) // 2, len(raw) - 1):
         found = Answer()
         found.feed(raw[:end])
@@ -52,13 +52,13 @@ def test_a_cut_answer_is_not_complete(raw: bytes) -> None:
         (b"x" * (2 << 20), "without an end"),
     ],
 )
-def test_what_is_no_answer(raw: bytes, why: str) -> None:
+def test_invalid_answer_raises(raw: bytes, why: str) -> None:
     with pytest.raises(BadAnswerError, match=why):
         Answer().feed(raw)
 
 
 @pytest.mark.parametrize("size", [1, 50, 10_000])
-def test_events_are_counted_wherever_they_are_cut(size: int) -> None:
+def test_events_are_counted_however_they_are_split(size: int) -> None:
     events, raw = Events(), EVENT * 5 + DONE
     new = [events.feed(raw[begin : begin + size]) for begin in range(0, len(raw), size)]
     assert (events.count, sum(new), events.done) == (5, 5, True)
@@ -67,6 +67,6 @@ def test_events_are_counted_wherever_they_are_cut(size: int) -> None:
 @pytest.mark.parametrize(
     "raw", [b'data: {"error": {"message": "gone"}}\n\n', EVENT[:30] + b"\n\n", DONE + EVENT]
 )
-def test_an_event_the_mock_did_not_send(raw: bytes) -> None:
+def test_unexpected_event_raises(raw: bytes) -> None:
     with pytest.raises(BadAnswerError, match="event"):
         Events().feed(raw)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.both_pools` without its workers: who is asked, and what is counted."""
+"""`python -m benchmarks.both_pools` without workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_sched.errors import UsageError
 
 
 def ended(*times: float, worker: str = "", error: str = "") -> list[Outcome]:
-    """Make requests whose last tokens came at these times."""
+    """Return outcomes with last tokens at these times."""
     return [
         Outcome(0.0, "x", 1500, 8, ticks=[at], completed=8, worker=worker, error=error)
         for at in times
@@ -26,16 +26,16 @@ def ended(*times: float, worker: str = "", error: str = "") -> list[Outcome]:
 
 
 def played(outcomes: Sequence[Outcome], busy: float = 0.25) -> PlayedRun:
-    """Make what a loop came to."""
+    """Return the run of a closed loop."""
     return PlayedRun(tuple(outcomes), duration=20.0, busy=busy, stall=0.0)
 
 
-def of(requests_per_s: float) -> Rate:
-    """Make what a side served in a round."""
+def rate_of(requests_per_s: float) -> Rate:
+    """Return a side's rate in a round."""
     return Rate(requests_per_s, 1508 * requests_per_s, round(17 * requests_per_s), {}, 0.1)
 
 
-def test_workers_differ_in_nothing_but_their_role_and_processor() -> None:
+def test_workers_differ_only_in_role_and_processor() -> None:
     short, long = fleet([2, 5, 7]).workers
     assert (short.role, long.role) == (Role.SHORT, Role.LONG)
     assert short.launch is not None
@@ -46,7 +46,7 @@ def test_workers_differ_in_nothing_but_their_role_and_processor() -> None:
         fleet([0])
 
 
-def test_a_router_before_each_and_none_before_both(tmp_path: Path) -> None:
+def test_sides_are_one_worker_both_workers_and_no_router(tmp_path: Path) -> None:
     config = fleet([0, 1])
     alone, both, direct = sides(config, tmp_path)
     assert (alone.name, both.name, direct.name) == (ALONE, BOTH, DIRECT)
@@ -62,10 +62,10 @@ def test_a_router_before_each_and_none_before_both(tmp_path: Path) -> None:
         assert before.routing.policy == "adaptive"
 
 
-def test_what_ended_while_all_lanes_were_under_way_counts() -> None:
+def test_only_requests_within_the_measured_stretch_count() -> None:
     one = played(
         [
-            *ended(1.0, 3.0, 20.5, worker="a"),  # before the stretch, at its edge, after it
+            *ended(1.0, 3.0, 20.5, worker="a"),  # before, at the edge of, and after the stretch
             *ended(3.5, 20.0, worker="a"),
             *ended(4.0, worker="b"),
             *ended(5.0, error="refused"),
@@ -79,31 +79,33 @@ def test_what_ended_while_all_lanes_were_under_way_counts() -> None:
     assert found.failed == ["refused"]
 
 
-def test_two_loops_at_once_are_one_side() -> None:
+def test_two_concurrent_loops_are_one_side() -> None:
     loops = [played(ended(4.0), busy=0.2), played(ended(4.0, 5.0), busy=0.3)]
     found = rate(loops, 3.0, 20.0, router_s=0.0)
     assert found.counted == 3
-    assert found.beside == pytest.approx(0.3)  # one process, whose time both counted
+    assert found.beside == pytest.approx(0.3)  # both loops counted the same process
 
 
-def test_the_promise_is_the_median_of_the_rounds_ratios() -> None:
+def test_promise_is_the_median_ratio_of_the_rounds() -> None:
     found = {
-        ALONE: [of(10.0), of(12.0), of(8.0)],
-        BOTH: [of(19.0), of(18.0), of(16.0)],
-        DIRECT: [of(20.0), of(18.0), of(20.0)],
+        ALONE: [rate_of(10.0), rate_of(12.0), rate_of(8.0)],
+        BOTH: [rate_of(19.0), rate_of(18.0), rate_of(16.0)],
+        DIRECT: [rate_of(20.0), rate_of(18.0), rate_of(20.0)],
     }
     requests, tokens, ceiling, router = promises(found)
     assert (requests.measured, requests.kept) == (pytest.approx(1.9), True)
     assert (tokens.measured, tokens.kept) == (pytest.approx(1.9), True)
     assert (ceiling.measured, ceiling.bound) == (pytest.approx(2.0), "")
     assert (router.measured, router.bound) == (pytest.approx(0.95), "")
-    found[BOTH] = [of(17.9), of(21.4), of(14.3)]
+    found[BOTH] = [rate_of(17.9), rate_of(21.4), rate_of(14.3)]
     assert not promises(found)[0].kept
-    assert not promises({ALONE: [of(0.0)], BOTH: [of(1.0)], DIRECT: [of(1.0)]})[0].kept
+    assert not promises({ALONE: [rate_of(0.0)], BOTH: [rate_of(1.0)], DIRECT: [rate_of(1.0)]})[
+        0
+    ].kept
 
 
 @pytest.mark.parametrize("failed", [[], ["reset by peer"]])
-def test_the_figures_are_written_and_a_failed_request_fails_it(
+def test_figures_are_saved_and_failed_requests_set_the_exit_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -112,15 +114,15 @@ def test_the_figures_are_written_and_a_failed_request_fails_it(
     both = Rate(19.5, 29_406.0, 332, {"short-0": 168, "long-0": 164}, 0.05, failed)
 
     async def run(*_: object) -> dict[str, list[Rate]]:
-        return {ALONE: [of(10.0)], BOTH: [both], DIRECT: [of(20.0)]}
+        return {ALONE: [rate_of(10.0)], BOTH: [both], DIRECT: [rate_of(20.0)]}
 
     monkeypatch.setattr(both_pools, "run", run)
     path = tmp_path / "figures.json"
     assert main(["--rounds", "1", "--save", str(path)]) == len(failed)
-    said = capsys.readouterr().out
-    assert "1.95x" in said
-    assert "long-0 164, short-0 168" in said
-    assert ("1 failed, one of them: reset by peer" in said) == bool(failed)
+    printed = capsys.readouterr().out
+    assert "1.95x" in printed
+    assert "long-0 164, short-0 168" in printed
+    assert ("1 failed, one of them: reset by peer" in printed) == bool(failed)
     whole = json.loads(path.read_text())
     assert whole["rounds"][BOTH][0]["counted"] == 332
     assert whole["promises"][0]["kept"] is True
@@ -130,10 +132,10 @@ def test_the_figures_are_written_and_a_failed_request_fails_it(
 @pytest.mark.parametrize(
     "argument", ["--rounds=0", "--concurrency=1", "--seconds=3", "--save=/nowhere/at/all.json"]
 )
-def test_what_can_t_be_played_is_refused_before_a_worker_starts(
+def test_invalid_argument_is_refused_before_any_worker_starts(
     argument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ending:
+    with pytest.raises(SystemExit) as exited:
         main([argument])
-    assert ending.value.code == 2
+    assert exited.value.code == 2
     assert argument.partition("=")[0] in capsys.readouterr().err

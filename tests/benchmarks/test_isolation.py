@@ -1,4 +1,4 @@
-"""The isolation benchmark without its workers: who is started, what is judged, what is counted."""
+"""The isolation benchmark without workers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from vllm_sched.workers import launch
 
 
 @pytest.fixture(autouse=True)
-def two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have two processors and a CPU build."""
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there are two processors and a CPU build."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5})
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
 
 
-def test_both_pairs_have_the_same_two_processors(tmp_path: Path) -> None:
+def test_both_pairs_use_the_same_two_processors(tmp_path: Path) -> None:
     config = stage.fleet()
     workers = stage.started(config, tmp_path)
     assert [worker.cpus for worker in workers] == [(2,), (5,), (2,), (5,)]
@@ -41,7 +41,7 @@ def test_both_pairs_have_the_same_two_processors(tmp_path: Path) -> None:
     assert moved == [False, False, True, True]
 
 
-def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Path) -> None:
+def test_trial_changes_the_launch_of_prefill_and_decode_workers(tmp_path: Path) -> None:
     trial = stage.Trial(
         prefill=("--max-num-seqs=8",),
         decode=("--max-num-batched-tokens=256",),
@@ -51,8 +51,8 @@ def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Pa
     *general, prefill, decode = (
         worker.command for worker in stage.started(stage.fleet(trial), tmp_path)
     )
-    as_ever = [worker.command for worker in stage.started(stage.fleet(), tmp_path)]
-    assert [len(command) for command in general] == [len(command) for command in as_ever[:2]]
+    defaults = [worker.command for worker in stage.started(stage.fleet(), tmp_path)]
+    assert [len(command) for command in general] == [len(command) for command in defaults[:2]]
     assert prefill[-1] == "--max-num-seqs=8"
     assert "--max-num-batched-tokens=256" in decode
     assert ["--scheduler-cls" in command for command in (*general, prefill, decode)] == [
@@ -63,7 +63,7 @@ def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Pa
     ]  # fmt: skip
 
 
-def test_each_pair_has_a_router_of_its_own(tmp_path: Path) -> None:
+def test_each_pair_has_its_own_router(tmp_path: Path) -> None:
     config = stage.fleet()
     files = [Path(side.worker.command[-1]) for side in stage.sides(config, tmp_path)]
     whole, halves = (parse(file.read_text(), file.name) for file in files)
@@ -76,13 +76,13 @@ def test_each_pair_has_a_router_of_its_own(tmp_path: Path) -> None:
     assert yaml.safe_load(files[0].read_text())["model"] == "tiny"
 
 
-def test_one_processor_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     with pytest.raises(UsageError, match="two processors"):
         stage.fleet()
 
 
-def test_only_longs_are_worth_a_hand_over() -> None:
+def test_only_long_prompts_are_long_enough_for_a_hand_over() -> None:
     arrivals = stage.workload().arrivals
     longs = [each.at for each in arrivals if each.klass == "long"]
     assert longs == [0.0, 4.0, 8.0, 12.0]
@@ -100,7 +100,7 @@ def test_promises_are_judged_by_their_ratio() -> None:
     assert not verdict.Verdict("", None, None, None, 1.0).kept
 
 
-def test_each_long_prompt_is_judged_by_the_slowest() -> None:
+def test_prefills_are_judged_by_the_slowest() -> None:
     compared = canned_comparison((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
     longs = [
         record
@@ -121,30 +121,30 @@ def test_each_long_prompt_is_judged_by_the_slowest() -> None:
 
 
 def sent_at(*times: float, took: float = 5.0, error: str = "") -> Round:
-    """Have long prompts come, and the first token of each some seconds after."""
+    """Return a round of long prompts with late first tokens."""
     records = [record("long", at, [at + took + index]) for index, at in enumerate(times)]
-    for each in records:
-        each.error = error
+    for sent in records:
+        sent.error = error
     return Round(1, tuple(records))
 
 
 @pytest.mark.parametrize(
     ("times", "workers", "found"),
     [
-        ((0.0, 4.0, 8.0), 1, [5.0]),  # the second is ready at 10
+        ((0.0, 4.0, 8.0), 1, [5.0]),  # the second is done at 10
         ((0.0, 4.0, 8.0), 2, [5.0, 6.0, 7.0]),
         ((0.0, 1.0, 2.0), 2, [5.0, 6.0]),
         ((0.0, 5.0, 11.0), 1, [5.0, 6.0, 7.0]),
         ((), 1, []),
     ],
 )
-def test_what_waits_for_another_prefill_does_not_tell_how_long_one_takes(
+def test_prefills_that_wait_for_another_are_not_unhindered(
     times: tuple[float, ...], workers: int, found: list[float]
 ) -> None:
     assert verdict.unhindered([sent_at(*times)], workers) == pytest.approx(found)
 
 
-def test_what_failed_does_not_tell_either() -> None:
+def test_failed_prefills_are_not_unhindered() -> None:
     failed = sent_at(0.0, error="no answer")
     assert verdict.unhindered([failed], 1) == []
     no_longs = canned_comparison()
@@ -152,7 +152,7 @@ def test_what_failed_does_not_tell_either() -> None:
     assert [each.kept for each in verdict.prefills(no_longs)] == [False, False]
 
 
-# What the router says
+# The router's metrics and decisions
 
 PAGE = """\
 # HELP proxy_handovers_total Hand-overs.
@@ -167,7 +167,7 @@ proxy_transfer_tokens_total{{model="tiny"}} {2}
 proxy_transfer_bytes_total{{worker="decode-0",role="decode"}} {3}
 proxy_transfer_bytes_total{{worker="prefill-0",role="prefill"}} 1000
 """
-LONGS = 4  # a round, and one round that warms up
+LONGS = 4  # per round
 
 
 def decision(predicted_s: float, seen_s: float | None, tokens: int = 12_000) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def decision(predicted_s: float, seen_s: float | None, tokens: int = 12_000) -> 
 
 
 def moved_by(**changed: Any) -> moved.Moved:
-    """Describe a run of which all is well but what is changed."""
+    """Return a good run, with these changes."""
     counts = {"transferred": 8, "timed": 8, "tokens": 96_000, "bytes": 9.6e6} | changed
     usual = [*[decision(0.01, 0.05)] * LONGS, *[decision(0.045, 0.04)] * LONGS]
     decisions = counts.pop("decisions", usual)
@@ -184,12 +184,12 @@ def moved_by(**changed: Any) -> moved.Moved:
     return moved.Moved(before, moved.Counts(1, **counts), 8, LONGS, decisions, 100)
 
 
-def test_what_the_router_tells_is_judged_line_by_line() -> None:
+def test_promises_of_a_good_run_are_kept() -> None:
     found = moved_by().promises
     assert [each.kept for each in found] == [True] * 6
     handed, timed, predicted, moved_bytes, made, first = (each.measured for each in found)
     assert (handed, timed, made) == (8, 8, 1)
-    assert predicted == pytest.approx(0.045 / 0.04)  # of the rounds that count
+    assert predicted == pytest.approx(0.045 / 0.04)  # of the measured rounds
     assert moved_bytes == pytest.approx(1.0)
     assert first == pytest.approx(0.05 / 0.04)
     assert "as predicted (45 ms), beside that seen (40 ms)" in found[2].what
@@ -216,16 +216,14 @@ SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
         ({"decisions": SLOW_FIRST}, {5}),
     ],
 )
-def test_what_the_router_does_not_tell_or_tells_otherwise_is_missed(
-    changed: dict[str, Any], missed: set[int]
-) -> None:
+def test_promises_of_a_bad_run_are_missed(changed: dict[str, Any], missed: set[int]) -> None:
     run = moved_by(**changed)
     kept = [each.kept for each in run.promises]
     assert {index for index, each in enumerate(kept) if not each} == missed
     assert run.missing == (0 in missed)
 
 
-async def test_a_router_is_asked_for_counts_and_decisions(
+async def test_counts_and_decisions_are_read_from_the_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moved, "PAUSE_S", 0.0)
@@ -255,21 +253,21 @@ async def test_a_router_is_asked_for_counts_and_decisions(
     assert wanted == [{"reason": "handover", "limit": "1000"}]
 
 
-def test_where_a_router_tells_its_decisions_is_read_off_its_file(tmp_path: Path) -> None:
+def test_admin_url_is_read_from_the_routers_file(tmp_path: Path) -> None:
     _, halves = stage.sides(stage.fleet(), tmp_path, 700)
     config = parse(Path(halves.worker.command[-1]).read_text(), "halves")
     assert stage.admin_url(halves.worker) == f"http://127.0.0.1:{config.router.admin.port}"
     assert config.routing.disaggregate_above == 700
 
 
-def test_what_was_judged_can_be_written_down() -> None:
+def test_verdicts_and_promises_can_be_saved_as_json() -> None:
     verdicts = verdict.to_json(verdict.verdicts(canned_comparison()))
     promises = promise.to_json(moved_by().promises)
     assert {each["kept"] for each in promises} == {True}
     assert json.loads(json.dumps(verdicts))[0]["at_most"] == 0.15
 
 
-def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
+def test_prompts_have_all_sizes_and_depend_only_on_the_seed() -> None:
     made = identical.prompts(100)
     sizes = sorted(map(len, made))
     assert (sizes[0], sizes[-1]) == (10, 12_000)
@@ -278,29 +276,29 @@ def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
 
 
 @pytest.fixture
-def asked() -> list[tuple[str, str]]:
-    """Collect what servers were asked: the path, and whether they should say who answers."""
+def seen_requests() -> list[tuple[str, str]]:
+    """Return the list of requests that servers got: path and X-Explain."""
     return []
 
 
 @pytest.fixture
-async def servers(asked: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]:
-    """Serve right answers, answers with other tokens, and the right tokens by another cache."""
+async def servers(seen_requests: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]:
+    """Serve equal answers, answers with other tokens, and with other logprobs."""
 
     def answering(tokens: list[int], likely: float) -> web.Application:
-        says = {"route": "", "fetches": "0"}
+        settings = {"route": "", "fetches": "0"}
         fetched = [0]
 
         async def answer(request: web.Request) -> web.Response:
-            asked.append((request.path, request.headers.get("X-Explain", "")))
+            seen_requests.append((request.path, request.headers.get("X-Explain", "")))
             body = await request.json()
             choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"token_logprobs": [likely]}}
             assert body["temperature"] == 0
-            fetched[0] += int(says["fetches"])
-            return web.json_response({"choices": [choice]}, headers={"X-Route": says["route"]})
+            fetched[0] += int(settings["fetches"])
+            return web.json_response({"choices": [choice]}, headers={"X-Route": settings["route"]})
 
         async def forget(request: web.Request) -> web.Response:
-            asked.append((request.path, ""))
+            seen_requests.append((request.path, ""))
             return web.Response()
 
         async def metrics(_: web.Request) -> web.Response:
@@ -309,7 +307,7 @@ async def servers(asked: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]
             return web.Response(text=text)
 
         async def tell(request: web.Request) -> web.Response:
-            says.update(request.query)
+            settings.update(request.query)
             return web.Response()
 
         app = web.Application()
@@ -319,8 +317,13 @@ async def servers(asked: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]
         app.router.add_get("/metrics", metrics)
         return app
 
-    told = {"right": ([7], -1.0), "near": ([7], -1.0001), "other": ([8], -1.0), "far": ([7], -1.1)}
-    running = {name: TestServer(answering(*each)) for name, each in told.items()}
+    answers = {
+        "right": ([7], -1.0),
+        "near": ([7], -1.0001),
+        "other": ([8], -1.0),
+        "far": ([7], -1.1),
+    }
+    running = {name: TestServer(answering(*each)) for name, each in answers.items()}
     for server in running.values():
         await server.start_server()
     yield {name: str(server.make_url("")).rstrip("/") for name, server in running.items()}
@@ -331,7 +334,7 @@ async def servers(asked: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]
 TWICE = (Pass("cold"), Pass("warm"))
 
 
-async def test_what_differs_is_counted_by_pass(servers: dict[str, str]) -> None:
+async def test_different_answers_are_counted_per_pass(servers: dict[str, str]) -> None:
     routes = [Route(name, url, TWICE) for name, url in servers.items()]
     found = await identical.differing(routes, [[1], [2]], "m")
     assert {each.route: each.differ for each in found} == {
@@ -341,30 +344,30 @@ async def test_what_differs_is_counted_by_pass(servers: dict[str, str]) -> None:
     assert [each.wrong for each in found] == [False] * 4 + [True] * 4
 
 
-async def test_caches_are_emptied_before_a_pass(
-    servers: dict[str, str], asked: list[tuple[str, str]]
+async def test_caches_are_reset_before_a_pass(
+    servers: dict[str, str], seen_requests: list[tuple[str, str]]
 ) -> None:
     url = servers["right"]
     route = Route("r", url, (Pass("cold", (url,)), Pass("warm")))
     await identical.differing([route], [[1]], "m")
-    paths = [path for path, explain in asked]
+    paths = [path for path, explain in seen_requests]
     assert paths == ["/reset_prefix_cache", "/v1/completions", "/v1/completions"]
-    assert [explain for _, explain in asked] == ["", "1", "1"]
+    assert [explain for _, explain in seen_requests] == ["", "1", "1"]
 
 
 @pytest.mark.parametrize(
     ("by", "fetches", "wrong"),
     [("d; prefill=p; reason=x", 1, False), ("d; prefill=p", 0, True), ("d; reason=x", 1, True)],
 )
-async def test_what_is_not_handed_over_is_wrong(
+async def test_route_without_hand_overs_is_wrong(
     servers: dict[str, str], monkeypatch: pytest.MonkeyPatch, by: str, fetches: int, wrong: bool
 ) -> None:
     monkeypatch.setattr(identical, "PAUSE_S", 0.0)
-    says = {"route": by, "fetches": str(fetches)}
+    settings = {"route": by, "fetches": str(fetches)}
     url = servers["right"]
-    told = "?" + "&".join(f"{key}={value}" for key, value in says.items())
+    query = "?" + "&".join(f"{key}={value}" for key, value in settings.items())
     async with aiohttp.ClientSession() as session:
-        await session.post(f"{url}/tell{told}")
+        await session.post(f"{url}/tell{query}")
     route = Route("handed over", url, TWICE, decode=url)
     found = await identical.differing([route], [[1], [2]], "m")
     assert [each.wrong for each in found] == [wrong, wrong]
@@ -372,7 +375,7 @@ async def test_what_is_not_handed_over_is_wrong(
     assert found[0].handed_over == (2 if "prefill" in by else 0)
 
 
-def test_routes_end_with_everything_handed_over(tmp_path: Path) -> None:
+def test_last_routes_hand_everything_over(tmp_path: Path) -> None:
     config = stage.fleet()
     whole = stage.sides(config, tmp_path)[0].worker
     sized, handed = stage.routers(config, tmp_path)
@@ -403,7 +406,7 @@ def test_routes_end_with_everything_handed_over(tmp_path: Path) -> None:
         ["--above", "high"],
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_invalid_argument_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
         main(arguments)
-    assert left.value.code == 2
+    assert exited.value.code == 2

@@ -1,4 +1,4 @@
-"""The load generator: it gets answers, and owns up to every one that it did not get."""
+"""The load generator: answers and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACE = Pace(events=5, gap_ms=1)
 
 
 async def closed_against(reply: bytes, *, then_close: bool = False) -> Load:
-    """Ask until a few things have happened."""
+    """Run a closed loop until it has six answers or errors."""
     async with (
         answering(reply, then_close=then_close) as port,
         closed_loop(port, Prompts(1024, seed=1), connections=2) as load,
@@ -37,7 +37,7 @@ async def streams_against(reply: bytes, *, then_close: bool = False) -> Load:
 
 
 @pytest.mark.parametrize("size", [1024, 100 * 1024])
-async def test_a_closed_loop_keeps_so_many_under_way(size: int) -> None:
+async def test_closed_loop_gets_answers(size: int) -> None:
     async with (
         mock_worker() as port,
         closed_loop(port, Prompts(size, seed=1), connections=3) as load,
@@ -48,7 +48,7 @@ async def test_a_closed_loop_keeps_so_many_under_way(size: int) -> None:
     assert all(0 < seconds < 10 for seconds in load.tally.latencies)
 
 
-async def test_streams_run_side_by_side_to_their_end() -> None:
+async def test_streams_run_concurrently_to_their_end() -> None:
     pace = Pace(events=4, gap_ms=100)
     async with (
         mock_worker() as port,
@@ -70,7 +70,7 @@ async def test_streams_run_side_by_side_to_their_end() -> None:
     ],
     ids=["status", "cut", "another body", "bytes too many"],
 )
-async def test_a_wrong_answer_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
+async def test_wrong_answer_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
     load = await closed_against(reply, then_close=then_close)
     assert error in next(iter(load.errors))
     if not error.startswith("bytes"):
@@ -85,19 +85,19 @@ async def test_a_wrong_answer_is_an_error(reply: bytes, *, then_close: bool, err
     ],
     ids=["chunked", "closed after each answer"],
 )
-async def test_other_framing_is_as_good(reply: bytes, *, then_close: bool) -> None:
+async def test_other_framing_is_accepted(reply: bytes, *, then_close: bool) -> None:
     load = await closed_against(reply, then_close=then_close)
     assert load.errors == Counter()
     assert load.tally.done >= 6
 
 
-async def test_nobody_there_is_an_error() -> None:
+async def test_refused_connection_is_an_error() -> None:
     async with closed_loop(free_port(), Prompts(1024, seed=1), connections=1) as load:
         await until(lambda: load.errors)
     assert next(iter(load.errors)).startswith("no connection")
 
 
-async def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "FINISH_S", 0.05)
     async with answering(b"") as port, closed_loop(port, Prompts(1024, seed=1), 3) as load:
         await until(lambda: len(load.exchanges) == 3)
@@ -118,7 +118,7 @@ SORRY = b'data: {"error": {"message": "worker died"}}\n\n'
     ],
     ids=["an event short", "no end", "cut", "error event", "status"],
 )
-async def test_a_wrong_stream_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
+async def test_wrong_stream_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
     load = await streams_against(reply, then_close=then_close)
     assert all(error in kind for kind in load.errors)
     assert load.errors.total() == 3

@@ -1,4 +1,4 @@
-"""The whole command, with a mock worker in the place of the router."""
+"""The whole command, with a mock worker instead of the router."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from benchmarks.router.stage import OURS
 from vllm_sched.workers.launch import Worker, free_port
 
 
-def stand_in(program: Sequence[str], port: int) -> Worker:
+def fake_router(program: Sequence[str], port: int) -> Worker:
     return Worker(program, port=port, name=OURS, deadline_s=20, grace_s=2)
 
 
 @pytest.fixture(autouse=True)
-def a_mock_for_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mock_as_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    router = stand_in([sys.executable, mock.__file__, str(port)], port)
+    router = fake_router([sys.executable, mock.__file__, str(port)], port)
     monkeypatch.setattr(stage, "our_router", lambda *_: router)
     monkeypatch.setattr(command, "FOLDER", tmp_path)
 
 
-def test_it_measures_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_prints_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.json"
     only = ["--only", "c1", "chunks"]
     assert command.main(["--quick", "--without-peers", *only, "--save", str(path)]) == 0
@@ -38,7 +40,7 @@ def test_it_measures_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     saved = json.loads(path.read_text())
     assert {sample["side"] for sample in saved["samples"]} == {"direct", OURS}
     figures = {figure["title"]: figure for figure in saved["figures"]}
-    # It has no router's work to do, but what it does is seen.
+    # The mock does little work, but its CPU time is measured.
     assert 0 < figures["CPU per chunk, 64 streams"]["values"][OURS] < 1000
     resident = figures["resident after load"]
     assert 5 < resident["values"][OURS] < 120
@@ -48,7 +50,7 @@ def test_it_measures_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     assert saved["memory"][OURS]["rss"] > 0
 
 
-def test_a_decision_needs_no_router(
+def test_decision_benchmark_starts_no_router(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "our_router", None)
@@ -59,7 +61,7 @@ def test_a_decision_needs_no_router(
     assert "resident" not in printed
 
 
-def test_failed_requests_show_in_the_exit_status(
+def test_failed_requests_set_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {OURS: Counter({"c1: cut off": 3})}
@@ -68,10 +70,10 @@ def test_failed_requests_show_in_the_exit_status(
     assert "vllm-sched: 3 x c1: cut off" in capsys.readouterr().out
 
 
-def test_a_router_that_does_not_start_is_told_with_its_words(
+def test_router_that_does_not_start_is_reported_with_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = stand_in(["sh", "-c", "echo out of luck; exit 3"], free_port())
+    router = fake_router(["sh", "-c", "echo out of luck; exit 3"], free_port())
     monkeypatch.setattr(stage, "our_router", lambda *_: router)
     assert command.main(["--quick", "--without-peers", "--only", "c1"]) == 1
     printed = capsys.readouterr().out
@@ -79,7 +81,7 @@ def test_a_router_that_does_not_start_is_told_with_its_words(
     assert "out of luck" in printed
 
 
-def test_opponents_that_cannot_be_had_end_it(
+def test_missing_opponents_end_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(opponents, "INSTALL_S", 0.0)
@@ -88,17 +90,17 @@ def test_opponents_that_cannot_be_had_end_it(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--rounds", "0"], "at least 1"),
         (["--save", "/nowhere/at/all.json"], "make it first"),
         (["--only", "nothing"], "invalid choice"),
     ],
 )
-def test_bad_arguments(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exited:
         command.main(arguments)
-    assert stopped.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err

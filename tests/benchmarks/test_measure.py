@@ -1,4 +1,4 @@
-"""Windows over real sockets, with the mock worker alone."""
+"""Measured windows over real sockets, with the mock worker only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.benchmarks.servers import answering, mock_worker
 TIMES = Times(warm_up=0.02, closed=0.1, paced=0.2)
 
 
-async def test_a_closed_window() -> None:
+async def test_closed_window_has_latencies() -> None:
     async with mock_worker() as port:
         found = await measure.play(Side("direct", port), "1kb-c32", 3, TIMES)
     assert (found.load, found.side, found.round, found.errors) == ("1kb-c32", "direct", 3, {})
@@ -23,7 +23,7 @@ async def test_a_closed_window() -> None:
     assert 0 < found.p50_s <= found.p99_s
 
 
-async def test_a_paced_window_counts_the_chunks_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_paced_window_counts_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure.LOADS, "chunks", Paced(8, gap_ms=20, start_s=0.02))
     async with mock_worker() as port:
         found = await measure.play(Side("direct", port), "chunks", 1, TIMES)
@@ -31,7 +31,7 @@ async def test_a_paced_window_counts_the_chunks_within_it(monkeypatch: pytest.Mo
     assert found.events == pytest.approx(8 * found.seconds / 0.02, rel=0.5)
 
 
-async def test_errors_of_the_warm_up_are_kept() -> None:
+async def test_errors_of_the_warm_up_are_recorded() -> None:
     async with answering(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n") as port:
         found = await measure.play(Side("direct", port), "c1", 1, TIMES)
     assert found.done == 0
@@ -39,7 +39,7 @@ async def test_errors_of_the_warm_up_are_kept() -> None:
     assert found.errors["HTTP 500"] > 0
 
 
-async def test_sides_take_turns_and_some_loads_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sides_take_turns_and_some_loads_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         measure,
         "LOADS",
@@ -49,11 +49,11 @@ async def test_sides_take_turns_and_some_loads_come_once(monkeypatch: pytest.Mon
             "streams": Paced(2, gap_ms=20, start_s=0.02),
         },
     )
-    told: list[str] = []
+    progress: list[str] = []
     async with mock_worker() as port:
         sides = [Side(name, port) for name in ("direct", "x", "y")]
         sides.append(Side("x", port, hands_over=True))
-        found = await measure.measure(sides, ["a", "over", "streams"], 2, TIMES, told.append)
+        found = await measure.measure(sides, ["a", "over", "streams"], 2, TIMES, progress.append)
     order = [(sample.round, sample.load, sample.side) for sample in found.samples]
     assert order == [
         *((1, "a", side) for side in ("x", "y", "direct")),
@@ -62,5 +62,5 @@ async def test_sides_take_turns_and_some_loads_come_once(monkeypatch: pytest.Mon
         (2, "over", "x"),
         *((2, "streams", side) for side in ("x", "y")),
     ]
-    assert len(told) == len(order)
+    assert len(progress) == len(order)
     assert found.memory == {}

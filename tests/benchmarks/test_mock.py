@@ -1,4 +1,4 @@
-"""The mock worker: what routers need of one."""
+"""The mock worker's endpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.present import present
 from vllm_sched.workers.launch import Worker, free_port
 
 
-async def ask(*pieces: bytes, answers: int = 1, kind: type[mock.Worker] = mock.Worker) -> bytes:
-    """Send pieces apart; return what comes back until so many answers with a length are whole."""
+async def send(*pieces: bytes, answers: int = 1, kind: type[mock.Worker] = mock.Worker) -> bytes:
+    """Send pieces separately; return the bytes of `answers` complete answers."""
     async with mock_worker(kind) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.01)  # so that the pieces are read one by one
+            await asyncio.sleep(0.01)  # so that the pieces are read separately
         found = b""
         async with asyncio.timeout(5):
             for _ in range(answers):
@@ -48,53 +48,53 @@ def body_of(raw: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_completion_has_a_usage_that_goes_by_its_size(path: str) -> None:
-    found = json.loads(body_of(await ask(post(path, b"x" * 400))))
+async def test_usage_of_a_completion_depends_on_its_size(path: str) -> None:
+    found = json.loads(body_of(await send(post(path, b"x" * 400))))
     assert found["usage"]["prompt_tokens"] == 100
 
 
-async def test_requests_in_any_pieces() -> None:
+async def test_requests_in_any_pieces_get_the_same_answer() -> None:
     small, large = (post("/v1/completions", b"x" * size) for size in (4000, 40_000))
     for request in (small, large):
-        alone = await ask(request)
+        alone = await send(request)
         assert alone.startswith(b"HTTP/1.1 200 OK\r\n")
         for cut in (5, request.index(b"\r\n\r\n") + 2, request.index(b"xx"), len(request) - 1):
-            assert await ask(request[:cut], request[cut:]) == alone
-    first, second = await ask(large), await ask(small)
-    assert await ask(small + large, answers=2) == second + first
-    assert await ask(large + small, answers=2) == first + second
-    assert await ask(large[:-9], large[-9:] + small, answers=2) == first + second
+            assert await send(request[:cut], request[cut:]) == alone
+    first, second = await send(large), await send(small)
+    assert await send(small + large, answers=2) == second + first
+    assert await send(large + small, answers=2) == first + second
+    assert await send(large[:-9], large[-9:] + small, answers=2) == first + second
 
 
-async def test_what_else_a_worker_answers() -> None:
-    assert (await ask(b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200")
-    models = json.loads(body_of(await ask(b"GET /v1/models HTTP/1.1\r\n\r\n")))
+async def test_other_endpoints_answer() -> None:
+    assert (await send(b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    models = json.loads(body_of(await send(b"GET /v1/models HTTP/1.1\r\n\r\n")))
     assert models["data"][0]["id"] == mock.MODEL
     assert models["data"][0]["max_model_len"] == mock.MAX_MODEL_LEN
-    metrics = body_of(await ask(b"GET /metrics HTTP/1.1\r\n\r\n"))
+    metrics = body_of(await send(b"GET /metrics HTTP/1.1\r\n\r\n"))
     assert b"\nvllm:num_requests_waiting{" in metrics
-    assert len(metrics) > 30_000  # a real one is not short either
-    assert json.loads(body_of(await ask(post("/tokenize", b"{}"))))["count"] == 256
-    assert (await ask(b"GET /other HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 Not Found\r\n")
+    assert len(metrics) > 30_000  # as long as a real page
+    assert json.loads(body_of(await send(post("/tokenize", b"{}"))))["count"] == 256
+    assert (await send(b"GET /other HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 Not Found\r\n")
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-async def test_a_stream_has_as_many_events_as_asked_for(field: str) -> None:
-    asked = {"stream": True, field: 7, "user": "gap-1ms"}
-    for text in (json.dumps(asked), json.dumps(asked, separators=(",", ":"))):
-        raw = await ask(post("/v1/chat/completions", text.encode()))
+async def test_stream_has_max_tokens_events(field: str) -> None:
+    fields = {"stream": True, field: 7, "user": "gap-1ms"}
+    for text in (json.dumps(fields), json.dumps(fields, separators=(",", ":"))):
+        raw = await send(post("/v1/chat/completions", text.encode()))
         assert raw.count(mock.EVENT_CHUNK) == 7
         assert raw.endswith(mock.EVENT_CHUNK + mock.LAST_CHUNKS)
 
 
-async def test_the_gap_is_kept() -> None:
+async def test_stream_keeps_the_requested_gap() -> None:
     clock = asyncio.get_running_loop().time
     begin = clock()
-    await ask(post("/v1/completions", b'{"stream":true,"max_tokens":5,"user":"gap-50ms"}'))
+    await send(post("/v1/completions", b'{"stream":true,"max_tokens":5,"user":"gap-50ms"}'))
     assert 0.19 < clock() - begin < 2
 
 
-async def test_a_stream_that_is_left_ends() -> None:
+async def test_abandoned_stream_ends() -> None:
     worker = mock.Worker()
     sent: list[bytes] = []
 
@@ -115,16 +115,16 @@ async def test_a_stream_that_is_left_ends() -> None:
 PREFILL_LEG = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
 
 
-async def test_blocks_are_handed_over_once() -> None:
+async def test_blocks_can_be_fetched_once() -> None:
     leg = json.dumps(PREFILL_LEG | {"prompt": "x" * 400}).encode()
-    answer = json.loads(body_of(await ask(post("/v1/completions", leg), kind=mock.Prefill)))
+    answer = json.loads(body_of(await send(post("/v1/completions", leg), kind=mock.Prefill)))
     params = answer["kv_transfer_params"]
     assert params["do_remote_prefill"] is True
     assert len(params["remote_block_ids"][0]) == params["remote_num_tokens"] // mock.BLOCK_TOKENS
     decode = post("/v1/completions", json.dumps({"kv_transfer_params": params}).encode())
-    assert (await ask(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 200")
-    assert (await ask(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 409")
-    again = json.loads(body_of(await ask(post("/v1/completions", leg), kind=mock.Prefill)))
+    assert (await send(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 200")
+    assert (await send(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 409")
+    again = json.loads(body_of(await send(post("/v1/completions", leg), kind=mock.Prefill)))
     assert again["kv_transfer_params"] != params
 
 
@@ -137,22 +137,22 @@ async def test_blocks_are_handed_over_once() -> None:
         PREFILL_LEG | {"kv_transfer_params": {"do_remote_decode": False}},
     ],
 )
-async def test_what_is_no_prefill_leg_is_answered_with_409(body: object) -> None:
+async def test_invalid_prefill_leg_gets_409(body: object) -> None:
     for kind in (mock.Prefill, mock.Decode):
-        found = await ask(post("/v1/completions", json.dumps(body).encode()), kind=kind)
+        found = await send(post("/v1/completions", json.dumps(body).encode()), kind=kind)
         assert found.startswith(b"HTTP/1.1 409")
 
 
-async def test_a_large_prefill_leg_gets_parameters_unread() -> None:
+async def test_large_prefill_leg_is_answered_without_parsing() -> None:
     large = post("/v1/completions", b"x" * 100_000)
-    body = json.loads(body_of(await ask(large, kind=mock.Prefill)))
+    body = json.loads(body_of(await send(large, kind=mock.Prefill)))
     assert body["kv_transfer_params"]["remote_num_tokens"] == 25_000
     for kind in (mock.Prefill, mock.Decode):
-        found = await ask(b"GET /health HTTP/1.1\r\n\r\n", kind=kind)
+        found = await send(b"GET /health HTTP/1.1\r\n\r\n", kind=kind)
         assert found.startswith(b"HTTP/1.1 200")
 
 
-async def test_it_serves_on_all_its_ports_until_told_to_stop() -> None:
+async def test_mock_serves_all_its_ports_until_sigterm() -> None:
     ports = [free_port() for _ in range(4)]
     whole, prefill, decode = map(str, ports[:2]), str(ports[2]), str(ports[3])
     command = [sys.executable, mock.__file__, *whole, "--prefill", prefill, "--decode", decode]

@@ -1,4 +1,4 @@
-"""Mutants: which edits are made of a source, and how a test that fails on one is noticed."""
+"""Mutants: the edits of a source, and the detection of failing tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
         ('"""Text."""', set()),
     ],
 )
-def test_edits(source: str, edited: set[str]) -> None:
+def test_mutants_of_a_source(source: str, edited: set[str]) -> None:
     assert {each.apply(source.encode()).decode() for each in mutants_of(source.encode())} == edited
 
 
@@ -53,7 +53,7 @@ def test_hangs(): time.sleep(60)
 """
 
 
-def test_a_failure_and_a_hang_are_noticed(tmp_path: Path) -> None:
+def test_failing_and_hanging_tests_are_detected(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-c", TRIAL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True

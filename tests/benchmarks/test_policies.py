@@ -1,4 +1,4 @@
-"""The policies' trials without their workers: what is asked of whom, and what is a promise kept."""
+"""The trials of policies without workers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, Progress
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import Workload
 
-Asked = list[tuple[str, Workload]]
+PlayedRounds = list[tuple[str, Workload]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Have rounds that are made by hand, after what they were asked for."""
-    found: Asked = []
+def played_rounds(monkeypatch: pytest.MonkeyPatch) -> PlayedRounds:
+    """Replace real rounds by computed ones; return the list of played rounds."""
+    found: PlayedRounds = []
 
     def contender(role: str, _side: object, _plan: ComparisonPlan, *, sharing: int) -> Contender:
         assert 1 <= sharing <= 8
         return Contender(role, role, StillWorker())  # type: ignore[arg-type]
 
-    class Nobody:
+    class NoWorkers:
         def __init__(self, workers: Sequence[object], narrator: object) -> None: ...
         async def __aenter__(self) -> None: ...
         async def __aexit__(self, *_: object) -> None: ...
@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         each: Contender, _plan: ComparisonPlan, workload: Workload, number: int, _narrator: object
     ) -> Round:
         found.append((each.role, workload))
-        return Round(number, tuple(of(each.role, workload)))
+        return Round(number, tuple(records_of(each.role, workload)))
 
     async def measure(
         sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
@@ -45,15 +45,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
             for each in sides:
                 each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
 
-    for name, stand_in in (("contender", contender), ("running", Nobody)):
+    for name, stand_in in (("contender", contender), ("running", NoWorkers)):
         monkeypatch.setattr(trials, name, stand_in)
     monkeypatch.setattr(trials, "measure", measure)
     monkeypatch.setattr(trials, "play_round", play_round)
     return found
 
 
-def of(role: str, workload: Workload) -> list[object]:
-    """Answer each request at a pace that follows from who is asked."""
+def records_of(role: str, workload: Workload) -> list[object]:
+    """Return records at a pace that depends on the role."""
     slow = 2.0 if role.startswith("default") else 1.0
     gap = 0.15 if role.startswith("default") and "2048" in role else 0.05
     return [
@@ -74,31 +74,33 @@ async def run(name: str) -> dict[str, Promise]:
     return {promise.what: promise for promise in verdict.promises}
 
 
-async def test_rotation_is_held_to_the_spread_and_the_makespan(asked: Asked) -> None:
+async def test_rotation_is_judged_by_spread_and_makespan(played_rounds: PlayedRounds) -> None:
     promises = list((await run("rotation")).values())
     assert [p.measured for p in promises] == pytest.approx([0.5, 0.5], abs=0.01)
     assert all(p.kept for p in promises)
-    assert {role for role, _ in asked} == {"default", "rotation"}
+    assert {role for role, _ in played_rounds} == {"default", "rotation"}
 
 
-async def test_the_chunks_target_lies_between_the_outer_two(asked: Asked) -> None:
+async def test_chunk_target_lies_between_the_extremes(played_rounds: PlayedRounds) -> None:
     share, ttft = (await run("chunk_budget")).values()
     assert "100 ms" in share.what
     assert share.kept
     assert ttft.measured == pytest.approx(0.5, abs=0.1)
-    ours = [role for role, _ in asked if role.startswith("chunk_budget")]
+    ours = [role for role, _ in played_rounds if role.startswith("chunk_budget")]
     assert ours == ["chunk_budget chunk_budget.itl_ms=100 --max-num-batched-tokens=2048"] * 2
-    assert len({role for role, _ in asked}) == 6
+    assert len({role for role, _ in played_rounds}) == 6
 
 
-async def test_lanes_are_played_alone_and_together_on_one_worker(asked: Asked) -> None:
+async def test_lanes_are_measured_alone_and_together_on_one_worker(
+    played_rounds: PlayedRounds,
+) -> None:
     ttft, rest = (await run("lanes")).values()
-    # With the hundred of the batch before them in the list, chats come later beside it.
+    # The batch precedes the chats in the list, so chats beside it are later.
     assert ttft.measured is not None
     assert ttft.measured > 1.2
     assert not ttft.kept
     assert rest.measured is not None
-    classes = {role: {a.klass for a in workload.arrivals} for role, workload in asked}
+    classes = {role: {a.klass for a in workload.arrivals} for role, workload in played_rounds}
     assert classes == {
         "chats alone": {"short"},
         "batch alone": {"batch"},
@@ -106,17 +108,19 @@ async def test_lanes_are_played_alone_and_together_on_one_worker(asked: Asked) -
     }
 
 
-async def test_auto_is_held_to_the_best_fixed_threshold_and_to_the_default(asked: Asked) -> None:
+async def test_auto_is_judged_by_the_best_fixed_threshold_and_the_default(
+    played_rounds: PlayedRounds,
+) -> None:
     fixed, default, again = (await run("deferred_prefill")).values()
     assert fixed.measured == again.measured == pytest.approx(1.0)
     assert fixed.what.startswith("tokens/s of auto, to K=1,")
     assert default.measured == pytest.approx(2.0, rel=0.02)
     assert fixed.kept
     assert default.kept
-    assert len({role for role, _ in asked}) == 8
+    assert len({role for role, _ in played_rounds}) == 8
 
 
-def test_a_promise_has_both_bounds_and_nothing_measured_is_none_kept() -> None:
+def test_promise_without_a_measurement_is_not_kept() -> None:
     assert Promise("", 1.0, 1.0).kept
     assert not Promise("", 1.01, 1.0).kept
     assert Promise("", 1.0, at_least=1.0).kept
@@ -132,7 +136,7 @@ def test_a_promise_has_both_bounds_and_nothing_measured_is_none_kept() -> None:
     assert "kept" not in capture.get()
 
 
-def test_an_unknown_trial_is_named_beside_those_there_are(
+def test_unknown_trial_error_lists_the_valid_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""What processes use, as the kernel counts it."""
+"""CPU time and memory of processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parent() -> Iterator[int]:
                 os.kill(pid, 9)
 
 
-def test_children_count(parent: int) -> None:
+def test_children_are_counted(parent: int) -> None:
     pids = tree(parent)
     assert len(pids) == 2
     assert memory(pids).rss > memory(pids).pss > 50_000_000
@@ -40,26 +40,26 @@ def test_children_count(parent: int) -> None:
         assert time.monotonic() < give_up
 
 
-def test_cpu_time_is_what_the_process_itself_would_say() -> None:
+def test_cpu_time_matches_process_time() -> None:
     before = time.process_time()
     found = cpu_seconds([os.getpid()])
     assert before <= found <= time.process_time()
 
 
-def test_a_process_that_is_gone_is_an_error() -> None:
+def test_ended_process_is_an_error() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(OSError, match="argument"):
         cpu_seconds([process.pid])
 
 
-def test_cpus_are_given_back_and_passed_on() -> None:
+def test_running_on_applies_to_children_and_is_restored() -> None:
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
     shown = "import os; print(*os.sched_getaffinity(0))"
     with running_on(one):
-        told = subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
-    assert {int(cpu) for cpu in told.stdout.split()} == one
+        output = subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
+    assert {int(cpu) for cpu in output.stdout.split()} == one
     assert os.sched_getaffinity(0) == before
     with running_on(None):
         assert os.sched_getaffinity(0) == before

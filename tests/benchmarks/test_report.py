@@ -1,4 +1,4 @@
-"""From windows to verdicts."""
+"""Figures and verdicts of measured windows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def figure(found: list[Figure], title: str) -> Figure:
     return next(each for each in found if each.title.startswith(title))
 
 
-def of(*samples: Sample) -> list[Figure]:
+def figures_of(*samples: Sample) -> list[Figure]:
     return figures(Results([*samples], {}), None)
 
 
-def test_a_ratio_is_the_median_of_the_rounds_own() -> None:
+def test_ratio_is_the_median_of_the_rounds() -> None:
     times = {OURS: (0.05, 0.06, 0.30), RIVAL: (0.10, 0.10, 0.60)}
-    found = of(
+    found = figures_of(
         *(
             sample("1kb-c32", side, number, cpu_s=cpu)
             for side, rounds in times.items()
@@ -49,8 +49,8 @@ def test_a_ratio_is_the_median_of_the_rounds_own() -> None:
     assert (rate.ratio, rate.met) == (1.0, False)
 
 
-def test_added_latency_is_over_the_bare_worker_of_the_same_round() -> None:
-    found = of(
+def test_added_latency_is_relative_to_the_bare_worker_of_the_round() -> None:
+    found = figures_of(
         *(
             sample("c1", side, number, p50_s=bare + more, p99_s=2 * bare + more)
             for number, bare in ((1, 0.1), (2, 0.9))
@@ -63,8 +63,8 @@ def test_added_latency_is_over_the_bare_worker_of_the_same_round() -> None:
     assert figure(found, "added p99").met is None
 
 
-def test_without_the_rival_a_multiple_of_it_is_not_measured() -> None:
-    found = of(sample("chunks", OURS, events=100, cpu_s=0.001))
+def test_relative_target_without_the_rival_is_not_measured() -> None:
+    found = figures_of(sample("chunks", OURS, events=100, cpu_s=0.001))
     chunk = figure(found, "CPU per chunk")
     assert chunk.values == pytest.approx({OURS: 10.0})
     assert chunk.met is None
@@ -75,34 +75,36 @@ def test_without_the_rival_a_multiple_of_it_is_not_measured() -> None:
     ("most_open", "wrong", "expected"),
     [(2000, {}, 0), (1990, {}, 10), (2000, {"cut off": 3}, 3), (1990, {"HTTP 500": 10}, 10)],
 )
-def test_a_stream_that_failed_or_never_ran_is_gone_wrong(
+def test_failed_and_missing_streams_are_counted(
     most_open: int, wrong: dict[str, int], expected: int
 ) -> None:
-    found = of(sample("streams", OURS, most_open=most_open, errors=wrong, events=9))
+    found = figures_of(sample("streams", OURS, most_open=most_open, errors=wrong, events=9))
     line = figure(found, "2,000 streams")
     assert line.values[OURS] == expected
     assert line.met is (expected == 0)
 
 
 @pytest.mark.parametrize(("rss", "met"), [(119_000_000, True), (121_000_000, False)])
-def test_memory_and_decisions_have_limits_of_their_own(rss: int, *, met: bool) -> None:
+def test_memory_and_decisions_have_absolute_limits(rss: int, *, met: bool) -> None:
     found = figures(Results([], {OURS: Memory(rss, rss // 2), RIVAL: Memory(1, 1)}), 49.0)
     assert figure(found, "resident").met is met
     assert figure(found, "its proportional").values[OURS] == pytest.approx(rss / 2e6)
     assert figure(found, "a decision").met is True
 
 
-def test_only_what_was_played_is_reported() -> None:
-    assert of() == []
-    assert {each.title.split(",")[0] for each in of(sample("c1", OURS))} == {
+def test_only_measured_loads_are_reported() -> None:
+    assert figures_of() == []
+    assert {each.title.split(",")[0] for each in figures_of(sample("c1", OURS))} == {
         "latency p50",
         "added p50",
         "added p99",
     }
 
 
-def test_nothing_done_is_no_figure() -> None:
-    found = of(sample("1kb-c32", OURS, done=0, cpu_s=1.0), sample("chunks", OURS, cpu_s=1.0))
+def test_load_without_answers_has_no_figure() -> None:
+    found = figures_of(
+        sample("1kb-c32", OURS, done=0, cpu_s=1.0), sample("chunks", OURS, cpu_s=1.0)
+    )
     assert figure(found, "CPU per request").values == {}
     assert figure(found, "CPU per chunk").values == {}
 
@@ -118,7 +120,7 @@ def test_errors_are_summed_by_side_and_load() -> None:
     assert found == {OURS: {"c1: HTTP 500": 5, "c1: cut off": 1}}
 
 
-def test_targets_in_words() -> None:
+def test_targets_are_shown_as_text() -> None:
     assert str(Target(0.6)) == "<= 0.6x vllm-router"
     assert str(Target(1.3, at_least=True)) == ">= 1.3x vllm-router"
     assert str(Target(120, relative=False)) == "<= 120"
@@ -130,9 +132,9 @@ def shown(found: list[Figure]) -> str:
     return out.getvalue()
 
 
-def test_the_table_says_met_and_missed() -> None:
+def test_table_shows_met_and_missed() -> None:
     text = shown(
-        of(
+        figures_of(
             *(
                 sample("1kb-c32", side, cpu_s=cpu, done=done)
                 for side, cpu, done in ((OURS, 0.01, 500), (RIVAL, 0.1, 1000))
@@ -149,5 +151,5 @@ def test_the_table_says_met_and_missed() -> None:
     ("value", "text"),
     [(None, "-"), (0.0, "0"), (0.01234, "0.0123"), (99.5, "99.5"), (12345.6, "12,346"), (-2, "-2")],
 )
-def test_numbers(value: float | None, text: str) -> None:
+def test_numbers_are_shown_with_three_digits(value: float | None, text: str) -> None:
     assert show(value) == text

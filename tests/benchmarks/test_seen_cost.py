@@ -1,4 +1,4 @@
-"""What the benchmark of the metrics' cost times."""
+"""The benchmark of the cost of metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from benchmarks.seen_cost import step_seconds, whole_step_s, writing_seconds
 from vllm_sched import SyncPolicyScheduler, metrics_folder
 
 
-def test_steps_with_and_without_and_a_writing_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_writes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(metrics_folder.METRICS_VARIABLE, str(tmp_path))
     unseen_s, added_s = step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
     assert unseen_s > 0
@@ -21,11 +19,11 @@ def test_steps_with_and_without_and_a_writing_are_timed(
     assert writing_seconds(SyncPolicyScheduler, {"lanes": {}}, between=2) > 0
 
 
-def test_where_nothing_is_counted_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_metrics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(metrics_folder.METRICS_VARIABLE, raising=False)
     with pytest.raises(AssertionError, match="metrics are off"):
         step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
 
 
-def test_what_it_is_held_against_is_a_gpus_step() -> None:
+def test_reference_step_is_a_gpu_step() -> None:
     assert 0.005 < whole_step_s() < 0.05

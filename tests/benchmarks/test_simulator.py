@@ -1,4 +1,4 @@
-"""What is made of a real and a simulated fleet, once both have been played."""
+"""The comparison of a real and a simulated fleet."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def played(shorts: float, longs: float = 1.0) -> dict[str, Any]:
     return {**figures(1.0), "classes": classes, "client_busy": 0.1}
 
 
-def test_figures_that_are_too_far_off_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_differences_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [
         Pair("default", played(3.0), played(3.3)),
         Pair("long_prompt", played(1.0), played(1.0, 1.3)),
     ]
-    assert tell(pairs, Console(width=120)) == 4  # the longs' four, by 30 %
+    assert tell(pairs, Console(width=120)) == 4  # the four figures of long prompts, by 30 %
     out = capsys.readouterr().out
     assert "+30%" in out
     assert "['long_prompt', 'default']: the same" in out
 
 
-def test_another_order_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_order_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [Pair("a", played(1.0), played(2.0)), Pair("b", played(2.0), played(1.0))]
     assert order(pairs, "real") == ["a", "b"]
     assert order(pairs, "simulated") == ["b", "a"]
@@ -47,7 +47,7 @@ def test_another_order_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOT the same" in capsys.readouterr().out
 
 
-def test_the_fleets_can_be_simulated(tmp_path: Path) -> None:
+def test_fleets_can_be_simulated(tmp_path: Path) -> None:
     for name in COSTS.values():
         (tmp_path / name).write_text('{"step_time": {}}')
     for name, blocks in cases([0, 1]).items():

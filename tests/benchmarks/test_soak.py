@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.soak` does to a router's processes."""
+"""`python -m benchmarks.soak`: faults of a router's processes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.proxy.wire.site import eventually
 
 @pytest.fixture
 async def parent() -> AsyncIterator[soak.Router]:
-    """Take a shell that waits for a child for a router."""
+    """Return a router whose process is a shell with a child."""
     router = soak.Router(Path(), 0, dict(os.environ), None)
     router.process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait")
     yield router
-    # The shell first: it ends with its child, and may be gone by then.
+    # Kill the shell first, because it ends with its child.
     for pid in (router.process.pid, *soak.children_of(router.process.pid)):
         os.kill(pid, 9)
     await router.process.wait()
 
 
 def state(pid: int) -> str:
-    """Return what the kernel says of a process: T where it was stopped."""
+    """Return the kernel's state of a process: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-async def test_a_process_stands_still_and_goes_on(
+async def test_process_is_stopped_and_continued(
     parent: soak.Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = present(parent.process).pid
@@ -48,7 +48,7 @@ async def test_a_process_stands_still_and_goes_on(
     assert parent.stills == 1
 
 
-def test_nobody_is_told_of_kills_that_would_not_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kill_interval_beyond_the_duration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         soak.main(["--minutes", "1", "--processes", "2", "--kill-member", "30"])
     assert "none would be killed" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who is put on stage, and how."""
+"""The routers and opponents of the benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proxy.config import load
 from vllm_sched.workers.launch import Worker, WorkerError
 
 
-def test_our_router_is_started_as_its_users_do(tmp_path: Path) -> None:
+def test_our_router_is_started_by_its_command(tmp_path: Path) -> None:
     urls = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     router = our_router(tmp_path, urls)
     program, command, path = router.command
@@ -29,14 +29,14 @@ def test_our_router_is_started_as_its_users_do(tmp_path: Path) -> None:
     assert (routing.policy, routing.prefix_affinity, routing.tokenize) == ("adaptive", True, True)
 
 
-def test_our_router_hands_everything_over_where_that_is_measured(tmp_path: Path) -> None:
+def test_our_router_hands_everything_over_if_configured(tmp_path: Path) -> None:
     urls = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     fleet = load(Path(our_router(tmp_path, urls, hands_over=True).command[2]))
     assert [(w.role, w.url) for w in fleet.workers] == [("prefill", urls[0]), ("decode", urls[1])]
     assert fleet.routing.disaggregate_above == 1
 
 
-def test_no_proxy_stands_between_a_router_and_its_workers(
+def test_proxy_variables_are_removed_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
@@ -47,7 +47,7 @@ def test_no_proxy_stands_between_a_router_and_its_workers(
 
 
 @pytest.mark.parametrize("opponent", [*opponents.ROUND_ROBIN, *opponents.CACHE_AWARE])
-def test_an_opponent_has_workers_ports_and_a_policy(opponent: opponents.Opponent) -> None:
+def test_opponent_command_has_workers_ports_and_policy(opponent: opponents.Opponent) -> None:
     command = opponent.command(Path("/peers"), ["http://a:1", "http://b:2"], (5000, 5001))
     assert command[0] == f"/peers/bin/{opponent.script}"
     pairs = dict(pairwise(command))
@@ -57,14 +57,14 @@ def test_an_opponent_has_workers_ports_and_a_policy(opponent: opponents.Opponent
     assert command[at + 1 : at + 3] == ["http://a:1", "http://b:2"]
 
 
-def test_an_opponent_that_hands_over_knows_from_whom_to_whom() -> None:
+def test_opponent_with_hand_overs_has_prefill_and_decode_workers() -> None:
     command = opponents.HANDING_OVER.command(Path("/peers"), ["http://a:1", "http://b:2"], (1, 2))
     pairs = dict(pairwise(command))
     assert (pairs["--prefill"], pairs["--decode"]) == ("http://a:1", "http://b:2")
     assert "--worker-urls" not in command
 
 
-def test_a_side_knows_its_processes_while_they_live() -> None:
+def test_side_lists_its_live_processes() -> None:
     assert Side("direct", 1).pids() == []
     router = Worker(["sh", "-c", "echo so long; exec sleep 60"], port=1, name="router")
     router.start()
@@ -82,13 +82,13 @@ def test_a_side_knows_its_processes_while_they_live() -> None:
         router.stop()
 
 
-def test_cpus_are_split_where_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    for some, expected in (
+def test_cpus_are_split_if_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, expected in (
         ({3}, Cpus()),
         ({0, 1}, Cpus(frozenset({1}), frozenset({0}))),
         ({2, 4, 5}, Cpus(frozenset({5}), frozenset({2, 4}))),
     ):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, some=some: some)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, available=available: available)
         assert Cpus.apart() == expected
 
 
@@ -108,7 +108,7 @@ def test_opponents_are_installed_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(ran) == 4
 
 
-def test_opponents_that_cannot_be_had_are_named_with_a_remedy(
+def test_failed_installation_is_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "uv").write_text("#!/bin/sh\necho no network >&2\nexit 1\n")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.starvation` without its workers: what is read, and what is a bound kept."""
+"""`python -m benchmarks.starvation` without workers."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ vllm_sched_starvation_releases_total{engine="0",policy="long_prompt"} 1.0
 vllm_sched_requests_waiting{engine="0",lane="urgent",policy="lanes"} 30.0
 vllm_sched_requests_waiting{engine="0",lane="batch",policy="lanes"} 4.0
 """
-TOLD = Told(released=2, held_s=8.2, held=2, fewest_waiting=12, most_running=20)
-KEPT = Played({"long": Waits("long", waited_s=[4.02, 4.3])}, TOLD)
+TOTALS = Told(released=2, held_s=8.2, held=2, fewest_waiting=12, most_running=20)
+KEPT = Played({"long": Waits("long", waited_s=[4.02, 4.3])}, TOTALS)
 NEVER = Played({"long": Waits("long", still_s=[10.0])}, Told(most_running=20))
 
 
-def said(bounded: Played = KEPT, unbounded: Played = NEVER) -> str:
-    """Return what is complained of, in one piece."""
+def complaints(bounded: Played = KEPT, unbounded: Played = NEVER) -> str:
+    """Return all complaints as one string."""
     return "; ".join(wrongs("scene", bounded, unbounded, 4.0))
 
 
-def test_a_page_is_added_up_by_labels() -> None:
+def test_metrics_are_summed_by_labels() -> None:
     assert added_up(PAGE, "vllm_sched_starvation_releases_total") == 3
     assert added_up(PAGE, "vllm_sched_starvation_releases_total", policy="lanes") == 2
     assert added_up(PAGE, "vllm_sched_requests_waiting", policy="lanes", lane="urgent") == 30
     assert added_up(PAGE, "vllm_sched_hold_seconds_sum") == 0
 
 
-def test_a_wait_ends_with_the_first_step_that_computes_anything() -> None:
+def test_wait_ends_with_the_first_computing_step() -> None:
     stories = {
         "round1-0": [Phase(WAITING, 10.0, 14.1), Phase(PREFILL, 14.1, 14.2, 5)],
         "round1-1": [Phase(WAITING, 10.0, 20.0)],
@@ -68,8 +68,8 @@ def test_a_wait_ends_with_the_first_step_that_computes_anything() -> None:
     }
 
 
-def test_a_bound_that_is_kept_is_not_complained_of() -> None:
-    assert said() == ""
+def test_kept_bound_has_no_complaints() -> None:
+    assert complaints() == ""
 
 
 @pytest.mark.parametrize(
@@ -81,28 +81,28 @@ def test_a_bound_that_is_kept_is_not_complained_of() -> None:
         (Waits("long", [4.1]), "the worker says that 2 of 1 were released"),
     ],
 )
-def test_what_is_not_as_promised_is_said(kind: Waits, complaint: str) -> None:
-    assert complaint in said(Played({"long": kind}, TOLD))
+def test_broken_bound_is_reported(kind: Waits, complaint: str) -> None:
+    assert complaint in complaints(Played({"long": kind}, TOTALS))
 
 
-def test_shorts_that_hold_nobody_show_nothing() -> None:
+def test_shorts_that_hold_no_request_are_reported() -> None:
     let_in = Played({"long": Waits("long", waited_s=[6.0])}, Told(released=1))
-    complaint = said(unbounded=let_in)
+    complaint = complaints(unbounded=let_in)
     assert "without a bound 1 were let in" in complaint
     assert "released 1 without a bound" in complaint
 
 
-def test_who_may_have_waited_for_a_slot_shows_nothing() -> None:
-    crowded = replace(KEPT, told=replace(TOLD, most_running=SLOTS))
-    assert "may have waited for a slot" in said(crowded)
+def test_possible_wait_for_a_slot_is_reported() -> None:
+    crowded = replace(KEPT, told=replace(TOTALS, most_running=SLOTS))
+    assert "may have waited for a slot" in complaints(crowded)
 
 
-def test_shorts_that_were_all_served_for_a_moment_show_nothing() -> None:
-    idle = replace(KEPT, told=replace(TOLD, fewest_waiting=0))
-    assert "at times none of the shorts waited" in said(idle)
+def test_idle_moment_is_reported() -> None:
+    idle = replace(KEPT, told=replace(TOTALS, fewest_waiting=0))
+    assert "at times none of the shorts waited" in complaints(idle)
 
 
-async def test_a_page_that_tells_less_than_before_is_no_page() -> None:
+async def test_falling_counter_is_an_error() -> None:
     pages = [PAGE, PAGE.replace(" 2.0", " 1.0")]
 
     async def metrics(_: web.Request) -> web.Response:
@@ -118,21 +118,23 @@ async def test_a_page_that_tells_less_than_before_is_no_page() -> None:
                 await page.look()
 
 
-def test_a_scene_becomes_lines() -> None:
+def test_scene_becomes_table_lines() -> None:
     layout, console = table(4.0), Console(width=120)
     add(layout, "long_prompt", KEPT, NEVER)
     with console.capture() as shown:
         console.print(layout)
     for figure in ("4.02 s", "4.16 s", "4.30 s", "1 wait after 10.0 s"):
         assert figure in shown.get()
-    assert "2 starvation_releases, hold_seconds of 2 with a mean of 4.10 s" in page_says("x", TOLD)
+    assert "2 starvation_releases, hold_seconds of 2 with a mean of 4.10 s" in page_says(
+        "x", TOTALS
+    )
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_policies_take_their_bounds(name: str) -> None:
+def test_policies_get_their_bounds(name: str) -> None:
     facts = EngineFacts(max_model_len=16384, max_num_batched_tokens=512, max_num_seqs=SLOTS)
     for bound_s in (4.0, NEVER_S):
         scene = SCENES[name]
-        made = {each.name: each for each in build(scene.side(bound_s).settings, facts)}
+        made = {built.name: built for built in build(scene.side(bound_s).settings, facts)}
         for policy, key in scene.bounds:
             assert getattr(made[policy].settings, key) == bound_s

@@ -1,4 +1,4 @@
-"""What is made of the rounds that two tools have measured."""
+"""The comparison of rounds measured by two tools."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from rich.console import Console
 from benchmarks import two_tools
 from benchmarks.two_tools import EXACTLY, LATENCIES, RATES, Figure, Load, added, figures, table
 from tests.bench.fake_openai import FakeOpenAI
-from tests.cli.bench.test_bench import served
+from tests.cli.bench.test_bench import running
 
 LOAD = Load("", "tiny", 100, 10.0, 200, 32)
 
 
-def said(value: float) -> dict[str, float]:
+def figures_of(value: float) -> dict[str, float]:
     return dict.fromkeys((*EXACTLY, *RATES, *LATENCIES), value)
 
 
-def test_what_differs_by_more_than_a_tool_from_itself_is_told_apart() -> None:
+def test_figures_are_apart_beyond_a_tools_own_spread() -> None:
     assert not Figure("median_ttft_ms", [20.0, 24.0, 21.0], [22.0, 23.0, 24.0]).apart
     assert Figure("median_ttft_ms", [20.0, 20.5, 21.0], [22.0, 23.0, 22.5]).apart
-    # One round tells nothing of a tool's own spread: whatever differs is apart.
+    # One round has no spread, so any difference is apart.
     assert Figure("median_ttft_ms", [20.0], [20.1]).apart
     assert not Figure("completed", [100, 100], [100, 100]).apart
     assert Figure("completed", [100, 99], [100, 100]).apart
 
 
-def test_every_figure_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures({"ours": [said(1.0), said(3.0)], "theirs": [said(4.0), said(4.0)]})
+def test_every_figure_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(
+        {"ours": [figures_of(1.0), figures_of(3.0)], "theirs": [figures_of(4.0), figures_of(4.0)]}
+    )
     Console(width=120).print(table(found))
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if "p99_itl_ms" in line)
@@ -49,10 +51,10 @@ def test_every_figure_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found) == len(EXACTLY) + len(RATES) + len(LATENCIES)
 
 
-def test_rounds_are_added_to_those_of_the_same_load(tmp_path: Path) -> None:
+def test_rounds_are_added_to_rounds_of_the_same_load(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
     assert added(path, LOAD) == {"ours": [], "theirs": []}
-    kept = {"ours": [said(1.0)], "theirs": [said(2.0)]}
+    kept = {"ours": [figures_of(1.0)], "theirs": [figures_of(2.0)]}
     path.write_text(json.dumps({"load": asdict(LOAD), "rounds": kept}))
     assert added(path, LOAD) == kept
     with pytest.raises(SystemExit, match="of another load"):
@@ -60,7 +62,7 @@ def test_rounds_are_added_to_those_of_the_same_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", [["--request-rate", "100"], ["--concurrency", "2"]])
-def test_it_measures_in_turns_and_keeps_every_round(
+def test_tools_measure_in_turn_and_every_round_is_saved(
     loop: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -68,18 +70,18 @@ def test_it_measures_in_turns_and_keeps_every_round(
 ) -> None:
     @contextmanager
     def worker(**_: object) -> Iterator[SimpleNamespace]:
-        with served(FakeOpenAI(itl_s=0.001)) as fake:
+        with running(FakeOpenAI(itl_s=0.001)) as fake:
             yield SimpleNamespace(url=fake.url)
 
     path = tmp_path / "tools.json"
     words = ["--rounds", "1", "--num-requests", "4", "--prompt", "20", "--output", "3"]
     monkeypatch.setattr("vllm_sched.workers.launch.worker", worker)
     monkeypatch.setattr(two_tools, "MODEL", "fake")
-    monkeypatch.setitem(two_tools.TOOLS, "theirs", two_tools.ours)  # vLLM's takes long to begin
+    monkeypatch.setitem(two_tools.TOOLS, "theirs", two_tools.ours)  # vLLM's tool starts slowly
     monkeypatch.setattr(sys, "argv", ["two_tools", *words, *loop, "--add", str(path)])
-    two_tools.main()  # where by chance a tool is told apart from itself it says so
+    two_tools.main()  # a tool may by chance differ from itself
     assert "1 rounds; told apart: " in capsys.readouterr().out
     kept = json.loads(path.read_text())["rounds"]
     for tool in two_tools.TOOLS:
-        (said,) = kept[tool]
-        assert (said["completed"], said["total_output_tokens"]) == (4, 12)
+        (saved,) = kept[tool]
+        assert (saved["completed"], saved["total_output_tokens"]) == (4, 12)

@@ -1,4 +1,4 @@
-"""What tests of several commands ask for."""
+"""Fixtures of several commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from vllm_sched.bench.plots import style
 
 
 @pytest.fixture
-def svg_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no PNG: tests of plots see that it is there."""
+def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw SVG files only; tests of plots check the PNG files."""
     monkeypatch.setattr(style, "files", lambda stem: [stem.with_name(f"{stem.name}.svg")])

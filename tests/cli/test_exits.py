@@ -1,4 +1,4 @@
-"""How commands end: SIGTERM is a Ctrl-C to those that measure."""
+"""How commands end: measuring commands handle SIGTERM like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_sched.cli.exits import interruptible, sigterm_as_interrupt
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    """Have both do what they do to a program."""
+def default_signals() -> Iterator[None]:
+    """Restore the default handlers of SIGINT and SIGTERM."""
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     terminate = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -21,7 +21,7 @@ def own_signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, terminate)
 
 
-def test_who_minds_ctrl_c_minds_a_sigterm() -> None:
+def test_sigterm_is_handled_like_ctrl_c() -> None:
     with sigterm_as_interrupt():
         with interruptible() as stopped:
             assert not stopped()
@@ -34,13 +34,13 @@ def test_who_minds_ctrl_c_minds_a_sigterm() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_job_in_the_background_that_ignores_ctrl_c_ends_by_a_sigterm() -> None:
+def test_background_job_that_ignores_ctrl_c_ends_on_sigterm() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with sigterm_as_interrupt(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_ctrl_c_while_a_command_is_loaded_is_a_line(
+def test_interrupt_while_a_command_is_imported_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(_: str) -> None:

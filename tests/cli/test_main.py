@@ -1,4 +1,4 @@
-"""Commands are found by name, and only what one of them needs is imported."""
+"""Commands are found by name, and each imports only its own modules."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from vllm_sched.cli import main
 
 
 @pytest.mark.parametrize("command", main.MODULES)
-def test_a_command_is_where_it_is_looked_for(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
         main.main([command, "--help"])
-    assert left.value.code == 0
+    assert exited.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: vllm-sched {command} ")
 
 
-def test_help_and_a_name_that_is_none_list_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_unknown_command_list_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["nonsense"]):
         with pytest.raises(SystemExit):
             main.main(words)
-        told = "".join(capsys.readouterr())
-        assert [name for name in main.MODULES if name not in told] == []
+        printed = "".join(capsys.readouterr())
+        assert [name for name in main.MODULES if name not in printed] == []
 
 
-def test_a_command_imports_nothing_of_another() -> None:
+def test_command_imports_no_module_of_another() -> None:
     code = (
         "import sys; from vllm_sched.cli.main import parser; parser('key'); "
         "print(*sorted(m for m in sys.modules if m.startswith('vllm_sched.cli.')))"
@@ -39,9 +37,9 @@ def test_a_command_imports_nothing_of_another() -> None:
     ]
 
 
-def test_with_stderr_closed_no_error_is_told_on_stdout() -> None:
+def test_closed_stderr_does_not_send_errors_to_stdout() -> None:
     command = [sys.executable, "-m", "vllm_sched.cli.main", "check", "nowhere.yaml"]
-    for closing, told in (('exec "$@" 2>&-', ""), ('exec "$@" 2>&1', "vllm-sched check: ")):
+    for closing, expected in (('exec "$@" 2>&-', ""), ('exec "$@" 2>&1', "vllm-sched check: ")):
         done = subprocess.run(["sh", "-c", closing, "sh", *command], capture_output=True, text=True)
         assert done.returncode == 2
-        assert done.stdout[:18] == told
+        assert done.stdout[:18] == expected

@@ -1,4 +1,4 @@
-"""Where results go: what can't be written is refused beforehand."""
+"""Paths of results: unwritable paths are refused early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_sched.cli.paths import require_folders, require_place, writing
 from vllm_sched.errors import UsageError
 
 
-def test_what_can_be_written_passes(tmp_path: Path) -> None:
+def test_writable_paths_are_accepted(tmp_path: Path) -> None:
     there = tmp_path / "there.json"
     there.touch()
     require_folders(None, there, tmp_path / "new.json")
@@ -20,7 +20,7 @@ def test_what_can_be_written_passes(tmp_path: Path) -> None:
     require_place(tmp_path / "to" / "be" / "made")
 
 
-def test_folders_and_what_has_none_are_refused(tmp_path: Path) -> None:
+def test_folders_and_missing_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder; name a file in it"):
         require_folders(tmp_path)
     with pytest.raises(UsageError, match=r"there is no folder .*nowhere; make it first"):
@@ -31,10 +31,8 @@ def test_folders_and_what_has_none_are_refused(tmp_path: Path) -> None:
             require_place(pictures)
 
 
-def test_what_may_not_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Root, whom tests may be run by, may write anywhere."""
+def test_unwritable_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, which may write anywhere."""
     (tmp_path / "there.json").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
     for name, place in (("there.json", "there.json"), ("new.json", "")):
@@ -44,9 +42,7 @@ def test_what_may_not_be_written_is_refused(
         require_place(tmp_path / "a" / "b")
 
 
-def test_where_nobody_may_look_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inaccessible_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -55,7 +51,7 @@ def test_where_nobody_may_look_is_no_folder(
         require_folders(tmp_path / "a.json")
 
 
-def test_a_disk_that_is_full_by_now_is_said_in_a_line() -> None:
+def test_full_disk_is_reported_in_one_line() -> None:
     full = pytest.raises(UsageError, match=r"^a\.json: No space left on device$")
     with full, writing(Path("a.json")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

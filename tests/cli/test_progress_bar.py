@@ -1,4 +1,4 @@
-"""Bars are for terminals, and lines for everybody else."""
+"""Progress is a bar on a terminal, and lines otherwise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_sched.cli import progress_bar
 
 
 class Terminal(io.StringIO):
-    """Somebody sits in front of it."""
+    """A text stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-class Gone(io.StringIO):
-    """Nobody reads it any more."""
+class ClosedPipe(io.StringIO):
+    """A stream without a reader."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(text)
@@ -32,7 +32,7 @@ def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_a_bar_is_drawn_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, piped = Console(file=Terminal()), Console(file=io.StringIO())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert progress_bar.terminal(seen) is seen
@@ -43,7 +43,7 @@ def test_a_bar_is_drawn_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch) 
     assert beside.file is sys.stderr
 
 
-def test_colours_that_are_asked_for_make_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_color_does_not_make_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert progress_bar.terminal(Console(file=io.StringIO())) is None
@@ -51,7 +51,7 @@ def test_colours_that_are_asked_for_make_no_terminal(monkeypatch: pytest.MonkeyP
     assert progress_bar.terminal(Console(file=Terminal())) is None
 
 
-def test_lines_come_now_and_then(
+def test_lines_are_printed_at_intervals(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -61,23 +61,23 @@ def test_lines_come_now_and_then(
     lines.say("begins")
     for now in (109.0, 110.0, 119.9, 120.0):
         lines.tell(f"at {now:g}")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == [
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
         "vllm-sched bench: begins", "vllm-sched bench: at 110", "vllm-sched bench: at 120",
     ]  # fmt: skip
 
 
-def test_without_a_stderr_nothing_is_said(
+def test_nothing_is_printed_without_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who closes it (`2>&-`) is not to find our lines in the result."""
+    """With `2>&-`, progress lines must not be in the result."""
     monkeypatch.setattr(sys, "stderr", None)
     progress_bar.ProgressLines("bench").say("anything")
     assert progress_bar.terminal(Console(file=io.StringIO())) is None
     assert capsys.readouterr().out == ""
 
 
-def test_a_reader_who_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Gone())
+def test_closed_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", ClosedPipe())
     progress_bar.ProgressLines("bench").say("anything")

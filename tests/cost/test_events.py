@@ -17,7 +17,9 @@ def paper(*, exclusive: bool = True) -> Regime:
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("threshold", [1, 13, 26, 128, 256])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_within_a_percent_of_the_recursion(exclusive: bool, threshold: int, seed: int) -> None:
+def test_throughput_is_within_one_percent_of_the_recursion(
+    exclusive: bool, threshold: int, seed: int
+) -> None:
     regime = paper(exclusive=exclusive)
     played = play(regime, threshold, seed=seed)
     exact = Recursion(regime).at(threshold)
@@ -25,7 +27,7 @@ def test_within_a_percent_of_the_recursion(exclusive: bool, threshold: int, seed
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_small_system_within_a_percent(exclusive: bool) -> None:
+def test_small_systems_are_within_one_percent_of_the_recursion(exclusive: bool) -> None:
     regime = Regime(16, 20.0, 0.005, 1e-4, 0.004, 0.001, exclusive=exclusive)
     for threshold in (1, 3, 8):
         played = play(regime, threshold, requests=60_000)
@@ -36,8 +38,8 @@ def test_a_small_system_within_a_percent(exclusive: bool) -> None:
 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("mean_output", [1.0, 2.0, 10.0])
-def test_rounds_of_many_slots_are_counted_whole(exclusive: bool, mean_output: float) -> None:
-    """There are but forty of them: the prompts of one make up for more than two percent."""
+def test_runs_of_few_long_rounds_count_whole_rounds(exclusive: bool, mean_output: float) -> None:
+    """With forty rounds, the prompts of one are more than two percent of the total."""
     regime = Regime(1024, mean_output, 0.006, 5e-5, 0.006, 0.0079, exclusive=exclusive)
     exact = Recursion(regime)
     for threshold in (1, 300, 1024):
@@ -45,26 +47,26 @@ def test_rounds_of_many_slots_are_counted_whole(exclusive: bool, mean_output: fl
         assert played.throughput == pytest.approx(exact.at(threshold).throughput, rel=0.01)
 
 
-def test_the_tail_that_throughput_is_paid_with() -> None:
+def test_itl_p99_grows_with_the_threshold_as_published() -> None:
     alike = [play(paper(), k, alike=True).itl_p99_s for k in (1, 13, 26)]
     assert alike == pytest.approx([0.121, 0.351, 0.602], rel=0.02)
     spread = [play(paper(), k).itl_p99_s for k in (1, 13, 26)]
     assert all(wide > narrow for wide, narrow in zip(spread, alike, strict=True))
 
 
-def test_the_papers_completion_time() -> None:
+def test_completion_time_matches_the_paper() -> None:
     at_once, best = play(paper(), 1), play(paper(), 26)
     assert best.served_s / at_once.served_s == pytest.approx(0.86, abs=0.01)
     assert best.completion_s / at_once.completion_s == pytest.approx(1 / 1.143, abs=0.01)
 
 
-def test_the_same_seed_gives_the_same() -> None:
+def test_same_seed_gives_the_same_run() -> None:
     assert play(paper(), 5, requests=2000, seed=3) == play(paper(), 5, requests=2000, seed=3)
     assert play(paper(), 5, requests=2000, seed=3) != play(paper(), 5, requests=2000, seed=4)
 
 
-def test_pauses_by_hand() -> None:
-    # One slot: a step of 10 ms per token, and 30 ms of prefill that nobody else waits for.
+def test_single_slot_matches_a_calculation_by_hand() -> None:
+    # One slot: a step of 10 ms per token, and 30 ms of prefill that delays no other request.
     regime = Regime(1, 5.0, 0.010, 0.0, 0.010, 0.020, exclusive=True)
     played = play(regime, 1, requests=1000, alike=True)
     assert played.itl_max_s == pytest.approx(0.010)
@@ -72,7 +74,7 @@ def test_pauses_by_hand() -> None:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_where_prefilling_costs_nothing_prompts_still_enter(exclusive: bool) -> None:
+def test_free_prefill_still_admits_prompts(exclusive: bool) -> None:
     regime = Regime(16, 20.0, 0.005, 1e-4, 0.0, 0.0, exclusive=exclusive)
     for threshold in (1, 4):
         played = play(regime, threshold)

@@ -1,4 +1,4 @@
-"""The online fit of all three kinds of step."""
+"""The online fit of the step time model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def feed(
     noise: float = 0.0,
     hiccups: float = 0.0,
 ) -> None:
-    """Play steps whose times follow a model, give or take."""
+    """Observe steps whose times follow a model, with noise."""
     rng = random.Random(seed)
     for _ in range(steps):
         step = shape(rng)
@@ -54,20 +54,20 @@ def feed(
 
 
 def fitted(fit: OnlineFit) -> StepTime:
-    """Return the model, which there must be."""
+    """Return the model; it must exist."""
     assert fit.model is not None
     return fit.model
 
 
-def predicts(fit: OnlineFit, rng: random.Random, median: float = 0.05) -> None:
-    """Hold the errors of predictions against what they may be."""
+def assert_predictions_close(fit: OnlineFit, rng: random.Random, median: float = 0.05) -> None:
+    """Compare the prediction errors with their limits."""
     steps = [shape(rng) for _ in range(200)]
     errors = sorted(abs(fitted(fit).seconds(step) / TRUE.seconds(step) - 1) for step in steps)
     assert errors[100] < median
     assert errors[190] < 0.15
 
 
-def test_knows_nothing_until_enough_was_seen() -> None:
+def test_fit_has_no_model_until_it_saw_enough_steps() -> None:
     fit = OnlineFit()
     for _ in range(100):
         fit.observe(StepShape(decodes=8, context_tokens=800), 0.01)
@@ -77,7 +77,7 @@ def test_knows_nothing_until_enough_was_seen() -> None:
     assert fit.model is not None
 
 
-def test_finds_the_model_it_was_fed() -> None:
+def test_fit_recovers_the_model_of_its_steps() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 1000)
     found = fitted(fit)
@@ -85,9 +85,9 @@ def test_finds_the_model_it_was_fed() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=0.1), name
 
 
-def prompts(rng: random.Random, most: int, decodes: int = 24) -> StepShape:
-    """Draw a step that prefills up to so many prompts of random length, at times none."""
-    count = rng.choice([0, *range(1, most + 1)])
+def prompts(rng: random.Random, max_prompts: int, decodes: int = 24) -> StepShape:
+    """Draw a step that prefills up to so many prompts of random length, or none."""
+    count = rng.choice([0, *range(1, max_prompts + 1)])
     tokens = [rng.randint(10, 200) for _ in range(count)]
     pairs = sum(each**2 / 2 for each in tokens)
     batch = rng.randint(decodes // 2, decodes)
@@ -95,7 +95,7 @@ def prompts(rng: random.Random, most: int, decodes: int = 24) -> StepShape:
 
 
 @pytest.mark.parametrize("mixed_s", [0.0, 0.004])
-def test_what_a_prompt_costs_is_told_from_what_mixing_does(mixed_s: float) -> None:
+def test_cost_per_prompt_is_separated_from_cost_of_mixing(mixed_s: float) -> None:
     true = replace(TRUE, mixed_s=mixed_s, prompt_fixed_s=0.003)
     fit, rng = OnlineFit(), random.Random(8)
     for _ in range(1000):
@@ -106,23 +106,27 @@ def test_what_a_prompt_costs_is_told_from_what_mixing_does(mixed_s: float) -> No
     assert found.mixed_s == pytest.approx(mixed_s, abs=0.0008)
 
 
-def far_on(rng: random.Random, most: int) -> StepShape:
-    """Draw a step with one chunk of a long prompt, none longer than the step may take."""
-    tokens, read = rng.randint(16, most), rng.randrange(0, 12_000)
+def long_chunk(rng: random.Random, max_tokens: int) -> StepShape:
+    """Draw a step with one chunk of a long prompt."""
+    tokens, read = rng.randint(16, max_tokens), rng.randrange(0, 12_000)
     return StepShape(tokens, tokens * (read + tokens / 2), 8, 1600, 1, read)
 
 
-def test_reading_a_prompt_again_is_told_from_attending_to_it() -> None:
+def test_cost_of_reading_context_is_separated_from_attention() -> None:
     true = replace(TRUE, read_s=1e-6)
     fit, rng = OnlineFit(), random.Random(8)
     for _ in range(1000):
-        step = far_on(rng, 500) if rng.random() < 0.7 else StepShape(decodes=8, context_tokens=1600)
+        step = (
+            long_chunk(rng, 500)
+            if rng.random() < 0.7
+            else StepShape(decodes=8, context_tokens=1600)
+        )
         fit.observe(step, true.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
     assert fitted(fit).read_s == pytest.approx(1e-6, rel=0.15)
     assert fitted(fit).pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
 
 
-def test_chunks_of_one_size_are_taken_to_attend() -> None:
+def test_chunks_of_equal_size_attribute_the_cost_to_attention() -> None:
     fit, rng = OnlineFit(), random.Random(8)
     for _ in range(1000):
         read = rng.randrange(0, 12_000)
@@ -135,7 +139,7 @@ def test_chunks_of_one_size_are_taken_to_attend() -> None:
     assert fitted(fit).read_s < 0.1 * 500 * TRUE.pair_s
 
 
-def test_one_prompt_at_a_time_never_looks_like_a_cost_of_mixing() -> None:
+def test_cost_of_single_prompts_is_not_taken_for_cost_of_mixing() -> None:
     true = replace(TRUE, mixed_s=0.0, prompt_fixed_s=0.005)
     fit, rng = OnlineFit(), random.Random(9)
     for _ in range(1000):
@@ -144,14 +148,14 @@ def test_one_prompt_at_a_time_never_looks_like_a_cost_of_mixing() -> None:
     assert fitted(fit).mixed_s < 0.0005
 
 
-def test_noise_and_hiccups_leave_the_predictions_close() -> None:
+def test_predictions_stay_close_despite_noise_and_outliers() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 2000, noise=0.05, hiccups=0.03)
-    predicts(fit, random.Random(7), median=0.06)
+    assert_predictions_close(fit, random.Random(7), median=0.06)
     assert fitted(fit).mixed_s == pytest.approx(TRUE.mixed_s, rel=0.35)
 
 
-def test_one_hiccup_hardly_moves_it() -> None:
+def test_one_outlier_hardly_changes_the_model() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 1000, noise=0.02)
     before = fitted(fit)
@@ -164,22 +168,22 @@ def test_one_hiccup_hardly_moves_it() -> None:
 
 @pytest.mark.parametrize("hiccup", [1e-5, 0.001, 5.0, 100.0])
 @pytest.mark.parametrize("number", [0, 1, 7, 15, 16])
-def test_neither_does_one_among_the_first(hiccup: float, number: int) -> None:
+def test_outlier_among_the_first_steps_hardly_changes_the_model(hiccup: float, number: int) -> None:
     fit, rng = OnlineFit(), random.Random(6)
     for index in range(200):
         step = shape(rng)
         fit.observe(step, hiccup if index == number else TRUE.seconds(step))
-    predicts(fit, rng)
+    assert_predictions_close(fit, rng)
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        [(0, 20)] * 12 + [(600, 20)] * 3 + [(600, 0)],  # the only prefill, of the first sixteen
-        [(0, 20)] * 13 + [(600, 20)] * 4,  # the fourth is what a model lacks, and comes by itself
+        [(0, 20)] * 12 + [(600, 20)] * 3 + [(600, 0)],  # the only prefill among the first sixteen
+        [(0, 20)] * 13 + [(600, 20)] * 4,  # the fourth completes what a model needs
     ],
 )
-def test_nor_does_one_that_is_alone_of_its_kind(first: list[tuple[int, int]]) -> None:
+def test_outlier_that_is_the_only_step_of_its_kind_is_ignored(first: list[tuple[int, int]]) -> None:
     fit, rng = OnlineFit(), random.Random(7)
     steps = [StepShape(p, p * p / 2, d, 400 * d) for p, d in first]
     for step in steps[:-1]:
@@ -188,20 +192,20 @@ def test_nor_does_one_that_is_alone_of_its_kind(first: list[tuple[int, int]]) ->
     for _ in range(200):
         step = shape(rng)
         fit.observe(step, TRUE.seconds(step))
-    predicts(fit, rng)
+    assert_predictions_close(fit, rng)
 
 
-def test_results_that_are_handed_on_late_harm_no_more_than_noise() -> None:
+def test_late_results_harm_no_more_than_noise() -> None:
     fit, rng = OnlineFit(), random.Random(5)
     for index in range(2000):
         step = shape(rng)
-        # Each that waits for the last leaves next to nothing to itself.
+        # A result that waits for the previous one has almost no time of its own.
         late = {0: 2.0, 1: 1e-3}.get(index % 25, 1.0)
         fit.observe(step, TRUE.seconds(step) * late)
-    predicts(fit, rng, median=0.06)
+    assert_predictions_close(fit, rng, median=0.06)
 
 
-def test_a_lasting_change_is_followed() -> None:
+def test_fit_follows_a_lasting_change() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 1000)
     slower = replace(TRUE, decode_fixed_s=0.030, mixed_s=0.020)
@@ -210,7 +214,7 @@ def test_a_lasting_change_is_followed() -> None:
     assert fitted(fit).mixed_s == pytest.approx(0.020, rel=0.2)
 
 
-def test_an_hour_of_decoding_wipes_out_nothing_about_prefill() -> None:
+def test_an_hour_of_decoding_keeps_the_prefill_coefficients() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 1000)
     rng = random.Random(3)
@@ -221,7 +225,7 @@ def test_an_hour_of_decoding_wipes_out_nothing_about_prefill() -> None:
     assert fitted(fit).mixed_s == pytest.approx(TRUE.mixed_s, rel=0.1)
 
 
-def test_a_batch_that_never_changes_counts_as_fixed() -> None:
+def test_constant_batch_counts_as_fixed_cost() -> None:
     fit = OnlineFit()
     rng = random.Random(4)
     for _ in range(500):
@@ -234,7 +238,7 @@ def test_a_batch_that_never_changes_counts_as_fixed() -> None:
     assert found.mixed_s <= TRUE.mixed_s * 1.2
 
 
-def test_prompts_all_alike_never_look_like_a_cost_of_mixing() -> None:
+def test_cost_of_equal_prompts_is_not_taken_for_cost_of_mixing() -> None:
     free = replace(TRUE, mixed_s=0.0)
     fit = OnlineFit()
     for index in range(500):
@@ -244,7 +248,7 @@ def test_prompts_all_alike_never_look_like_a_cost_of_mixing() -> None:
     assert fitted(fit).mixed_s < 0.001
 
 
-def test_without_steps_of_prefill_alone_they_are_thought_to_read_the_weights_too() -> None:
+def test_fixed_prefill_cost_without_pure_prefill_steps_is_decode_plus_mixing() -> None:
     fit = OnlineFit()
     rng = random.Random(5)
     for _ in range(500):
@@ -256,7 +260,7 @@ def test_without_steps_of_prefill_alone_they_are_thought_to_read_the_weights_too
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_impossible_times_teach_nothing(seconds: float) -> None:
+def test_impossible_times_are_ignored(seconds: float) -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 200)
     before = fit.seen("decode")
@@ -265,7 +269,7 @@ def test_impossible_times_teach_nothing(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_steps_give_coefficients_that_time_can_have(seed: int) -> None:
+def test_random_steps_give_valid_coefficients(seed: int) -> None:
     rng = random.Random(seed)
     fit = OnlineFit()
     for _ in range(300):
@@ -280,7 +284,7 @@ def test_any_steps_give_coefficients_that_time_can_have(seed: int) -> None:
             assert fit.model.prefill_within(0.05, 4, 400, 100) >= 0
 
 
-def test_of_several_ranks_the_one_with_the_longest_prediction_explains_the_step() -> None:
+def test_slowest_returns_the_rank_with_the_longest_prediction() -> None:
     fit = OnlineFit()
     few_far, many = StepShape(500, 500 * 30_000.0, 8, 4_000), StepShape(1_000, 5e5, 8, 4_000)
     assert fit.slowest(few_far, ()) is few_far

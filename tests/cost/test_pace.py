@@ -17,12 +17,12 @@ BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
 
 
 def seconds(chunks: list[Chunk]) -> float:
-    """Time a step by the model that is to be found."""
+    """Return the step time by the true model."""
     return BASE + sum(PER_TOKEN * c.tokens + PER_PAIR * c.attention for c in chunks)
 
 
 def trained(noise: float = 0.0, seed: int = 1) -> StepPace:
-    """Feed a 12k prompt in chunks, with short prompts between."""
+    """Return a pace that saw a 12k prompt in chunks, with short prompts between."""
     rng = random.Random(seed)
     pace = StepPace()
 
@@ -39,7 +39,7 @@ def trained(noise: float = 0.0, seed: int = 1) -> StepPace:
     return pace
 
 
-def test_knows_nothing_before_both_kinds_of_step_were_seen() -> None:
+def test_pace_is_unknown_before_both_kinds_of_step() -> None:
     pace = StepPace()
     assert pace.chunk_within(1.0, 0) is None
     pace.observe(0.004, [])
@@ -48,22 +48,22 @@ def test_knows_nothing_before_both_kinds_of_step_were_seen() -> None:
     assert pace.chunk_within(1.0, 0) is not None
 
 
-def test_prefill_before_a_base_is_known_teaches_nothing() -> None:
+def test_prefill_before_the_base_is_known_is_ignored() -> None:
     pace = StepPace()
     pace.observe(0.1, [Chunk(512, 0)])
     assert pace.per_token is None
 
 
 @pytest.mark.parametrize("context", [0, 3_000, 12_000, 40_000])
-def test_finds_the_model_it_was_fed(context: int) -> None:
+def test_pace_recovers_the_model_of_its_steps(context: int) -> None:
     chunk = present(trained().chunk_within(0.05, context))
     a_token = PER_TOKEN + PER_PAIR * context
     assert seconds([Chunk(chunk, context)]) == pytest.approx(0.05, rel=0.01, abs=a_token + 5e-4)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_prompt_far_on_is_sized_for_reading_it_again_too(seed: int) -> None:
-    """Long steps while it is quiet, then brief ones: those are not as long as they were before."""
+def test_chunk_size_accounts_for_reading_the_context(seed: int) -> None:
+    """After long steps on an idle engine, brief steps keep their limit."""
     rng, pace, context, over = random.Random(seed), StepPace(), 0, []
     for _ in range(20):
         pace.observe(BASE, [])
@@ -83,7 +83,7 @@ def test_a_prompt_far_on_is_sized_for_reading_it_again_too(seed: int) -> None:
     assert max(over) < 1.1
 
 
-def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> None:
+def test_prompt_progresses_though_reading_its_context_exceeds_the_limit() -> None:
     pace = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=PER_PAIR, per_read=PER_READ)
     context = 40_000
     tokens = present(pace.chunk_within(0.05, context))
@@ -92,13 +92,13 @@ def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> Non
 
 
 @pytest.mark.parametrize(("context", "least"), [(0, 1), (1_280, 10), (6_144, 48), (100_000, 48)])
-def test_a_chunk_far_on_is_never_a_trifle(context: int, least: int) -> None:
+def test_chunk_with_long_context_has_a_minimum_size(context: int, least: int) -> None:
     """The fit may take reading for attention, which a smaller chunk would have less of."""
     mistaken = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=10 * PER_PAIR)
     assert mistaken.chunk_within(BASE + 1.5 * PER_TOKEN, context) == least
 
 
-def test_it_is_solved_once_when_asked_and_not_in_each_step(
+def test_fit_is_solved_on_demand_and_once_per_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved: list[int] = []
@@ -121,12 +121,12 @@ def test_it_is_solved_once_when_asked_and_not_in_each_step(
     assert pace.per_token > 1.05 * PER_TOKEN
 
 
-def test_hiccups_leave_it_usable() -> None:
+def test_pace_stays_usable_despite_outliers() -> None:
     chunk = present(trained(noise=0.1).chunk_within(0.05, 6_000))
     assert seconds([Chunk(chunk, 6_000)]) == pytest.approx(0.05, rel=0.5)
 
 
-def test_a_slow_stretch_hardly_raises_the_base_and_a_fast_step_lowers_it() -> None:
+def test_slow_step_hardly_raises_the_base_and_fast_step_lowers_it() -> None:
     pace = StepPace()
     pace.observe(0.004, [])
     pace.observe(0.040, [])
@@ -136,12 +136,12 @@ def test_a_slow_stretch_hardly_raises_the_base_and_a_fast_step_lowers_it() -> No
     assert pace.base < 0.005
 
 
-def test_time_that_no_prefill_fits_into() -> None:
+def test_chunk_is_zero_below_the_base_time() -> None:
     assert trained().chunk_within(BASE / 2, 0) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_never_negative_nor_divided_by_zero(seed: int) -> None:
+def test_chunk_is_never_negative_for_random_observations(seed: int) -> None:
     rng = random.Random(seed)
     pace = StepPace()
     for _ in range(200):
@@ -155,12 +155,12 @@ def test_never_negative_nor_divided_by_zero(seed: int) -> None:
     ("tokens", "beside", "cut"),
     [(100, 0, 96), (96, 0, 96), (100, 4, 92), (127, 0, 112), (128, 31, 113), (0, 5, 0)],
 )
-def test_a_chunk_is_cut_to_whole_tiles(tokens: int, beside: int, cut: int) -> None:
+def test_chunk_is_cut_to_whole_tiles(tokens: int, beside: int, cut: int) -> None:
     assert cut_to_tiles(tokens, beside) == cut
 
 
 @pytest.mark.parametrize(
     ("tokens", "beside"), [(16, 15), (15, 31), (48, 31), (13, 3), (1, 0), (63, 0)]
 )
-def test_a_chunk_is_not_cut_where_much_of_it_would_go(tokens: int, beside: int) -> None:
+def test_chunk_is_not_cut_if_the_cut_is_large(tokens: int, beside: int) -> None:
     assert cut_to_tiles(tokens, beside) == tokens

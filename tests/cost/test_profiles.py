@@ -1,4 +1,4 @@
-"""The built-in profiles reproduce the figures that they name, and say whose these are."""
+"""The built-in profiles reproduce published figures and name their sources."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm_sched.errors import UsageError
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_each_says_where_it_comes_from(name: str) -> None:
+def test_profile_names_the_source_of_each_figure(name: str) -> None:
     profile = find(name)
-    # A title, an address, or that nobody is known to have published it.
+    # A title, an address, or a note that the figure is assumed.
     assert re.search(r'"[A-Z].+"|https://', profile.source) or ASSUMED in profile.source
-    # Of the figures that are neither derived nor another machine's, each.
+    # Each figure that is neither derived nor from another machine.
     figures = [part for part in profile.source.split(";") if re.search(r"\d (ms|tokens/s)", part)]
     assert figures
     for part in figures:
@@ -36,7 +36,7 @@ def test_each_says_where_it_comes_from(name: str) -> None:
         ("a100-opt-13b", StepShape(prefill_tokens=1000), 0.0221 + 0.1405),
     ],
 )
-def test_published_steps(name: str, shape: StepShape, seconds: float) -> None:
+def test_profile_matches_published_step_times(name: str, shape: StepShape, seconds: float) -> None:
     assert find(name).time.seconds(shape) == pytest.approx(seconds, rel=0.02)
 
 
@@ -44,7 +44,7 @@ def test_published_steps(name: str, shape: StepShape, seconds: float) -> None:
     ("name", "rate"),
     [("h100-8b", 28_000), ("h100-70b-tp4", 12_600), ("a100-70b-tp4", 3_400)],
 )
-def test_published_prefill_rates(name: str, rate: float) -> None:
+def test_profile_matches_published_prefill_rates(name: str, rate: float) -> None:
     time = find(name).time
     long, short = (time.seconds(StepShape(prefill_tokens=n)) for n in (40_000, 20_000))
     assert 20_000 / (long - short) == pytest.approx(rate, rel=0.01)
@@ -53,12 +53,12 @@ def test_published_prefill_rates(name: str, rate: float) -> None:
 @pytest.mark.parametrize(
     ("name", "more"), [("h100-8b", 1.6), ("h200-8b", 1.6), ("h100-70b-tp4", 0.9)]
 )
-def test_attention_is_what_very_long_prompts_take(name: str, more: float) -> None:
+def test_attention_cost_of_very_long_prompts_matches_theory(name: str, more: float) -> None:
     # 4 x layers x hidden operations a pair, against two a token for each parameter.
     time, tokens = find(name).time, 100_000
     assert time.pair_s * tokens**2 / 2 == pytest.approx(more * time.prefill_s * tokens, rel=0.05)
 
 
-def test_an_unknown_one() -> None:
+def test_unknown_profile_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown profile 'tpu'; valid: a100-8b"):
         find("tpu")

@@ -12,14 +12,14 @@ from vllm_sched.cost.regime import Regime, expected_batch
 
 
 def regime(*, exclusive: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
-    """Return some system."""
+    """Return a small system."""
     return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, exclusive=exclusive)
 
 
 @pytest.mark.parametrize(
     ("trials", "chance"), [(0, 0.5), (1, 0.1), (40, 0.025), (1000, 0.5), (3, 1.0)]
 )
-def test_the_binomial_distribution(trials: int, chance: float) -> None:
+def test_binomial_distribution_is_exact(trials: int, chance: float) -> None:
     least, row = binomial(trials, chance)
     assert math.fsum(row) == pytest.approx(1.0)
     mean = math.fsum(count * share for count, share in enumerate(row, least))
@@ -30,8 +30,8 @@ def test_the_binomial_distribution(trials: int, chance: float) -> None:
             assert share == pytest.approx(exact, abs=1e-12)
 
 
-def test_two_slots_by_hand() -> None:
-    # From two active: both go (1/4), one goes (1/2), none (1/4), in a step of 10 ms + 1 ms each.
+def test_two_slots_match_a_calculation_by_hand() -> None:
+    # From two active: two depart (1/4), one (1/2) or none (1/4), in a step of 10 ms + 1 ms each.
     system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, exclusive=True)
     at_one = Recursion(system).at(1)
     assert at_one.steps == pytest.approx(4 / 3)
@@ -46,7 +46,7 @@ def test_two_slots_by_hand() -> None:
 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("threshold", [1, 4, 16, 32])
-def test_what_comes_in_goes_out(exclusive: bool, threshold: int) -> None:
+def test_departures_follow_littles_law(exclusive: bool, threshold: int) -> None:
     system = regime(exclusive=exclusive)
     found = Recursion(system).at(threshold)
     # Little's law: departures per step are active slots over the mean output.
@@ -55,20 +55,20 @@ def test_what_comes_in_goes_out(exclusive: bool, threshold: int) -> None:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_the_best_is_the_best_of_all(exclusive: bool) -> None:
+def test_best_threshold_is_the_maximum_over_all(exclusive: bool) -> None:
     exact = Recursion(regime(exclusive=exclusive))
     rates = [exact.at(k).throughput for k in range(1, 33)]
     assert exact.best() == 1 + rates.index(max(rates))
 
 
-def test_outputs_of_one_token_all_depart_at_once() -> None:
+def test_outputs_of_one_token_depart_together() -> None:
     found = Recursion(regime(exclusive=True, mean_output=1.0)).at(5)
     assert found.batch == 32
     assert found.steps == 1
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 20])
-def test_the_mean_time_of_a_batch_above_a_floor(prompts: int) -> None:
+def test_expected_batch_time_above_a_floor_matches_sampling(prompts: int) -> None:
     system = Regime(32, 40.0, 0.010, 1e-4, 0.008, 0.005, floor_s=0.025)
     rng = random.Random(1)
     drawn = [
@@ -79,5 +79,5 @@ def test_the_mean_time_of_a_batch_above_a_floor(prompts: int) -> None:
     assert expected_batch(system, prompts) >= system.batch(prompts)
 
 
-def test_without_a_floor_the_mean_length_says_it_all() -> None:
+def test_expected_batch_time_without_a_floor_uses_the_mean_length() -> None:
     assert expected_batch(regime(exclusive=True), 7) == regime(exclusive=True).batch(7)

@@ -24,7 +24,7 @@ TIME = StepTime(
 )
 
 
-def test_the_three_kinds_of_step() -> None:
+def test_step_time_of_decode_prefill_and_mixed_steps() -> None:
     decode = 0.010 + 32 * 6e-5 + 9600 * 1e-8
     work = 300 * 9.5e-5 + 45_000 * 1e-9
     assert TIME.seconds(StepShape(decodes=32, context_tokens=9600)) == pytest.approx(decode)
@@ -36,11 +36,11 @@ def test_the_three_kinds_of_step() -> None:
     assert TIME.seconds(two) == pytest.approx(decode + 0.004 + work + 2 * 3e-4 + 5000 * 4e-8)
 
 
-def test_a_step_of_nothing_takes_no_time() -> None:
+def test_empty_step_takes_no_time() -> None:
     assert TIME.seconds(StepShape()) == 0.0
 
 
-def test_no_step_with_prefill_is_shorter_than_the_floor() -> None:
+def test_floor_bounds_steps_with_prefill() -> None:
     time = StepTime(decode_fixed_s=0.01, prefill_fixed_s=0.01, prefill_s=1e-4, floor_s=0.05)
     assert time.seconds(StepShape(prefill_tokens=100)) == 0.05
     assert time.seconds(StepShape(prefill_tokens=1000)) == pytest.approx(0.11)
@@ -51,7 +51,7 @@ def test_no_step_with_prefill_is_shorter_than_the_floor() -> None:
 
 @pytest.mark.parametrize("context", [0, 1_000, 100_000])
 @pytest.mark.parametrize("decodes", [0, 1, 64])
-def test_the_largest_chunk_fits_and_one_token_more_does_not(context: int, decodes: int) -> None:
+def test_largest_chunk_fits_and_one_token_more_does_not(context: int, decodes: int) -> None:
     fitting = TIME.prefill_within(0.1, decodes, 300 * decodes, context)
 
     def seconds(tokens: int) -> float:
@@ -63,24 +63,24 @@ def test_the_largest_chunk_fits_and_one_token_more_does_not(context: int, decode
     assert seconds(fitting + 1) > 0.1
 
 
-def test_what_fits_at_the_edges() -> None:
+def test_prefill_within_edge_cases() -> None:
     assert TIME.prefill_within(0.001, 32, 9600, 0) == 0
     assert StepTime().prefill_within(0.1, 1, 10, 0) == UNBOUNDED
     assert StepTime(pair_s=1e-9).prefill_within(0.1, 0, 0, 0) == int(math.sqrt(0.2 / 1e-9))
 
 
 @pytest.mark.parametrize("seconds", [1e300, 1e305])
-def test_into_a_step_of_any_length_fits_what_is_more_than_any(seconds: float) -> None:
+def test_extremely_long_step_fits_unbounded_prefill(seconds: float) -> None:
     assert TIME.prefill_within(seconds, 32, 9600, 0) == UNBOUNDED
     assert StepTime(prefill_s=9.5e-5).prefill_within(seconds, 0, 0, 0) == UNBOUNDED
 
 
-def test_json_there_and_back() -> None:
+def test_json_round_trip() -> None:
     assert StepTime.from_json(json.loads(json.dumps(TIME.to_json()))) == TIME
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"decode_s": -1e-9}, "decode_s=-1e-09 must be a number of seconds from 0 up"),
         ({"decode_s": math.nan}, "decode_s=nan"),
@@ -92,13 +92,13 @@ def test_json_there_and_back() -> None:
         ([], "must be an object with decode_fixed_s"),
     ],
 )
-def test_errors_are_one_line_and_name_the_coefficient(given: object, said: str) -> None:
+def test_errors_are_one_line_and_name_the_coefficient(given: object, message: str) -> None:
     with pytest.raises(UsageError, match=r"\A[^\n]+\Z") as error:
         StepTime.from_json(given)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_prompt_costs_something_whatever_its_length() -> None:
+def test_fixed_cost_per_prompt_is_added() -> None:
     time = replace(TIME, prompt_fixed_s=0.002)
     one, four = (StepShape(300, 0.0, 32, 9600, prompts) for prompts in (1, 4))
     assert time.seconds(four) - time.seconds(one) == pytest.approx(0.006)
@@ -106,7 +106,7 @@ def test_a_prompt_costs_something_whatever_its_length() -> None:
     assert time.prefill_within(whole, 32, 9600, 0) == pytest.approx(200, abs=1)
 
 
-def test_what_was_saved_before_prompts_were_told_apart_still_loads() -> None:
+def test_json_without_newer_coefficients_loads() -> None:
     saved = TIME.to_json()
     del saved["prompt_fixed_s"], saved["read_s"]
     assert StepTime.from_json(saved) == replace(TIME, prompt_fixed_s=0.0, read_s=0.0)

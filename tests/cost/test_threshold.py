@@ -18,7 +18,7 @@ from vllm_sched.cost.threshold import (
 )
 from vllm_sched.errors import UsageError
 
-# An 8B model on an A100 with lengths as in ShareGPT, as the theory's example has it.
+# The theory's example: an 8B model on an A100, with ShareGPT's lengths.
 A100_8B = StepTime(
     decode_fixed_s=0.010,
     decode_s=6e-5,
@@ -29,30 +29,30 @@ A100_8B = StepTime(
 
 
 def paper(**changes: float) -> Regime:
-    """Return the paper's regime: prefill and decode steps apart."""
+    """Return the paper's regime, with separate prefill and decode steps."""
     time = StepTime(**{**A100_8B.to_json(), **changes})
     return Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
 
 
 def mixed(delta: float, *, slots: int = 256, mean_output: float = 200) -> Regime:
-    """Return vLLM V1's: prefills ride along with decodes."""
+    """Return vLLM V1's regime, with mixed steps."""
     time = StepTime(**{**A100_8B.to_json(), "mixed_s": delta})
     return Regime.of(time, slots=slots, mean_output=mean_output, mean_prompt=220)
 
 
 @pytest.mark.parametrize("exponent", [1e-12, 1e-6, 0.006, 0.5, 1.0, 30.0, 1e6])
-def test_lamberts_function_on_its_lower_branch(exponent: float) -> None:
+def test_lower_lambert_solves_its_equation(exponent: float) -> None:
     w = lower_lambert(exponent)
     assert w <= -1
     # w e^w = -exp(-1 - exponent), in logarithms.
     assert math.log(-w) + w == pytest.approx(-1 - exponent, rel=1e-9)
 
 
-def test_lamberts_function_where_the_branches_meet() -> None:
+def test_lower_lambert_at_the_branch_point() -> None:
     assert lower_lambert(0.0) == -1.0
 
 
-def test_the_paper_regime_gains_thirteen_percent() -> None:
+def test_paper_regime_gains_thirteen_percent() -> None:
     regime = paper(prefill_fixed_s=0.011)
     exact = Recursion(regime)
     best = closed_form(regime)
@@ -61,7 +61,7 @@ def test_the_paper_regime_gains_thirteen_percent() -> None:
     assert regime.gain(best) == pytest.approx(gain, abs=0.005)
 
 
-def test_the_theorys_example() -> None:
+def test_example_of_the_theory() -> None:
     regime = paper()
     assert closed_form(regime) == 26
     assert asymptotic(regime) == pytest.approx(26, abs=0.5)
@@ -78,7 +78,7 @@ def test_the_theorys_example() -> None:
 @pytest.mark.parametrize("slots", [8, 32, 128, 256])
 @pytest.mark.parametrize("mean_output", [16.0, 64.0, 200.0, 1000.0])
 @pytest.mark.parametrize("fixed_s", [0.0, 0.0005, 0.003, 0.012, 0.060])
-def test_the_closed_form_loses_at_most_a_percent(
+def test_closed_form_loses_at_most_one_percent(
     exclusive: bool, slots: int, mean_output: float, fixed_s: float
 ) -> None:
     time = StepTime(
@@ -99,7 +99,7 @@ def test_the_closed_form_loses_at_most_a_percent(
     assert abs(asymptotic(regime) - found) <= 1.0
 
 
-def test_where_mixed_steps_are_free_nothing_is_deferred() -> None:
+def test_free_mixed_steps_defer_nothing() -> None:
     regime = mixed(0.0)
     assert closed_form(regime) == 1
     assert asymptotic(regime) == 1.0
@@ -113,22 +113,22 @@ def test_where_mixed_steps_are_free_nothing_is_deferred() -> None:
     )
 
 
-def test_what_a_prompt_or_a_sequence_costs_has_no_say() -> None:
+def test_variable_costs_do_not_change_the_threshold() -> None:
     assert closed_form(paper(prefill_s=1e-3)) == closed_form(paper(decode_s=1e-3)) == 26
 
 
-def test_the_threshold_grows_with_what_a_mixed_step_costs() -> None:
+def test_threshold_grows_with_the_cost_of_mixed_steps() -> None:
     found = [closed_form(mixed(delta)) for delta in (0.0, 0.001, 0.004, 0.016, 0.064)]
     assert found == sorted(set(found))
 
 
-def test_a_gain_hardly_worth_it_is_left_alone() -> None:
+def test_small_gain_gives_threshold_one() -> None:
     regime = mixed(0.0015)
     assert closed_form(regime) > 4
     assert to_run(regime) == 1
 
 
-def test_no_more_than_one_step_can_prefill() -> None:
+def test_threshold_is_capped_by_the_prompts_of_one_step() -> None:
     time = StepTime(**{**A100_8B.to_json(), "mixed_s": 0.012})
     regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, budget=2048)
     assert regime.largest == 9
@@ -137,7 +137,7 @@ def test_no_more_than_one_step_can_prefill() -> None:
     assert closed_form(longer) == to_run(longer) == 1
 
 
-def test_the_itl_target_caps_what_is_run() -> None:
+def test_itl_target_caps_the_threshold() -> None:
     regime = paper()
     capped = to_run(regime, itl_s=0.2)
     assert 1 < capped < 13
@@ -146,40 +146,40 @@ def test_the_itl_target_caps_what_is_run() -> None:
     assert to_run(regime, itl_s=1e306) == to_run(regime)
 
 
-def test_the_delay_caps_what_is_run() -> None:
+def test_max_delay_caps_the_threshold() -> None:
     regime = paper()
     capped = to_run(regime, max_delay_s=0.1)
     assert 1 < capped < 13
     assert regime.hold(capped) <= 0.1 < regime.hold(capped + 1)
 
 
-def test_a_floor_is_a_fixed_cost_to_small_batches() -> None:
+def test_floor_acts_as_a_fixed_cost_of_small_batches() -> None:
     regime = paper(floor_s=0.050)
     exact = Recursion(regime)
     found, best = closed_form(regime), exact.best()
     assert exact.at(found).throughput >= 0.99 * exact.at(best).throughput
-    # Riding along with decodes that take longer anyway it costs nothing.
+    # In mixed steps whose decodes take longer the floor costs nothing.
     time = StepTime(decode_fixed_s=0.03, decode_s=1e-4, floor_s=0.05, prefill_s=1e-4)
     riding = Regime.of(time, slots=256, mean_output=200, mean_prompt=220)
     assert riding.floor_s == 0.0
 
 
-def test_one_slot() -> None:
+def test_single_slot_gives_threshold_one() -> None:
     regime = Regime(1, 10.0, 0.01, 0.0, 0.01, 0.02)
     assert closed_form(regime) == to_run(regime) == 1
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"slots": 0}, "slots=0"),
         ({"mean_output": 0.5}, "mean_output=0.5"),
         ({"mean_prompt": 0.0}, "mean_prompt=0"),
     ],
 )
-def test_what_no_engine_is_is_refused(change: dict[str, float], said: str) -> None:
+def test_impossible_regime_is_refused(change: dict[str, float], message: str) -> None:
     given = {"slots": 256, "mean_output": 200.0, "mean_prompt": 220.0, **change}
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         Regime.of(A100_8B, **given)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ def test_what_no_engine_is_is_refused(change: dict[str, float], said: str) -> No
 @pytest.mark.parametrize("floor_s", [0.02, 0.05, 0.1])
 @pytest.mark.parametrize("slots", [4, 16, 64, 200])
 @pytest.mark.parametrize("mean_output", [3.0, 13.0, 100.0, 300.0])
-def test_beside_a_floor_it_loses_at_most_a_percent_too(
+def test_closed_form_with_a_floor_loses_at_most_one_percent(
     exclusive: bool, floor_s: float, slots: int, mean_output: float
 ) -> None:
     time = StepTime(
@@ -204,7 +204,7 @@ def test_beside_a_floor_it_loses_at_most_a_percent_too(
     )
 
 
-def test_a_floor_that_a_few_short_answers_are_beside() -> None:
+def test_floor_with_short_answers_gives_the_best_threshold() -> None:
     regime = Regime.of(
         profiles.find("h100-70b-tp4").time, slots=16, mean_output=13, mean_prompt=100
     )

@@ -1,9 +1,9 @@
-"""Custom resources as their definitions have them, as far as ours go: no package has their schemas.
+"""Schemas of the custom resources, as far as the manifests use them.
 
 Written from the types of KEDA 2.17 (`keda.sh/v1alpha1`), of the Prometheus operator 0.82
 (`monitoring.coreos.com/v1`) and of LeaderWorkerSet 0.6 (`leaderworkerset.x-k8s.io/v1`). A field
-that is not here is refused, for whoever uses it first to look up. What of Kubernetes' own is within
-(pods, an autoscaler's behaviour) is judged by its own schemas.
+that is missing here is refused. Kubernetes' own objects within (pods, an autoscaler) are
+validated by its own schemas.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tests.deploy.rendered import Json
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Words = dict[str, str]
-Number = Annotated[str, Field(pattern=r"^\d+(\.\d+)?$")]  # KEDA takes strings alone
+Number = Annotated[str, Field(pattern=r"^\d+(\.\d+)?$")]  # KEDA accepts strings only
 Duration = Annotated[str, Field(pattern=r"^((\d+)d)?((\d+)h)?((\d+)m)?((\d+)s)?((\d+)ms)?$")]
 
 
 class Fields(BaseModel):
-    """Nothing but what is named, and no number in the place of a text."""
+    """A model that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
 
 class Metadata(Fields):
-    """Of any object."""
+    """Metadata of an object."""
 
     name: str | None = None
     namespace: str | None = None
@@ -38,7 +38,7 @@ class Metadata(Fields):
 
 
 class Selector(Fields):
-    """Of pods."""
+    """A label selector."""
 
     match_labels: Words
 
@@ -47,15 +47,15 @@ class Selector(Fields):
 
 
 class Target(Fields):
-    """Who is scaled."""
+    """The scaled object."""
 
     api_version: str
     kind: str
     name: str
 
 
-class Asked(Fields):
-    """What KEDA's trigger of type `prometheus` is told."""
+class PrometheusQuery(Fields):
+    """The metadata of KEDA's `prometheus` trigger."""
 
     server_address: Annotated[str, Field(pattern="^https?://")]
     query: str
@@ -64,14 +64,14 @@ class Asked(Fields):
 
 
 class Trigger(Fields):
-    """By what it is scaled."""
+    """A trigger of KEDA."""
 
     type: Literal["prometheus"]
-    metadata: Asked
+    metadata: PrometheusQuery
 
 
 class Fallback(Fields):
-    """How many there are while nobody answers."""
+    """The replicas while Prometheus does not answer."""
 
     failure_threshold: Count
     replicas: Count
@@ -81,19 +81,19 @@ class Fallback(Fields):
 
 
 class Autoscaler(Fields):
-    """What the autoscaler that KEDA makes is given."""
+    """The settings of the autoscaler that KEDA creates."""
 
     behavior: Json
 
 
 class Advanced(Fields):
-    """More for that."""
+    """Advanced settings of KEDA."""
 
     horizontal_pod_autoscaler_config: Autoscaler
 
 
 class Scaled(Fields):
-    """How one is scaled."""
+    """The spec of a ScaledObject."""
 
     scale_target_ref: Target
     min_replica_count: Count
@@ -105,7 +105,7 @@ class Scaled(Fields):
 
 
 class ScaledObject(Fields):
-    """KEDA's."""
+    """KEDA's ScaledObject."""
 
     api_version: Literal["keda.sh/v1alpha1"]
     kind: Literal["ScaledObject"]
@@ -117,7 +117,7 @@ class ScaledObject(Fields):
 
 
 class Endpoint(Fields):
-    """A port that is scraped."""
+    """A scraped port."""
 
     port: str
     path: str
@@ -125,7 +125,7 @@ class Endpoint(Fields):
 
 
 class Monitored(Fields):
-    """Which pods are."""
+    """The spec of a PodMonitor."""
 
     selector: Selector
     pod_target_labels: list[str] = []
@@ -133,7 +133,7 @@ class Monitored(Fields):
 
 
 class PodMonitor(Fields):
-    """Whom Prometheus scrapes."""
+    """The operator's PodMonitor."""
 
     api_version: Literal["monitoring.coreos.com/v1"]
     kind: Literal["PodMonitor"]
@@ -142,7 +142,7 @@ class PodMonitor(Fields):
 
 
 class Rule(Fields):
-    """An alert, or what is recorded."""
+    """An alert or a recording rule."""
 
     record: str | None = None
     alert: str | None = None
@@ -153,7 +153,7 @@ class Rule(Fields):
 
     @model_validator(mode="after")
     def is_one_of_both(self) -> Rule:
-        """Refuse what the operator would."""
+        """Refuse the rules that the operator refuses."""
         if (self.record is None) == (self.alert is None):
             raise ValueError("give record or alert")
         if self.alert is None and (self.for_ is not None or self.annotations):
@@ -162,20 +162,20 @@ class Rule(Fields):
 
 
 class Group(Fields):
-    """Rules that are evaluated together."""
+    """A group of rules."""
 
     name: Annotated[str, Field(min_length=1)]
     rules: list[Rule]
 
 
 class Groups(Fields):
-    """All of them."""
+    """The spec of a PrometheusRule."""
 
     groups: list[Group]
 
 
 class PrometheusRule(Fields):
-    """What Prometheus evaluates."""
+    """The operator's PrometheusRule."""
 
     api_version: Literal["monitoring.coreos.com/v1"]
     kind: Literal["PrometheusRule"]
@@ -187,14 +187,14 @@ class PrometheusRule(Fields):
 
 
 class Template(Fields):
-    """A pod's."""
+    """A pod template."""
 
     metadata: Metadata
     spec: Json
 
 
 class Pods(Fields):
-    """One group."""
+    """The template of one group."""
 
     size: Annotated[int, Field(ge=1)]
     restart_policy: Literal["RecreateGroupOnPodRestart", "None", "Default"]
@@ -203,14 +203,14 @@ class Pods(Fields):
 
 
 class Sets(Fields):
-    """Groups."""
+    """The spec of a LeaderWorkerSet."""
 
     replicas: Count
     leader_worker_template: Pods
 
 
 class LeaderWorkerSet(Fields):
-    """Groups of pods, each one worker to us."""
+    """A LeaderWorkerSet: each group of pods is one worker."""
 
     api_version: Literal["leaderworkerset.x-k8s.io/v1"]
     kind: Literal["LeaderWorkerSet"]
@@ -219,13 +219,13 @@ class LeaderWorkerSet(Fields):
 
 
 KINDS: dict[str, type[Fields]] = {
-    each.__name__: each for each in (ScaledObject, PodMonitor, PrometheusRule, LeaderWorkerSet)
+    kind.__name__: kind for kind in (ScaledObject, PodMonitor, PrometheusRule, LeaderWorkerSet)
 }
 
 
-def within(each: Json) -> Iterator[Json]:
-    """Check a custom resource; yield the objects of Kubernetes' own that it comes to."""
-    found: Any = KINDS[each["kind"]].model_validate(each)
+def contained_objects(resource: Json) -> Iterator[Json]:
+    """Validate a custom resource; yield the Kubernetes objects that it contains."""
+    found: Any = KINDS[resource["kind"]].model_validate(resource)
     if isinstance(found, LeaderWorkerSet):
         templates = found.spec.leader_worker_template
         for template in (templates.leader_template, templates.worker_template):

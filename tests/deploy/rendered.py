@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of the overlays, and how to find one's way in it."""
+"""The rendered overlays, and functions to search them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
-# Each with the overlay that it is for.
+# Each component with its overlay.
 COMPONENTS = {
     "keda-short-long": "short-long",
     "keda-prefill-decode": "prefill-decode",
@@ -43,21 +43,21 @@ def overlay(name: str) -> tuple[Json, ...]:
 
 
 def kinds(objects: tuple[Json, ...], *wanted: str) -> list[Json]:
-    """Return those of some kinds."""
+    """Return the objects of these kinds."""
     return [each for each in objects if each["kind"] in wanted]
 
 
 def named(objects: tuple[Json, ...], kind: str, name: str) -> Json:
-    """Return the one of that kind and name."""
+    """Return the object of this kind and name."""
     (found,) = (each for each in kinds(objects, kind) if each["metadata"]["name"] == name)
     return found
 
 
 def templates(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json]]:
-    """Go through all pods' templates, with what they are of."""
-    for each in kinds(objects, *WITH_PODS):
-        spec, name = each["spec"], f"{each['kind']}/{each['metadata']['name']}"
-        if each["kind"] != "LeaderWorkerSet":
+    """Yield all pod templates with the names of their objects."""
+    for item in kinds(objects, *WITH_PODS):
+        spec, name = item["spec"], f"{item['kind']}/{item['metadata']['name']}"
+        if item["kind"] != "LeaderWorkerSet":
             yield name, spec["template"]
             continue
         for index, kind in (("0", "leaderTemplate"), ("1", "workerTemplate")):
@@ -68,20 +68,20 @@ def templates(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json]]:
 
 
 def containers(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json, Json]]:
-    """Go through all containers, with their pods."""
+    """Yield all containers with their pods."""
     for name, template in templates(objects):
         for container in template["spec"]["containers"]:
             yield name, container, template["spec"]
 
 
 def matches(selector: Mapping[str, str], template: Json) -> bool:
-    """Whether a selector finds a pod of that template."""
+    """Return whether a selector matches a pod of this template."""
     labels = template["metadata"]["labels"]
     return bool(selector) and all(labels.get(key) == value for key, value in selector.items())
 
 
 def found_by(selector: Mapping[str, str], objects: tuple[Json, ...]) -> list[Json]:
-    """Return the templates that a selector finds."""
+    """Return the templates that a selector matches."""
     return [template for _, template in templates(objects) if matches(selector, template)]
 
 
@@ -94,6 +94,6 @@ def ports(template: Json) -> dict[str, int]:
     }
 
 
-def component(of: Json) -> str:
-    """Say whether a pod is a router or a worker."""
-    return str(of["metadata"]["labels"]["app.kubernetes.io/component"])
+def component(template: Json) -> str:
+    """Return the component of a pod: router or worker."""
+    return str(template["metadata"]["labels"]["app.kubernetes.io/component"])

@@ -1,4 +1,4 @@
-"""The images and what runs them on one machine."""
+"""The images and the compose files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPOSE = ROOT / "deploy" / "compose"
 DOCKER = ROOT / "deploy" / "docker"
 Json = dict[str, Any]
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
-# Somebody else's part of the tree; they are mounted whole.
+# Folders that are mounted whole.
 MOUNTED = ("deploy/prometheus", "grafana/provisioning", "grafana/dashboards")
 
 monitoring: Json = yaml.safe_load((COMPOSE / "monitoring.yaml").read_text())
@@ -31,14 +31,14 @@ each_service = pytest.mark.parametrize("name", services)
 
 
 def has_compose() -> bool:
-    """Whether there is `docker compose`; it reads a file without a daemon."""
+    """Return whether `docker compose` is installed; it validates files without a daemon."""
     if not shutil.which("docker"):
         return False
     return not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
 
 
 def seconds(text: str) -> int:
-    """Read a duration."""
+    """Return a duration in seconds."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 
@@ -66,7 +66,7 @@ def test_images_are_pinned(name: str) -> None:
 
 
 @each_service
-def test_everybody_is_looked_after(name: str) -> None:
+def test_services_have_health_checks_and_restarts(name: str) -> None:
     service = services[name]
     assert service["healthcheck"]["test"][0] == "CMD"
     assert service["restart"] == "unless-stopped"
@@ -75,7 +75,7 @@ def test_everybody_is_looked_after(name: str) -> None:
 
 
 @each_service
-def test_what_is_mounted_is_there(name: str) -> None:
+def test_mounted_paths_exist(name: str) -> None:
     for volume in services[name].get("volumes", ()):
         source = volume.split(":")[0]
         if not source.startswith("."):
@@ -87,7 +87,7 @@ def test_what_is_mounted_is_there(name: str) -> None:
         assert volume.endswith(":ro"), volume
 
 
-def test_no_two_take_one_port_and_none_is_for_others_unless_asked_for() -> None:
+def test_published_ports_are_unique_and_local() -> None:
     published = [
         port.replace("${API_ADDRESS:-127.0.0.1}", "127.0.0.1").split(":")
         for each in services.values()
@@ -100,25 +100,25 @@ def test_no_two_take_one_port_and_none_is_for_others_unless_asked_for() -> None:
     assert inside == {fleet.router.port, fleet.router.admin.port}
 
 
-def test_the_admin_api_wants_the_key_that_the_container_is_given() -> None:
+def test_admin_key_is_in_the_containers_environment() -> None:
     assert fleet.router.admin.key_env in services["router"]["environment"]
 
 
 @pytest.mark.parametrize("text", ["README.md", "deploy/README.md", "deploy/compose/compose.yaml"])
-def test_what_it_wants_is_made_once_and_kept_for_every_command(text: str, tmp_path: Path) -> None:
+def test_documented_command_creates_the_env_file(text: str, tmp_path: Path) -> None:
     wanted = set(re.findall(r"\$\{(\w+):\?", (COMPOSE / "compose.yaml").read_text()))
     lines = (ROOT / text).read_text().replace("\n#", "\n")
     (made,) = re.findall(r"^ *(\(umask .*?\.env\))\n", lines, re.DOTALL | re.MULTILINE)
     kept = tmp_path / "deploy" / "compose" / ".env"
     kept.parent.mkdir(parents=True)
-    told = ["bash", "-ec", f"openssl() {{ printf '%s\\n' key; }}; {made}"]
-    subprocess.run(told, cwd=tmp_path, check=True)
+    command = ["bash", "-ec", f"openssl() {{ printf '%s\\n' key; }}; {made}"]
+    subprocess.run(command, cwd=tmp_path, check=True)
     assert sorted(kept.read_text().split()) == sorted(f"{name}=key" for name in wanted)
     assert kept.stat().st_mode & 0o077 == 0
     assert str(kept.relative_to(tmp_path)) in (ROOT / ".gitignore").read_text().split()
 
 
-def test_the_fleet_is_the_services() -> None:
+def test_fleet_file_matches_the_services() -> None:
     assert {worker.url for worker in fleet.workers} == {f"http://{name}:8000" for name in workers()}
     for worker in fleet.workers:
         model, *flags = workers()[worker.name]["command"][1:]
@@ -138,7 +138,7 @@ def test_every_worker_has_its_own_gpu() -> None:
     assert len(set(taken)) == len(taken) == len(fleet.workers)
 
 
-def test_nobody_is_killed_while_it_drains() -> None:
+def test_stop_grace_period_exceeds_the_drain_time() -> None:
     assert seconds(services["router"]["stop_grace_period"]) > fleet.router.drain_s
     for worker in workers().values():
         (timeout,) = [
@@ -150,24 +150,24 @@ def test_nobody_is_killed_while_it_drains() -> None:
 
 
 @pytest.mark.skipif(not has_compose(), reason="docker has no compose plugin here")
-def test_docker_compose_takes_it() -> None:
-    told = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
+def test_docker_compose_accepts_the_file() -> None:
+    command = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
     environment = {**os.environ, "GRAFANA_PASSWORD": "x", "ADMIN_KEY": "x"}
-    done = subprocess.run(told, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_prometheus_is_told_of_all() -> None:
-    told = [
+def test_prometheus_targets_are_all_services() -> None:
+    targets = [
         target
         for path in sorted((COMPOSE / "targets").glob("*.yaml"))
         for group in yaml.safe_load(path.read_text())
         for target in group["targets"]
     ]
-    assert sorted(told) == sorted(["router:8000", *(f"{name}:8000" for name in workers())])
+    assert sorted(targets) == sorted(["router:8000", *(f"{name}:8000" for name in workers())])
 
 
-def test_monitoring_alone_is_that_of_the_whole_but_looks_at_this_machine() -> None:
+def test_monitoring_file_matches_the_compose_file() -> None:
     assert set(monitoring["services"]) == {"prometheus", "grafana"}
     for name, alone in monitoring["services"].items():
         whole = services[name]
@@ -183,15 +183,15 @@ def test_monitoring_alone_is_that_of_the_whole_but_looks_at_this_machine() -> No
     assert grafana["extra_hosts"] == ["prometheus:127.0.0.1"]
 
 
-def test_monitoring_alone_looks_at_the_demo() -> None:
+def test_monitoring_targets_are_the_demos_ports() -> None:
     demo = read(ROOT / "deploy" / "fleets" / "cpu-demo.yaml")
-    told = {
+    targets = {
         group["labels"]["job"]: group["targets"]
         for path in (COMPOSE / "targets-here").glob("*.yaml")
         for group in yaml.safe_load(path.read_text())
     }
     workers = [worker.url.removeprefix("http://") for worker in demo.workers if worker.url]
-    assert told == {"router": [f"127.0.0.1:{demo.router.port}"], "vllm": workers}
+    assert targets == {"router": [f"127.0.0.1:{demo.router.port}"], "vllm": workers}
     globs = [
         each.removeprefix("/targets/")
         for job in yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())[
@@ -205,7 +205,7 @@ def test_monitoring_alone_looks_at_the_demo() -> None:
 
 
 @pytest.mark.parametrize("name", ["router.Dockerfile", "worker.Dockerfile"])
-def test_an_image_is_built_from_pinned_ones_and_runs_as_nobody_special(name: str) -> None:
+def test_image_has_pinned_bases_and_an_unprivileged_user(name: str) -> None:
     steps = dockerfile(name)
     stages = {value.split(" AS ")[1] for kind, value in steps if kind == "FROM" and " AS " in value}
     for kind, value in steps:
@@ -221,7 +221,7 @@ def test_an_image_is_built_from_pinned_ones_and_runs_as_nobody_special(name: str
     assert ("ENTRYPOINT", '["vllm-sched"]') in steps
 
 
-def test_the_routers_image_has_no_vllm_in_it() -> None:
+def test_router_image_contains_no_vllm() -> None:
     assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
     [installed] = [v for _, v in dockerfile("router.Dockerfile") if "/opt/venv/bin/pip" in v]
     # A fleet file with `router.tracing` is refused where its extra is not installed.
@@ -230,8 +230,8 @@ def test_the_routers_image_has_no_vllm_in_it() -> None:
 
 
 @pytest.mark.parametrize("compiled", ["1", "0"])
-def test_the_routers_image_is_compiled_by_what_is_not_in_it(tmp_path: Path, compiled: str) -> None:
-    """Its steps are run, with programs that only say how they were called."""
+def test_router_image_is_compiled_in_the_build_stage(tmp_path: Path, compiled: str) -> None:
+    """The build steps run with fake programs that record their calls."""
     log, opt = tmp_path / "log", tmp_path / "opt"
     for program in ("bin/python", "bin/apt-get", "opt/venv/bin/pip", "opt/venv/bin/vllm-sched"):
         path = tmp_path / program
@@ -246,16 +246,16 @@ def test_the_routers_image_is_compiled_by_what_is_not_in_it(tmp_path: Path, comp
     for kind, value in steps[:last]:
         if kind == "RUN":
             subprocess.run(["sh", "-c", value.replace("/opt/", f"{opt}/")], env=env, check=True)
-    told = log.read_text().splitlines()
-    assert any(line.startswith("pip install") and line.endswith(f" {compiled}") for line in told)
+    calls = log.read_text().splitlines()
+    assert any(line.startswith("pip install") and line.endswith(f" {compiled}") for line in calls)
     if compiled == "1":
-        assert told[-1].startswith("vllm-sched compile")  # fails where pip could not compile
-        assert any(line.startswith("apt-get install") and "gcc" in line for line in told)
+        assert calls[-1].startswith("vllm-sched compile")  # fails if pip did not compile
+        assert any(line.startswith("apt-get install") and "gcc" in line for line in calls)
     else:
-        assert len(told) == 2  # the environment, and what is installed into it
+        assert len(calls) == 2  # the environment and its installation
 
 
-def test_all_that_is_copied_is_let_through() -> None:
+def test_dockerignore_allows_all_copied_paths() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     let_through = {line[1:] for line in lines if line.startswith("!")}
@@ -265,7 +265,7 @@ def test_all_that_is_copied_is_let_through() -> None:
                 assert set(value.split()[:-1]) <= let_through
 
 
-def test_compose_and_dockerfiles_and_manifests_name_the_same_images() -> None:
+def test_compose_dockerfiles_and_manifests_use_the_same_images() -> None:
     for service in services.values():
         if build := service.get("build"):
             assert (COMPOSE / build["context"]).resolve() == ROOT
@@ -278,7 +278,7 @@ def test_compose_and_dockerfiles_and_manifests_name_the_same_images() -> None:
             assert (image["name"], image["newTag"]) == (name, tag)
 
 
-def test_the_workers_image_is_of_the_vllm_that_its_tag_names() -> None:
+def test_worker_image_tag_names_its_vllm_version() -> None:
     (base,) = [v for kind, v in dockerfile("worker.Dockerfile") if kind == "FROM" and "vllm/" in v]
     version = base.partition(":v")[2]
     for worker in workers().values():

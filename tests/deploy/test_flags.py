@@ -1,4 +1,4 @@
-"""Whatever is deployed starts vLLM with flags that it knows: its own parser says so."""
+"""vLLM's own parser accepts the flags of all deployed workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.serve import vllm_command
 from vllm_sched.workers import launch, transfer
 
-# What LeaderWorkerSet tells each container.
+# Variables that LeaderWorkerSet sets in each container.
 GROUP = {
     "$(LWS_GROUP_SIZE)": "2",
     "$(LWS_WORKER_INDEX)": "1",
@@ -24,7 +24,7 @@ GROUP = {
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Return the arguments of every worker in deploy/, by where they stand."""
+    """Yield the arguments of every worker in deploy/, by their place."""
     for path in sorted(ROOT.glob("deploy/fleets/*.yaml")):
         for worker in read(path).workers:
             if worker.launch is not None:
@@ -39,7 +39,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield f"{name}: {what}", container["args"][1:]
 
 
-EACH = dict(commands())
+COMMANDS = dict(commands())
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser())
 
 
-@pytest.mark.parametrize("where", EACH)
-def test_vllm_knows_the_flags(where: str, parser: FlexibleArgumentParser) -> None:
-    model, *given = EACH[where]
+@pytest.mark.parametrize("where", COMMANDS)
+def test_vllm_accepts_the_flags(where: str, parser: FlexibleArgumentParser) -> None:
+    model, *given = COMMANDS[where]
     for variable, value in GROUP.items():
         given = [arg.replace(variable, value) for arg in given]
     policies = [arg.partition("=")[2] for arg in given if arg.startswith("--policy=")]
@@ -58,19 +58,19 @@ def test_vllm_knows_the_flags(where: str, parser: FlexibleArgumentParser) -> Non
     assert parsed.max_model_len or where.startswith("cpu-demo"), "a context is stated"
 
 
-def test_flags_that_it_does_not_know_are_refused(parser: FlexibleArgumentParser) -> None:
+def test_unknown_flags_are_refused(parser: FlexibleArgumentParser) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(["model", "--max-model-length=5"])
 
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
-def test_kv_caches_move_in_a_cluster_as_between_workers_that_up_starts(
+def test_kv_transfer_flags_of_the_cluster_match_those_of_up(
     part: transfer.Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     flags = transfer.wiring("nixl", part).flags
     wanted = json.loads(flags[flags.index("--kv-transfer-config") + 1])
-    args = EACH[f"prefill-decode: StatefulSet/worker-{part}"]
+    args = COMMANDS[f"prefill-decode: StatefulSet/worker-{part}"]
     (given,) = (arg.partition("=")[2] for arg in args if arg.startswith("--kv-transfer-config="))
     assert json.loads(given) == wanted
     rest = [flag for flag in flags if flag not in ("--kv-transfer-config", json.dumps(wanted))]

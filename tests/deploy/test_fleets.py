@@ -1,4 +1,4 @@
-"""The fleet files that are there to be used: right, and for as many GPUs as they say."""
+"""The example fleet files: valid, and for the stated number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUS = {"one-gpu": 1, "two-gpus": 2, "four-gpus": 4, "eight-gpus": 8}
 
 
 @pytest.mark.parametrize("file", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_each_is_good_and_says_how_to_use_it(file: Path) -> None:
+def test_fleet_file_is_valid_and_shows_its_command(file: Path) -> None:
     assert read(file).workers
     assert re.search(
         rf"^#     vllm-sched (up|router)\s+deploy/fleets/{file.name}",
@@ -28,14 +28,14 @@ def test_each_is_good_and_says_how_to_use_it(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_none_lets_whoever_reaches_it_use_it_without_a_key(file: Path) -> None:
+def test_fleet_file_allows_no_anonymous_remote_access(file: Path) -> None:
     router = read(file).router
-    assert not router.allow_anonymous  # so that without tenants it listens on loopback alone
+    assert not router.allow_anonymous  # without tenants the router listens on loopback only
     assert router.admin.host == "127.0.0.1"
 
 
 def config(name: str) -> FleetConfig:
-    """Read one."""
+    """Return an example fleet."""
     return read(FLEETS / f"{name}.yaml")
 
 
@@ -56,7 +56,7 @@ def test_every_gpu_has_one_worker(name: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_requests_that_run_are_waited_for(name: str) -> None:
+def test_shutdown_timeout_covers_the_drain_time(name: str) -> None:
     fleet = config(name)
     for worker in fleet.workers:
         assert worker.launch is not None
@@ -69,21 +69,21 @@ def test_requests_that_run_are_waited_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_whoever_prefills_long_prompts_has_the_policy_for_them(name: str) -> None:
+def test_workers_with_long_prompts_have_a_policy(name: str) -> None:
     for worker in config(name).workers:
         assert worker.launch is not None
         assert bool(worker.launch.policies) is (worker.role != "short")
 
 
-def test_the_reference_fleet_is_simulated_with_the_applications_it_is_for(
+def test_reference_fleet_can_be_simulated_with_its_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = FLEETS / "reference-24.yaml"
     assert len(config("reference-24").tenants) == 50
-    told = file.read_text().replace("\\\n#", "")
-    (command,) = re.findall(r"^#     vllm-sched (simulate .*)$", told, re.MULTILINE)
+    text = file.read_text().replace("\\\n#", "")
+    (command,) = re.findall(r"^#     vllm-sched (simulate .*)$", text, re.MULTILINE)
     words = [str(file) if each.endswith(file.name) else each for each in shlex.split(command)]
     assert main([*words, "--num-requests", "100"]) == 0
-    told = "".join(capsys.readouterr())
-    assert "100 requests in" in told
-    assert "not in the fleet file" not in told
+    text = "".join(capsys.readouterr())
+    assert "100 requests in" in text
+    assert "not in the fleet file" not in text

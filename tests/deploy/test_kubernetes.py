@@ -1,4 +1,4 @@
-"""The manifests: right by the API's schemas, and right with each other and with the router."""
+"""The manifests: valid by the API's schemas, and consistent with each other and the router."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.prometheus.tools import ALERTS, PROMETHEUS, groups, promtool
 from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.serve import vllm_command
 
-# The oldest that is still looked after by anybody, and the newest that there are schemas for.
+# The oldest supported version, and the newest with schemas.
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
 PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
@@ -50,10 +50,10 @@ each_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 @functools.cache
 def with_component(name: str) -> tuple[Json, ...]:
-    """Render an overlay with a component switched on."""
+    """Return a rendered overlay with a component."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
-        # The folder has to be within reach by a relative path.
+        # kustomize needs a relative path to the folder.
         up = "../" * len(folder.parts)
         where = f"{up}{KUBERNETES.relative_to('/')}".removeprefix("../")
         (folder / "kustomization.yaml").write_text(
@@ -71,7 +71,7 @@ def with_component(name: str) -> tuple[Json, ...]:
 
 
 def fleet(name: str, tmp_path: Path) -> FleetConfig:
-    """Read the fleet file of an overlay as the router would."""
+    """Return the fleet file of an overlay."""
     (configured,) = (
         each
         for each in kinds(overlay(name), "ConfigMap")
@@ -90,7 +90,7 @@ def router(name: str) -> tuple[Json, Json]:
 
 
 def workers(name: str) -> Iterator[tuple[str, Json, Json]]:
-    """Go through the workers' containers."""
+    """Yield the workers' containers."""
     for what, container, pod in containers(overlay(name)):
         if not what.startswith("Deployment/"):
             yield what, container, pod
@@ -104,45 +104,45 @@ def flag(container: Json, name: str) -> str | None:
 
 
 def sleeps(container: Json) -> int:
-    """Return how long preStop takes."""
+    """Return the seconds of preStop."""
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
     return int(seconds)
 
 
-def taken(each: Json, *versions: str) -> None:
-    """See that the API would take an object, of Kubernetes' own or not."""
-    own = custom.within(each) if each["kind"] in custom.KINDS else (each,)
+def validate(resource: Json, *versions: str) -> None:
+    """Validate an object or a custom resource."""
+    own = custom.contained_objects(resource) if resource["kind"] in custom.KINDS else (resource,)
     for one in own:
         for version in versions:
             kubernetes_validate.validate(one, version, strict=True)
 
 
 @each_overlay
-def test_the_api_would_take_them(name: str) -> None:
+def test_objects_are_valid(name: str) -> None:
     for each in overlay(name):
-        taken(each, *VERSIONS)
+        validate(each, *VERSIONS)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_the_api_would_take_what_components_add_and_change(name: str) -> None:
+def test_objects_with_a_component_are_valid(name: str) -> None:
     for each in with_component(name):
-        taken(each, *VERSIONS)
+        validate(each, *VERSIONS)
 
 
-def test_the_schemas_do_refuse() -> None:
+def test_schemas_refuse_unknown_fields() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"container": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(pod, VERSIONS[0], strict=True)
 
 
-# Maps of names that are anybody's to choose.
+# Maps with free keys.
 FREE = {"labels", "annotations", "matchLabels"}
 REFUSED = (pydantic.ValidationError, kubernetes_validate.ValidationError)
 
 
 def maps(value: object, name: str = "") -> Iterator[Json]:
-    """Go through all maps of fields in an object, but for those within pods."""
+    """Yield all maps of fields in an object, except those in pods."""
     if isinstance(value, list):
         for each in value:
             yield from maps(each)
@@ -153,15 +153,15 @@ def maps(value: object, name: str = "") -> Iterator[Json]:
 
 
 @pytest.mark.parametrize("kind", custom.KINDS)
-def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(kind: str) -> None:
+def test_unknown_field_of_a_custom_resource_is_refused(kind: str) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
     objects = with_component(name) if name else overlay("multi-node")
-    each = copy.deepcopy(kinds(objects, kind)[0])
-    taken(each, VERSIONS[-1])
-    for one in list(maps(each)):
+    resource = copy.deepcopy(kinds(objects, kind)[0])
+    validate(resource, VERSIONS[-1])
+    for one in list(maps(resource)):
         one["surplus"] = 1
         with pytest.raises(REFUSED, match="surplus"):
-            taken(each, VERSIONS[-1])
+            validate(resource, VERSIONS[-1])
         del one["surplus"]
 
 
@@ -180,19 +180,17 @@ def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(kind: str) ->
         ("LeaderWorkerSet", "containerPort: 8000", "containerPort: http"),
     ],
 )
-def test_a_value_that_a_custom_resource_may_not_have_is_refused(
-    kind: str, given: str, wrong: str
-) -> None:
+def test_invalid_value_of_a_custom_resource_is_refused(kind: str, given: str, wrong: str) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
     objects = with_component(name) if name else overlay("multi-node")
     text = yaml.safe_dump(kinds(objects, kind)[0])
     assert given in text
     with pytest.raises(REFUSED):
-        taken(yaml.safe_load(text.replace(given, wrong, 1)), VERSIONS[-1])
+        validate(yaml.safe_load(text.replace(given, wrong, 1)), VERSIONS[-1])
 
 
 @each_overlay
-def test_all_is_in_one_namespace_and_nothing_is_the_clusters(name: str) -> None:
+def test_objects_are_in_one_namespace_and_none_is_cluster_wide(name: str) -> None:
     for each in overlay(name):
         if each["kind"] == "Namespace":
             assert each["metadata"]["name"] == "vllm-sched"
@@ -202,7 +200,7 @@ def test_all_is_in_one_namespace_and_nothing_is_the_clusters(name: str) -> None:
 
 
 @each_overlay
-def test_selectors_find_their_pods_and_ports_are_there(name: str) -> None:
+def test_selectors_match_pods_and_ports_exist(name: str) -> None:
     objects = overlay(name)
     for each in kinds(objects, "Deployment", "StatefulSet"):
         assert matches(each["spec"]["selector"]["matchLabels"], each["spec"]["template"])
@@ -213,7 +211,7 @@ def test_selectors_find_their_pods_and_ports_are_there(name: str) -> None:
         assert len(chosen) == 1, f"{each['metadata']['name']} finds {len(chosen)} kinds of pods"
         for port in each["spec"]["ports"]:
             assert port["targetPort"] in ports(chosen[0])
-    for each in kinds(objects, "LeaderWorkerSet"):  # which makes a Service of its name
+    for each in kinds(objects, "LeaderWorkerSet"):  # it creates a Service of its name
         assert each["metadata"]["name"] not in {
             service["metadata"]["name"] for service in kinds(objects, "Service")
         }
@@ -231,7 +229,7 @@ def test_selectors_find_their_pods_and_ports_are_there(name: str) -> None:
 
 
 @each_overlay
-def test_every_pool_has_a_budget_for_disruptions(name: str) -> None:
+def test_every_pool_has_one_disruption_budget(name: str) -> None:
     budgets = kinds(overlay(name), "PodDisruptionBudget")
     for what, template in templates(overlay(name)):
         own = [b for b in budgets if matches(b["spec"]["selector"]["matchLabels"], template)]
@@ -239,7 +237,7 @@ def test_every_pool_has_a_budget_for_disruptions(name: str) -> None:
 
 
 @each_overlay
-def test_discovery_looks_for_services_that_are_there(name: str, tmp_path: Path) -> None:
+def test_discovery_selectors_name_existing_services(name: str, tmp_path: Path) -> None:
     discovery = fleet(name, tmp_path).discovery
     assert discovery is not None
     looked_for = set()
@@ -254,7 +252,7 @@ def test_discovery_looks_for_services_that_are_there(name: str, tmp_path: Path) 
 
 
 @each_overlay
-def test_the_fleet_file_fits_the_workers(name: str, tmp_path: Path) -> None:
+def test_fleet_file_matches_the_workers(name: str, tmp_path: Path) -> None:
     config = fleet(name, tmp_path)
     assert config.discovery is not None
     for pool in config.discovery.pools:
@@ -273,12 +271,12 @@ def test_the_fleet_file_fits_the_workers(name: str, tmp_path: Path) -> None:
 
 
 @each_overlay
-def test_the_router_listens_where_everybody_thinks(name: str, tmp_path: Path) -> None:
+def test_router_listens_on_the_declared_ports(name: str, tmp_path: Path) -> None:
     template, container = router(name)
     config = fleet(name, tmp_path)
     assert config.router.host == "0.0.0.0"  # noqa: S104 - compared
     assert ports(template) == {"http": config.router.port}
-    # Whoever reaches it rules the fleet: nobody but who may forward ports.
+    # The admin API controls the fleet, so only port forwarding reaches it.
     assert config.router.admin.host == "127.0.0.1"
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "fleet")
     (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "fleet")
@@ -289,50 +287,50 @@ def test_the_router_listens_where_everybody_thinks(name: str, tmp_path: Path) ->
 
 
 @each_overlay
-def test_whoever_asks_shows_a_key_of_a_secret(name: str, tmp_path: Path) -> None:
+def test_tenant_keys_come_from_a_secret(name: str, tmp_path: Path) -> None:
     template, container = router(name)
     config = fleet(name, tmp_path)
     assert not config.router.allow_anonymous
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "keys")
     (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "keys")
-    # A pod waits for it: none starts that would let everybody in, or nobody.
+    # The Secret is required, so no router starts without keys.
     assert volume["secret"].keys() == {"secretName", "defaultMode"}
     assert mount["readOnly"]
-    said = (KUBERNETES / "components" / "keys" / "kustomization.yaml").read_text()
-    assert f"create secret generic {volume['secret']['secretName']} " in said
+    text = (KUBERNETES / "components" / "keys" / "kustomization.yaml").read_text()
+    assert f"create secret generic {volume['secret']['secretName']} " in text
     for tenant in config.tenants:
         assert str(tenant.keys_file) == f"{mount['mountPath']}/{tenant.name}"
-        assert f"--from-literal={tenant.name}=" in said
-    # Whom it runs as may read them.
+        assert f"--from-literal={tenant.name}=" in text
+    # The router's user may read the keys.
     assert template["spec"]["securityContext"]["fsGroup"]
     assert volume["secret"]["defaultMode"] & 0o040
 
 
 @each_overlay
-def test_probes_ask_for_what_is_served(name: str) -> None:
+def test_probes_use_existing_endpoints(name: str) -> None:
     for what, template in templates(overlay(name)):
         (container,) = template["spec"]["containers"]
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             if what.endswith("/workerTemplate"):
                 assert kind not in container, "it serves no HTTP"
                 continue
-            asked = container[kind]["httpGet"]
-            assert asked["port"] in ports(template)
-            assert asked["path"] in (
+            probe = container[kind]["httpGet"]
+            assert probe["port"] in ports(template)
+            assert probe["path"] in (
                 endpoints.PATHS if component(template) == "router" else {"/health"}
             )
-    # Alive without workers, ready only with some: or a fleet that loads would restart its routers.
+    # A router without workers is alive but not ready, or a loading fleet would restart it.
     _, container = router(name)
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
 @each_overlay
-def test_nobody_is_killed_while_it_drains(name: str, tmp_path: Path) -> None:
+def test_termination_grace_period_exceeds_the_drain_time(name: str, tmp_path: Path) -> None:
     template, container = router(name)
     takes = sleeps(container) + fleet(name, tmp_path).router.drain_s
     assert takes < template["spec"]["terminationGracePeriodSeconds"]
-    # A router that drains takes no connections, Prometheus' neither: nobody is to get up for that.
+    # A draining router refuses Prometheus' connections, which must not raise an alert.
     minutes = int(ALERTS["RouterDown"]["for"].removesuffix("m"))
     assert template["spec"]["terminationGracePeriodSeconds"] <= minutes * 60
     for what, container, pod in workers(name):
@@ -343,7 +341,7 @@ def test_nobody_is_killed_while_it_drains(name: str, tmp_path: Path) -> None:
 
 
 @each_overlay
-def test_every_container_states_its_size_and_its_image(name: str) -> None:
+def test_containers_have_resources_and_pinned_images(name: str) -> None:
     for what, container, _ in containers(overlay(name)):
         requests, limits = container["resources"]["requests"], container["resources"]["limits"]
         assert {"cpu", "memory"} <= requests.keys(), what
@@ -353,7 +351,7 @@ def test_every_container_states_its_size_and_its_image(name: str) -> None:
 
 
 @each_overlay
-def test_pods_may_do_no_more_than_they_must(name: str) -> None:
+def test_pods_have_minimal_privileges(name: str) -> None:
     for what, container, pod in containers(overlay(name)):
         assert pod["securityContext"]["runAsNonRoot"] is True, what
         assert pod["securityContext"]["runAsUser"] >= 1000, what
@@ -370,7 +368,7 @@ def test_pods_may_do_no_more_than_they_must(name: str) -> None:
 
 
 @each_overlay
-def test_the_router_may_list_and_watch_endpointslices_and_nothing_else(name: str) -> None:
+def test_router_role_only_lists_and_watches_endpointslices(name: str) -> None:
     (role,) = kinds(overlay(name), "Role")
     assert role["rules"] == [
         {
@@ -387,7 +385,7 @@ def test_the_router_may_list_and_watch_endpointslices_and_nothing_else(name: str
 
 
 def allowed(policies: list[Json], way: str, at: Json, peer: Json, port: int) -> bool:
-    """Whether the policies let two pods speak, as seen by the one `at`."""
+    """Return whether the policies of pod `at` allow traffic with a peer."""
     of_it = [p for p in policies if matches(p["spec"]["podSelector"]["matchLabels"], at)]
     side, other = ("ingress", "from") if way == "in" else ("egress", "to")
     server = at if way == "in" else peer
@@ -407,7 +405,7 @@ def allowed(policies: list[Json], way: str, at: Json, peer: Json, port: int) -> 
 
 
 @each_overlay
-def test_the_network_lets_through_what_must_and_no_more(name: str) -> None:
+def test_network_policies_allow_only_required_traffic(name: str) -> None:
     objects = overlay(name)
     policies = kinds(objects, "NetworkPolicy")
     front = router(name)[0]
@@ -429,7 +427,7 @@ def test_the_network_lets_through_what_must_and_no_more(name: str) -> None:
 
 
 @each_overlay
-def test_workers_are_started_with_flags_that_we_take(name: str) -> None:
+def test_serve_accepts_the_workers_flags(name: str) -> None:
     for _, container, _ in workers(name):
         serve, model, *given = container["args"]
         assert serve == "serve"
@@ -439,12 +437,12 @@ def test_workers_are_started_with_flags_that_we_take(name: str) -> None:
 
 
 def families() -> dict[str, Family]:
-    """Return all families of the router's metrics that are about workers."""
+    """Return the router's metric families about workers."""
     return {each.name: each for each in vars(scrape).values() if isinstance(each, Family)}
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
-def test_scaling_asks_for_metrics_that_there_are(name: str) -> None:
+def test_scaling_queries_use_existing_metrics(name: str) -> None:
     objects = with_component(name)
     scaled = kinds(objects, "ScaledObject")
     assert {each["spec"]["scaleTargetRef"]["name"] for each in scaled} == {
@@ -468,9 +466,9 @@ def test_scaling_asks_for_metrics_that_there_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
-def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> None:
-    # What waits in the router is charged to nobody: where a pool takes only so many, a threshold at
-    # or above that would never be passed.
+def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> None:
+    # Requests in the router's queue are charged to no worker, so a threshold at or above
+    # max_requests would never be exceeded.
     thresholds: dict[str, float] = {}
     for each in kinds(with_component(name), "ScaledObject"):
         for trigger in each["spec"]["triggers"]:
@@ -485,49 +483,49 @@ def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> Non
             assert thresholds[pool.role] < pool.max_requests, pool.name
 
 
-def test_a_decode_pool_without_a_seat_gets_more_workers(tmp_path: Path) -> None:
+def test_full_decode_pool_is_scaled_up(tmp_path: Path) -> None:
     name = "keda-prefill-decode"
-    asked = [
+    queries = [
         trigger["metadata"]
         for each in kinds(with_component(name), "ScaledObject")
         for trigger in each["spec"]["triggers"]
         if "proxy_worker_seats_taken_ratio" in trigger["metadata"]["query"]
     ]
-    [told] = asked
-    pool, routers = 3, 2  # each router sees who is on a worker
+    [query] = queries
+    pool, routers = 3, 2  # each router exports all workers
     series = 'proxy_worker_seats_taken_ratio{{namespace="vllm-sched",role="decode",{}}}'
     each_full = [
         {"series": series.format(f'pod="r{router}",worker="d{worker}"'), "values": "1x2"}
         for router in range(routers)
         for worker in range(pool)
     ]
-    taken = {
-        "expr": told["query"],
+    validate = {
+        "expr": query["query"],
         "eval_time": "1m",
         "exp_samples": [{"labels": "{}", "value": pool}],
     }
-    case = {"interval": "1m", "input_series": each_full, "promql_expr_test": [taken]}
+    case = {"interval": "1m", "input_series": each_full, "promql_expr_test": [validate]}
     file = tmp_path / "cases.yml"
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
     done = promtool("test", "rules", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    # KEDA has the autoscaler want so many that each has the threshold; a tenth more is let be.
-    assert pool / float(told["threshold"]) > 1.1 * pool
+    # The autoscaler tolerates a tenth above the threshold.
+    assert pool / float(query["threshold"]) > 1.1 * pool
 
 
-def test_the_operator_has_the_rules_that_other_prometheuses_have() -> None:
+def test_prometheusrule_matches_the_rule_files() -> None:
     assert rules.differing() == []
     (rule,) = kinds(with_component("pod-monitor"), "PrometheusRule")
     assert rule["metadata"]["namespace"] == "vllm-sched"
     assert rule["spec"]["groups"] == groups("rules.yml") + groups("alerts.yml")
 
 
-def test_rules_that_are_out_of_date_are_told() -> None:
+def test_outdated_rules_are_reported() -> None:
     (line,) = rules.differing(PROMETHEUS / "rules.yml")
     assert "deploy/prometheus/rules.yml is out of date; run python -m grafana.build" in line
 
 
-def test_monitors_find_pods_and_their_ports() -> None:
+def test_pod_monitors_match_pods_and_ports() -> None:
     objects = with_component("pod-monitor")
     seen = []
     for each in kinds(objects, "PodMonitor"):
@@ -541,7 +539,7 @@ def test_monitors_find_pods_and_their_ports() -> None:
     assert sorted(seen) == ["router", "worker", "worker"]
 
 
-def test_every_overlay_and_component_is_looked_at() -> None:
+def test_every_overlay_and_component_is_tested() -> None:
     assert OVERLAYS == ["multi-node", "prefill-decode", "short-long"]
     found = {path.name for path in (KUBERNETES / "components").iterdir()}
-    assert found == {*COMPONENTS, "keys"}  # which is in every overlay
+    assert found == {*COMPONENTS, "keys"}  # part of every overlay

@@ -1,4 +1,4 @@
-"""What deploy/README.md says is there."""
+"""deploy/README.md matches the files of deploy/."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import yaml
 from proxy.config import parse
 from tests.deploy.rendered import COMPONENTS, KUBERNETES, OVERLAYS, ROOT
 
-MADE = (ROOT / ".gitignore").read_text().split()  # by whoever follows it
+MADE = (ROOT / ".gitignore").read_text().split()  # files that a reader creates
 TEXT = (ROOT / "deploy" / "README.md").read_text()
 
 
-def test_every_path_exists() -> None:
+def test_named_paths_exist() -> None:
     named = set(re.findall(r"deploy/[\w./@*-]*[\w*]", TEXT)) - {"deploy/README.md", *MADE}
     assert len(named) >= 6
     for path in named:
@@ -26,14 +26,14 @@ def test_every_path_exists() -> None:
         assert list(ROOT.glob(f"{base}/{path}")), path
 
 
-def test_every_overlay_and_component_is_told_of() -> None:
+def test_every_overlay_and_component_is_documented() -> None:
     for name in (*OVERLAYS, *COMPONENTS):
         assert f"`{name}`" in TEXT
 
 
-def test_there_is_a_namespace_before_anything_is_put_in_it() -> None:
+def test_namespace_is_created_first() -> None:
     first = "kubectl apply -f deploy/kubernetes/base/router/namespace.yaml"
-    # On a fresh cluster: the overlay, which has it too, waits for the Secrets.
+    # The overlay also has the namespace, but needs the Secrets first.
     keys = (KUBERNETES / "components" / "keys" / "kustomization.yaml").read_text()
     for text in (TEXT[TEXT.index("\n## Kubernetes") :], keys):
         assert -1 < text.find(first) < text.index("kubectl -n vllm-sched create")
@@ -41,7 +41,7 @@ def test_there_is_a_namespace_before_anything_is_put_in_it() -> None:
     assert (made["kind"], made["metadata"]["name"]) == ("Namespace", "vllm-sched")
 
 
-def test_its_fleet_file_is_one() -> None:
+def test_fleet_file_of_the_readme_is_valid() -> None:
     (snippet,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     config = parse("model: m\n" + textwrap.dedent(snippet), "README.md")
     assert config.discovery is not None

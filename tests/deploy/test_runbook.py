@@ -1,4 +1,4 @@
-"""What the runbook has one type names what is deployed."""
+"""The commands of the runbook name deployed objects."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from tests.deploy.rendered import ROOT, component, named, overlay, templates
 
 TEXT = (ROOT / "docs" / "runbook.md").read_text()
 SYSTEMD = ROOT / "deploy" / "systemd"
-TYPED = {
+COMMANDS = {
     tool: re.findall(rf"`({tool} [^`]+)`", TEXT)
     for tool in ("kubectl", "systemctl", "journalctl", "docker compose")
 }
 
 
 def arguments(tool: str, pattern: str) -> set[str]:
-    """Find what the commands of one tool name."""
-    return {found for said in TYPED[tool] for found in re.findall(pattern, said)}
+    """Return the matches of a pattern in the commands of a tool."""
+    return {found for command in COMMANDS[tool] for found in re.findall(pattern, command)}
 
 
-def test_kubectl_is_asked_for_what_the_overlays_have() -> None:
+def test_kubectl_commands_name_objects_of_the_overlays() -> None:
     objects = overlay("short-long")
     (space,) = arguments("kubectl", r"-n (\S+)")
     assert named(objects, "Namespace", space)
-    # Somebody who was woken types it as it stands.
-    whole = [said for said in TYPED["kubectl"] if len(said.split()) > 2]
-    assert [said for said in whole if " -n " not in said and " -k " not in said] == []
-    some = arguments("kubectl", r" ((?:deployment|statefulset)/\S+)")
-    assert {each.split("/")[0] for each in some} == {"deployment", "statefulset"}
+    # Commands are complete, to be typed as they are.
+    whole = [command for command in COMMANDS["kubectl"] if len(command.split()) > 2]
+    assert [command for command in whole if " -n " not in command and " -k " not in command] == []
+    names = arguments("kubectl", r" ((?:deployment|statefulset)/\S+)")
+    assert {each.split("/")[0] for each in names} == {"deployment", "statefulset"}
     kinds = {"deployment": "Deployment", "statefulset": "StatefulSet"}
-    for kind, name in (each.split("/") for each in some):
+    for kind, name in (each.split("/") for each in names):
         assert named(objects, kinds[kind], name)
     for pod in arguments("kubectl", r"delete pod (\S+)"):
         name, _, number = pod.rpartition("-")
@@ -45,7 +45,7 @@ def test_kubectl_is_asked_for_what_the_overlays_have() -> None:
         assert (ROOT / folder / "kustomization.yaml").exists()
 
 
-def test_units_and_services_are_there() -> None:
+def test_units_and_services_exist() -> None:
     units = arguments("systemctl", r"(vllm-sched-\S+)") | arguments("journalctl", r"--unit (\S+)")
     assert len(units) > 1
     for unit in units:
@@ -53,6 +53,6 @@ def test_units_and_services_are_there() -> None:
     files = arguments("docker compose", r"--file (\S+)")
     assert len(files) == 1
     (services,) = (yaml.safe_load((ROOT / file).read_text())["services"] for file in files)
-    asked = arguments("docker compose", r"(?:restart|logs --since \S+) (\S+)$")
-    assert asked
-    assert asked <= services.keys()
+    names = arguments("docker compose", r"(?:restart|logs --since \S+) (\S+)$")
+    assert names
+    assert names <= services.keys()

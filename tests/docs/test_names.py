@@ -1,4 +1,4 @@
-"""The functions, classes and folders that pages name are in the code."""
+"""Functions, classes and folders named on pages exist in the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def is_defined(name: str) -> bool:
-    """Whether a dotted name is a module, or a class, function or constant in one."""
+    """Return whether a dotted name is a module, or a class, function or constant in one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -50,16 +50,16 @@ def names_of(node: ast.stmt) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_defined(name: str) -> None:
+def test_name_on_a_page_is_defined(name: str) -> None:
     assert is_defined(name)
 
 
-def test_there_are_names() -> None:
+def test_pages_contain_names() -> None:
     assert len(NAMES) > 40
     assert not is_defined("proxy.core.router.Router.no_such_method")
 
 
-def test_the_tree_of_folders_is_that_of_the_packages() -> None:
+def test_folder_tree_matches_the_packages() -> None:
     text = PAGES[0].read_text().split("```")[1]
     shown, above = set(), [""]
     for indent, name in FOLDER.findall(text):

@@ -1,4 +1,4 @@
-"""Every picture of the docs is named with the command that draws it, and shown on a page."""
+"""Every picture of the docs is listed with its command and shown on a page."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NAMED = {
 SHOWN = re.compile(r"^!" + r"\[[^]]*" + LINK.pattern, re.MULTILINE)
 
 
-def test_each_is_named_and_no_other() -> None:
+def test_listed_pictures_are_the_pictures_of_the_docs() -> None:
     assert [*map(name_of, sorted(NAMED))] == [*map(name_of, PICTURES)]
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=name_of)
-def test_its_command_is_there(picture: Path) -> None:
+def test_command_of_a_picture_exists(picture: Path) -> None:
     program, *words = NAMED[picture]
     if program == "vllm-sched":
         given = PARSER.parse_args(words)
-        assert ROOT / given.plot in (picture, picture.parent)  # a file, or a folder of all kinds
+        assert ROOT / given.plot in (picture, picture.parent)  # a file or a folder
         return
     assert (program, words[0]) == ("python", "-m")
     assert importlib.util.find_spec(words[1])
@@ -42,7 +42,7 @@ def test_its_command_is_there(picture: Path) -> None:
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=name_of)
-def test_it_is_shown(picture: Path) -> None:
+def test_picture_is_shown_on_a_page(picture: Path) -> None:
     shown = {
         (page.parent / target).resolve()
         for page in PAGES

@@ -1,4 +1,4 @@
-"""What docs/policies.md tells of policies is so: their settings, defaults, order, conflicts."""
+"""docs/policies.md matches the policies' settings, defaults, order and conflicts."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ ROW = re.compile(r"^\| (`\w+` \| .*?) \| (.*) \|$", re.MULTILINE)
 
 
 def default(field: FieldInfo) -> str:
-    """Write a default as the pages do."""
-    said = field.default
-    if isinstance(said, bool) or said is None:
-        return str(said).lower()
-    return f"`{said}`" if isinstance(said, str) else f"{said:g}"
+    """Return a default as the pages write it."""
+    value = field.default
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"`{value}`" if isinstance(value, str) else f"{value:g}"
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_all_settings_of_a_policy_are_told(name: str) -> None:
+def test_all_settings_of_a_policy_are_documented(name: str) -> None:
     fields = registry.find(name).settings_type.model_fields
     wanted = {f"`{key}` | {default(field)}": field.description for key, field in fields.items()}
     if name not in OWN:
         assert dict(ROW.findall(PARTS[name])) == wanted
         return
     assert f"]({OWN[name]})" in PARTS[name]
-    told = dict(ROW.findall((ROOT / "docs" / OWN[name]).read_text()))
-    assert [*told] == [*wanted]  # of each it says more there
+    documented = dict(ROW.findall((ROOT / "docs" / OWN[name]).read_text()))
+    assert [*documented] == [*wanted]  # that page describes each in more detail
 
 
-def test_the_order_and_what_contradicts_are_told() -> None:
+def test_order_and_conflicts_are_documented() -> None:
     text = " ".join(PAGE.split())
-    order = [name for name in registry.POLICIES if name in PARTS]  # and not one of somebody's own
+    order = [
+        name for name in registry.POLICIES if name in PARTS
+    ]  # without policies of other packages
     assert len(order) == len(PARTS) >= 7
     assert ", ".join(f"`{name}`" for name in order) in text
-    told = re.search(r"contradict each other and are refused: (.*?)\.", text)
-    assert told
+    sentence = re.search(r"contradict each other and are refused: (.*?)\.", text)
+    assert sentence
     pairs = set()
-    for said in told[1].split(", and "):
-        one, *others = re.findall(r"`(\w+)`", said)
+    for group in sentence[1].split(", and "):
+        one, *others = re.findall(r"`(\w+)`", group)
         pairs |= {(one, other) for other in others}
     assert pairs == {pair for pair in registry.CONFLICTS if {*pair} <= {*PARTS}}

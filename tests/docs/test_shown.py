@@ -1,4 +1,4 @@
-"""What pages show beside our own commands: files and targets are there, requests are answered."""
+"""Files, targets and requests shown on pages work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 NAMED = re.compile(
     r"(?<![\w./~-])(?:deploy|docs|grafana|benchmarks|scripts|tests|proxy|vllm_sched)/[\w./*-]*[\w*/]"
 )
-MADE = {*(ROOT / ".gitignore").read_text().split()}  # by whoever follows a page
+MADE = {*(ROOT / ".gitignore").read_text().split()}  # files that a reader creates
 RUN = re.compile(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)([^`\n]*)")
 CURL = re.compile(r"^ {4}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -35,24 +35,24 @@ each_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 
 
 @each_page
-def test_files_that_are_named_are_there(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     for named in set(NAMED.findall(page.read_text())) - MADE:
         assert list(ROOT.glob(named.rstrip("/"))), named
 
 
 @each_page
-def test_targets_and_modules_that_are_named_are_there(page: Path) -> None:
+def test_named_targets_and_modules_exist(page: Path) -> None:
     text = page.read_text()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", text, re.MULTILINE)) <= {*targets}
-    for module, said in set(RUN.findall(text.replace("\\\n", " "))):
+    for module, options in set(RUN.findall(text.replace("\\\n", " "))):
         source = source_of(module)
-        for option in re.findall(r" (--[\w-]+)", said):
-            assert f'"{option}"' in source, f"{module}{said}"
+        for option in re.findall(r" (--[\w-]+)", options):
+            assert f'"{option}"' in source, f"{module}{options}"
 
 
 def source_of(module: str) -> str:
-    """Return what is run by a module's name."""
+    """Return the source that `python -m` runs."""
     spec = importlib.util.find_spec(module)
     assert spec, module
     assert spec.origin, module
@@ -61,7 +61,7 @@ def source_of(module: str) -> str:
 
 
 def curls() -> list[str]:
-    """List the requests that pages make with curl."""
+    """Return the curl commands of the pages."""
     return [
         re.sub(r"\s+#.*", "", line or inline)
         for page in PAGES
@@ -71,11 +71,11 @@ def curls() -> list[str]:
 
 @pytest.fixture
 async def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[App]:
-    """Run a router before a worker of the name that the pages have."""
+    """Run a router and a fake worker with the names that the pages use."""
     fake = FakeWorker("long-0", model=MODEL)
     await fake.listen()
-    said = {"role": "assistant", "content": "Because."}
-    fake.always(scripts.answer(body=json.dumps({"choices": [{"message": said}]}).encode()))
+    message = {"role": "assistant", "content": "Because."}
+    fake.always(scripts.answer(body=json.dumps({"choices": [{"message": message}]}).encode()))
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "fleet.yaml"
     source.write_text(
@@ -90,12 +90,12 @@ async def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await fake.stop()
 
 
-async def test_requests_made_with_curl_are_answered(app: App) -> None:
-    asked = curls()
-    assert len(asked) > 4
+async def test_curl_commands_are_answered(app: App) -> None:
+    commands = curls()
+    assert len(commands) > 4
     async with aiohttp.ClientSession() as session:
-        for said in asked:
-            words = shlex.split(said)[1:]
+        for command in commands:
+            words = shlex.split(command)[1:]
             given = dict(pairwise(words))
             (url,) = (word for word in words if "localhost:8001" in word)
             headers = dict([given["-H"].split(": ")]) if "-H" in given else {}
@@ -105,10 +105,10 @@ async def test_requests_made_with_curl_are_answered(app: App) -> None:
                 data=given.get("-d"),
                 headers=headers,
             ) as answer:
-                assert answer.status == 200, (said, await answer.text())
+                assert answer.status == 200, (command, await answer.text())
 
 
-async def test_the_quick_starts_python_runs(app: App) -> None:
+async def test_python_of_the_quick_start_runs(app: App) -> None:
     pytest.importorskip("openai")
     (block,) = fenced(ROOT / "docs" / "quickstart.md", "python")
     assert MODEL in block
@@ -122,16 +122,16 @@ async def test_the_quick_starts_python_runs(app: App) -> None:
     assert choice.message.content == "Because."
 
 
-async def test_the_python_of_batches_runs(app: App, tmp_path: Path) -> None:
+async def test_python_of_the_batches_page_runs(app: App, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     page = ROOT / "docs" / "batches.md"
     (block,) = fenced(page, "python")
-    # Its line, with what it leaves out.
+    # The page's example line, with its ellipses filled in.
     [line] = re.findall(r"^A line is `(.*?)`", page.read_text(), re.MULTILINE)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Why?"}]}
     for given in ("a", "/v1/chat/completions", body):
-        said = json.dumps(given)
-        line = line.replace("{...}" if given is body else "...", said, 1)
+        content = json.dumps(given)
+        line = line.replace("{...}" if given is body else "...", content, 1)
     (tmp_path / "night.jsonl").write_text(line)
     url = f"http://127.0.0.1:{app.wire.port}/v1"
 
@@ -149,5 +149,5 @@ async def test_the_python_of_batches_runs(app: App, tmp_path: Path) -> None:
             return str(client.files.content(done.output_file_id).text)
 
     result = json.loads(await asyncio.to_thread(run))
-    said = result["response"]["body"]["choices"][0]["message"]["content"]
-    assert (result["custom_id"], said) == ("a", "Because.")
+    content = result["response"]["body"]["choices"][0]["message"]["content"]
+    assert (result["custom_id"], content) == ("a", "Because.")

@@ -1,4 +1,4 @@
-"""What README and docs show works: Python runs, fleet files are right, commands and links exist."""
+"""Snippets of README and docs work: Python, fleet files, commands and links."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def fenced(page: Path, kind: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
-    """Yield commands of ours, and whether one can be typed as it stands or is named in passing."""
+    """Yield vllm-sched commands, and whether each is complete."""
     text = page.read_text().replace("\\\n", " ")
     for line, inline in COMMAND.findall(text):
-        said = re.sub(r"\s+#.*|[;&|].*", "", line or inline).strip()
-        if not PLACEHOLDER.search(said):
-            yield said, bool(line)
+        command = re.sub(r"\s+#.*|[;&|].*", "", line or inline).strip()
+        if not PLACEHOLDER.search(command):
+            yield command, bool(line)
 
 
 def quick(page: Path) -> list[str]:
-    """List the commands that need no worker, router or minute of a processor."""
-    found = [said for said, whole in commands(page) if whole and said.split()[1] in QUICK]
-    return [said for said in found if "--live" not in said]
+    """Return the complete commands that need no worker and no router."""
+    found = [command for command, whole in commands(page) if whole and command.split()[1] in QUICK]
+    return [command for command in found if "--live" not in command]
 
 
-def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     names: dict[str, object] = {"__name__": "extending"}
     blocks = fenced(ROOT / "docs" / "extending.md", "python")
@@ -62,10 +62,10 @@ def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_fleet_files_are_right(page: Path) -> None:
+def test_fleet_files_are_valid(page: Path) -> None:
     for block in fenced(page, "yaml"):
         text = textwrap.dedent(block)
-        if not re.search(r"^model:", text, re.MULTILINE):  # a part of one
+        if not re.search(r"^model:", text, re.MULTILINE):  # a part of a fleet file
             text = "model: m\n" + text
         if not re.search(r"^(workers|discovery):", text, re.MULTILINE):
             text += "workers: [{name: w0, url: 'http://127.0.0.1:8100'}]\n"
@@ -73,52 +73,50 @@ def test_fleet_files_are_right(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_are_ours(page: Path) -> None:
-    for said, whole in commands(page):
-        command, *words = shlex.split(said)[1:]
-        if command == "serve":  # which takes all that vLLM's does
+def test_commands_have_known_options(page: Path) -> None:
+    for text, whole in commands(page):
+        command, *words = shlex.split(text)[1:]
+        if command == "serve":  # accepts all options of vLLM
             words = [command, *(words or ["MODEL"])]
         elif whole:
             words = [command, *words]
-        else:  # whatever else it wants is understood
+        else:  # only its options are checked
             known = PARSER._subparsers._group_actions[0].choices[command]._option_string_actions
-            assert {word for word in words if word.startswith("--")} <= set(known), said
+            assert {word for word in words if word.startswith("--")} <= set(known), text
             continue
         _, rest = PARSER.parse_known_args(words)
-        assert not rest or command == "serve", f"{said}: {rest}"
+        assert not rest or command == "serve", f"{text}: {rest}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if quick(page)], ids=name_of)
-def test_commands_that_start_nothing_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quick_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     for block in reversed(fenced(page, "yaml")):  # the first is the page's `fleet.yaml`
         (tmp_path / "fleet.yaml").write_text(textwrap.dedent(block))
     monkeypatch.chdir(tmp_path)
-    for said in quick(page):
-        assert main(shlex.split(said)[1:]) == 0, said
+    for command in quick(page):
+        assert main(shlex.split(command)[1:]) == 0, command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
+def test_link_anchors_are_headings(page: Path) -> None:
     for target, anchor in ANCHOR.findall(page.read_text()):
         text = FENCE.sub("", ((page.parent / target) if target else page).read_text())
         assert anchor in [anchored(each) for each in HEADING.findall(text)], anchor
 
 
 def anchored(heading: str) -> str:
-    """Name a heading as the repository's host does."""
+    """Return the anchor of a heading, as GitHub writes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_there_is_something_to_be_tested() -> None:
+def test_pages_contain_commands_and_files() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 20
     assert sum(len(fenced(page, "yaml")) for page in PAGES) > 2
     assert {said.split()[1] for page in PAGES for said in quick(page)} == {*QUICK}

@@ -45,7 +45,7 @@ _ids = itertools.count()
 
 @functools.cache
 def base_config() -> VllmConfig:
-    """Check the model's configuration once: that takes most of the time of making a scheduler."""
+    """Return the checked model configuration; the check is slow, so it runs once."""
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(tiny_model()),

@@ -1,7 +1,7 @@
-"""Real vLLM workers, alive for the whole session: to start one takes most of a minute.
+"""Real vLLM workers that live for the whole session, because a start takes most of a minute.
 
-There are two with NIXL between them, of which most tests are; a third one like them that may be
-killed; and two whose KV caches are pushed. A test has its own only where nothing else will do.
+Two are connected by NIXL and serve most tests. A third may be killed, and two more push their KV
+caches. A test starts its own worker only if none of these will do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.collector import Collector
 from vllm_sched.cli.fleet.up import described, placed
 from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
 
-# With all paths that vLLM has for such a model.
+# With all paths that vLLM serves for such a model.
 PATHS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--enable-scale-out")
 SEATS, FEW_SEATS = 32, 6
 ARGS = (
@@ -35,17 +35,17 @@ ENV = {
     "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_ENABLE_COHERE_API": "1",
 }
-# Each span is sent as soon as there is one.
-TELLS = {
+# Each span is sent at once.
+TRACING_ENV = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1",
 }
-# The engine computes by itself, and starts no process for that: one import of vLLM less.
+# The engine runs in the server's process, which saves one import of vLLM.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 Policies = dict[str, dict[str, object]]
-# Above 1,000 tokens is long; the structured-output backend starts with the first request.
+# A prompt above 1,000 tokens is long.
 SETTINGS: Policies = {"long_prompt": {"long_prefill_token_threshold": 1000}}
-# As many at once as do not contradict each other.
+# Sets of policies without conflicts.
 SETS: dict[str, Policies] = {
     "in parts": {
         "lanes": {}, "long_prompt": {"long_prefill_token_threshold": 800},
@@ -59,20 +59,20 @@ PREFILL, DECODE, THIRD = "prefill-0", "decode-0", "third"
 
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
-    """Listen for spans."""
+    """Run a collector of spans."""
     with Collector() as listening:
         yield listening
 
 
-def both(
+def prefill_and_decode(
     transfer: TransferConfig,
     args: tuple[str, ...],
     env: Mapping[str, str] = MappingProxyType({}),
     policies: Mapping[str, Policies] = MappingProxyType({}),
 ) -> FleetConfig:
-    """Describe a prefill and a decode worker, a processor each where there are two.
+    """Return a fleet of a prefill and a decode worker, with a processor each if there are two.
 
-    `policies` are by role; without any it is vLLM's scheduler.
+    `policies` are by role; a role without policies has vLLM's scheduler.
     """
     cpus = sorted(os.sched_getaffinity(0))
     workers = [
@@ -94,58 +94,57 @@ def both(
 
 @contextmanager
 def starting(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
-    """Start all workers of a fleet at once, as `vllm-sched up` would; they are not ready yet."""
-    workers = {each.name: described(fleet, each, logs, logs) for each in fleet.workers}
+    """Start all workers of a fleet, as `vllm-sched up` does; they are not ready yet."""
+    workers = {worker.name: described(fleet, worker, logs, logs) for worker in fleet.workers}
     with ExitStack() as stack:
-        for each in workers.values():
-            stack.callback(each.stop)
-            each.start()
+        for worker in workers.values():
+            stack.callback(worker.stop)
+            worker.start()
         yield workers
 
 
 @contextmanager
 def started(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
-    """Start them, and wait until all are ready."""
+    """Start all workers of a fleet and wait until they are ready."""
     with starting(fleet, logs) as workers:
-        for each in workers.values():
-            each.wait_ready()
+        for worker in workers.values():
+            worker.wait_ready()
         yield workers
 
 
 @pytest.fixture(scope="session")
 def fleet(collector: Collector) -> FleetConfig:
-    """Describe two workers with NIXL between them, whose spans the collector gets.
-
-    One has vLLM's own scheduler, one ours.
-    """
+    """Return two workers with NIXL and tracing: one with vLLM's scheduler, one with policies."""
     args = (*ARGS, f"--max-num-seqs={SEATS}", f"--otlp-traces-endpoint={collector.url}")
-    return both(TransferConfig(connector="nixl"), args, TELLS, {"prefill": SETTINGS})
+    return prefill_and_decode(
+        TransferConfig(connector="nixl"), args, TRACING_ENV, {"prefill": SETTINGS}
+    )
 
 
 @pytest.fixture(scope="session")
 def ends(
     fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Worker]]:
-    """Start both."""
+    """Start both workers."""
     with started(fleet, tmp_path_factory.mktemp("ends")) as workers:
         yield workers
 
 
 @pytest.fixture(scope="session")
 def workers(ends: dict[str, Worker]) -> dict[str, Worker]:
-    """Name both by their schedulers; to what is not handed over they are as any others."""
+    """Return both workers by their schedulers, for tests without hand-overs."""
     return {"default": ends[DECODE], "long_prompt": ends[PREFILL]}
 
 
 @pytest.fixture(scope="session")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Name the file that the third worker writes its trace to."""
+    """Return the trace file of the third worker."""
     return tmp_path_factory.mktemp("trace") / "out.json"
 
 
 @pytest.fixture(scope="session")
 def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Start one more with NIXL, ours and a trace, which is not ready yet."""
+    """Start a third worker with NIXL, policies and a trace; it is not ready yet."""
     launch = LaunchConfig(
         model="tiny",
         args=(*ARGS, f"--max-num-seqs={SEATS}", *trace_flags(())),
@@ -162,57 +161,57 @@ def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def third(third_or_dead: Worker) -> Worker:
-    """Give it when it is ready, started anew where a test has ended it.
+    """Return the third worker when it is ready, restarted if a test has ended it.
 
-    To NIXL its role is no matter: it prefills and it decodes.
+    It prefills and decodes, because its role does not matter to NIXL.
     """
     try:
         third_or_dead.check()
     except WorkerError:
-        revive(third_or_dead)
+        restart(third_or_dead)
     third_or_dead.wait_ready()
     return third_or_dead
 
 
-def revive(worker: Worker) -> None:
-    """Start a worker that has ended again."""
+def restart(worker: Worker) -> None:
+    """Restart a worker that has ended."""
     worker.stop()
     worker.start()
     worker.wait_ready()
 
 
 @dataclass
-class Compiled:
-    """What two workers have compiled, by the files they keep of it."""
+class CompilerCache:
+    """The compiler cache of two workers."""
 
     folder: Path
     at_start: list[Path] = field(default_factory=list)
 
     def files(self) -> list[Path]:
-        """List what is there now, however deep."""
+        """Return the files that exist now."""
         return sorted(self.folder.rglob("*"))
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """Give the two that push a place of their own for that."""
-    return Compiled(tmp_path_factory.mktemp("compiled"))
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompilerCache:
+    """Return the compiler cache of the workers that push."""
+    return CompilerCache(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")
-def pushing_fleet(compiled: Compiled) -> FleetConfig:
-    """Describe two of which one pushes to the other, and which have every policy between them."""
+def pushing_fleet(compiled: CompilerCache) -> FleetConfig:
+    """Return two workers of which one pushes to the other, and which together have every policy."""
     env = {**ALONE, "TORCHINDUCTOR_CACHE_DIR": str(compiled.folder)}
     args = (*ARGS, f"--max-num-seqs={FEW_SEATS}")
     policies = {"prefill": SETS["in parts"], "decode": SETS["whole"]}
-    return both(TransferConfig(connector="nixl", mode="push"), args, env, policies)
+    return prefill_and_decode(TransferConfig(connector="nixl", mode="push"), args, env, policies)
 
 
 @pytest.fixture(scope="session")
 def pushing(
-    pushing_fleet: FleetConfig, compiled: Compiled, tmp_path_factory: pytest.TempPathFactory
+    pushing_fleet: FleetConfig, compiled: CompilerCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Worker]]:
-    """Start both."""
+    """Start both workers that push."""
     with started(pushing_fleet, tmp_path_factory.mktemp("pushing")) as workers:
         compiled.at_start = compiled.files()
         yield workers

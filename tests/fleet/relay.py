@@ -1,4 +1,4 @@
-"""A second address of a server, so that a router takes it for another one."""
+"""A second address of a server, which a router takes for another server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 LOOPBACK = "127.0.0.1"
 
 
-class Passing(socketserver.BaseRequestHandler):
-    """One connection, and its like to the server."""
+class RelayHandler(socketserver.BaseRequestHandler):
+    """A client connection and its connection to the server."""
 
     server: Relay
 
     def handle(self) -> None:
-        """Pass on what comes from either, until both have no more."""
+        """Relay both directions until both have ended."""
         with socket.create_connection((LOOPBACK, self.server.to)) as there:
             back = Thread(target=pass_on, args=(there, self.request), daemon=True)
             back.start()
@@ -27,21 +27,21 @@ class Passing(socketserver.BaseRequestHandler):
 
 
 class Relay(socketserver.ThreadingTCPServer):
-    """Listens, and connects to another port for each connection."""
+    """A TCP relay to another port."""
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, to: int) -> None:
         self.to = to
-        super().__init__((LOOPBACK, 0), Passing)
+        super().__init__((LOOPBACK, 0), RelayHandler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that breaks."""
+        """Ignore broken connections."""
 
 
 def pass_on(source: socket.socket, sink: socket.socket) -> None:
-    """Pass on all that comes, and its end."""
+    """Copy all data and the end of the stream."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             sink.sendall(data)
@@ -51,7 +51,7 @@ def pass_on(source: socket.socket, sink: socket.socket) -> None:
 
 @contextmanager
 def second_address(url: str) -> Iterator[str]:
-    """Give the server at a URL another one."""
+    """Return a second URL of a server."""
     with Relay(int(url.rsplit(":", 1)[1])) as relay:
         Thread(target=relay.serve_forever, args=(0.05,), daemon=True).start()
         try:

@@ -1,4 +1,4 @@
-"""`explain --live` of a router before real workers names the side that its load is short of."""
+"""`explain --live` of a router with real workers names the role that is short."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.test_handover import ABOVE, Ends, connected, freed, listed
+from tests.fleet.test_handover import ABOVE, Ends, listed, wait_connected, wait_freed
 from tests.fleet.test_router import PATIENT, routing
 from tests.fleet.test_worker import complete, prompt
 
 NEITHER = "neither"
 FOR_S, WITHIN_S = 5.0, 60.0
-# So many at a time, tokens of each prompt and of each answer. Prompts shorter than `ABOVE` are the
-# decode worker's own, and it has fewer seats than that.
+# Concurrent requests, prompt tokens and output tokens. The decode worker prefills prompts below
+# `ABOVE`, and it has fewer slots than concurrent requests.
 LOADS = {
     NEITHER: (1, 40, 2),
     "prefill": (6, 3000, 2),
@@ -29,8 +29,8 @@ LOADS = {
 
 
 @asynccontextmanager
-async def under(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
-    """Keep so many requests going."""
+async def under_load(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
+    """Keep the requests of a load running."""
     at_once, size, output = LOADS[name]
 
     async def one_after_the_other(number: int) -> None:
@@ -39,45 +39,45 @@ async def under(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
             if name == NEITHER:
                 await asyncio.sleep(0.5)
 
-    asked = [asyncio.create_task(one_after_the_other(number)) for number in range(at_once)]
+    tasks = [asyncio.create_task(one_after_the_other(number)) for number in range(at_once)]
     try:
         yield
-        assert not any(each.done() for each in asked)
+        assert not any(task.done() for task in tasks)
     finally:
-        for each in asked:
-            each.cancel()
+        for task in tasks:
+            task.cancel()
         with suppress(asyncio.CancelledError, openai.APIError):
-            await asyncio.gather(*asked)
+            await asyncio.gather(*tasks)
 
 
 async def explained(fleet: Path, admin: str) -> str:
-    """Ask as people do."""
-    asked = await asyncio.create_subprocess_exec(
+    """Return the output of `vllm-sched explain --live`."""
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vllm_sched.cli.main", "explain", str(fleet), "--live", admin,
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    said, _ = await asked.communicate()
-    assert asked.returncode == 0
-    return said.decode()
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
 
 
 @pytest.mark.parametrize("short", LOADS)
-async def test_the_side_that_is_short_is_named(
+async def test_explain_live_names_the_role_that_is_short(
     ends: Ends, fleet: FleetConfig, tmp_path: Path, short: str
 ) -> None:
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     with routing(tmp_path, listed(fleet), rules, transfer="nixl", router=PATIENT) as router:
-        connected(router)
-        async with router.client() as client, under(client, short):
+        wait_connected(router)
+        async with router.client() as client, under_load(client, short):
             await asyncio.sleep(FOR_S)
             async with asyncio.timeout(WITHIN_S):
                 while True:
-                    told = (await explained(tmp_path / "fleet.yaml", router.admin)).splitlines()
-                    named = {line.split()[1] for line in told if line.endswith(" short")}
-                    assert named <= {short}, told
+                    lines = (await explained(tmp_path / "fleet.yaml", router.admin)).splitlines()
+                    named = {line.split()[1] for line in lines if line.endswith(" short")}
+                    assert named <= {short}, lines
                     if named or short == NEITHER:
                         break
     side = "neither side" if short == NEITHER else short
-    assert told[-1].startswith(f"tiny: {side} is short: "), told
+    assert lines[-1].startswith(f"tiny: {side} is short: "), lines
     for worker in ends.values():
-        await freed(worker)
+        await wait_freed(worker)

@@ -1,4 +1,4 @@
-"""`vllm-sched calibrate` on a real worker: what it saves is about that worker's steps."""
+"""`vllm-sched calibrate` on a real worker predicts its steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, kind_of
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 BUDGET, CONTEXT = 512, 4096
-# How far off the median prediction of a kind may be, either way, on a machine that does other
-# things at the same time: what is held to 15 % elsewhere is measured where it is quiet.
+# Allowed factor of the median prediction error on a busy machine.
 FACTOR = 2.0
 
 
-def test_what_it_saves_predicts_the_steps_of_that_worker(
+def test_saved_calibration_predicts_the_workers_steps(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meet = step_times.StepMeter.meet
 
     async def meet_one_of_short_context(meter: step_times.StepMeter) -> None:
         await meet(meter)
-        meter.max_model_len = CONTEXT  # or it would take minutes
+        meter.max_model_len = CONTEXT  # limits the duration
 
     monkeypatch.setattr(step_times.StepMeter, "meet", meet_one_of_short_context)
     monkeypatch.setattr(step_times, "LONE_REPEATS", 3)
@@ -43,16 +42,16 @@ def test_what_it_saves_predicts_the_steps_of_that_worker(
     assert all(low <= high for low, high in saved["intervals"].values())
 
     off: dict[str, list[float]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
-    for each in saved["steps"]:
-        took, held_out = each.pop("seconds"), each.pop("held_out")
+    for step in saved["steps"]:
+        took, held_out = step.pop("seconds"), step.pop("held_out")
         if held_out:
-            shape = StepShape(**each)
+            shape = StepShape(**step)
             off[kind_of(shape)].append(time.seconds(shape) / took)
     for kind, ratios in off.items():
         assert 1 / FACTOR < median(ratios) < FACTOR, kind
 
-    # Of whole prompts no time was fitted at all: those of many steps are the sum of these.
-    longs = [each for each in saved["whole_prompts"] if each["tokens"] > BUDGET]
+    # Times of whole prompts are not fitted: they are sums of steps.
+    longs = [step for step in saved["whole_prompts"] if step["tokens"] > BUDGET]
     assert len(longs) == 2
-    for each in longs:
-        assert 1 / FACTOR < each["expected_s"] / each["seconds"] < FACTOR, each["tokens"]
+    for step in longs:
+        assert 1 / FACTOR < step["expected_s"] / step["seconds"] < FACTOR, step["tokens"]

@@ -1,4 +1,4 @@
-"""`vllm-sched compare` as a user types it: real workers, a table, a JSON, a picture, no remains."""
+"""`vllm-sched compare` with real workers: table, JSON, plot and cleanup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 from vllm_sched.bench.compare.report import GROUPS, show, show_ratio
 
-# Two workers load in a minute or two, more beside others; what takes longer than this hangs.
+# Two workers start within a few minutes; a longer run hangs.
 BOUND_S = 420.0
 SOON_S, GONE_S = 60.0, 5.0
 MARK = "VLLM_SCHED_TESTED_BY"
@@ -33,7 +33,7 @@ TYPED = ("--workload", "long-blocks-short", "--longs", str(LONGS), "--rounds", "
 
 @dataclass
 class Command:
-    """A command that runs, and everybody whom it started."""
+    """A running command and the processes that it started."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -42,29 +42,29 @@ class Command:
     sessions: set[str] = field(default_factory=set)
 
     def family(self) -> list[int]:
-        """Return who lives of those it started.
+        """Return the live processes that the command started.
 
-        All inherit its mark; vLLM's engines write over it, but stay in the session of who has it.
+        All inherit its mark. vLLM's engines overwrite the mark but stay in a marked session.
         """
         wanted, found = f"{MARK}={self.mark}".encode(), []
-        for each in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # gone meanwhile, or not ours
-                state, _, _, session = (each / "stat").read_text().rpartition(")")[2].split()[:4]
-                marked = wanted in (each / "environ").read_bytes().split(b"\0")
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # ended, or not accessible
+                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                marked = wanted in (entry / "environ").read_bytes().split(b"\0")
                 if state != "Z" and (marked or session in self.sessions):
                     self.sessions.add(session)
-                    found.append(int(each.name))
+                    found.append(int(entry.name))
         return found
 
     def left(self) -> list[int]:
-        """Return who lives of those once it is over; who was killed takes a moment to be gone."""
+        """Return the processes that remain after the command; wait a moment for killed ones."""
         until = time.monotonic() + GONE_S
         while (found := self.family()) and time.monotonic() < until:
             time.sleep(0.05)
         return found
 
-    def ends(self, within: float) -> int:
-        """Wait for its end and return its status; see meanwhile whom it starts."""
+    def wait(self, within: float) -> int:
+        """Wait for its end, record the processes that it starts, and return its exit code."""
         until = time.monotonic() + within
         while True:
             self.family()
@@ -74,8 +74,8 @@ class Command:
 
 
 @contextmanager
-def typed(folder: Path, *words: str) -> Iterator[Command]:
-    """Run it, within bounds, and leave nothing of it whatever happens."""
+def run_command(folder: Path, *words: str) -> Iterator[Command]:
+    """Run the command, and kill all its processes at the end."""
     mark, out, err = uuid4().hex, folder / "out", folder / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
@@ -83,7 +83,7 @@ def typed(folder: Path, *words: str) -> Iterator[Command]:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=True,  # which is known by it
+            start_new_session=True,  # to find its processes
             env={**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark},
         )
     command = Command(process, mark, out, err)
@@ -98,8 +98,8 @@ def typed(folder: Path, *words: str) -> Iterator[Command]:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What one run printed and wrote, and who was left of it."""
+class ComparedRun:
+    """The output, files and remaining processes of a run."""
 
     out: str
     saved: dict[str, Any]
@@ -108,35 +108,35 @@ class Compared:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """Play one long prompt and eight short ones against both schedulers, once."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> ComparedRun:
+    """Compare both schedulers once with one long prompt and eight short ones."""
     folder = tmp_path_factory.mktemp("compare")
     save, plot = folder / "out.json", folder / "out.html"
-    asked = ("--set", "long_prompt.max_wait_s=30", "--save", str(save), "--plot", str(plot))
-    with typed(folder, *TYPED, *asked) as command:
-        status = command.ends(BOUND_S)
-        said = command.out.read_text() + command.err.read_text()
-        assert status == 0, said
-        return Compared(
+    options = ("--set", "long_prompt.max_wait_s=30", "--save", str(save), "--plot", str(plot))
+    with run_command(folder, *TYPED, *options) as command:
+        status = command.wait(BOUND_S)
+        output = command.out.read_text() + command.err.read_text()
+        assert status == 0, output
+        return ComparedRun(
             command.out.read_text(), json.loads(save.read_text()), plot.read_text(),
             command.left(),
         )  # fmt: skip
 
 
-def test_no_process_is_left(compared: Compared) -> None:
+def test_compare_leaves_no_process(compared: ComparedRun) -> None:
     assert compared.left == []
 
 
-def test_what_it_is_doing_is_told_while_it_runs(compared: Compared) -> None:
-    told = [line for line in compared.out.splitlines() if line.strip()]
-    assert told[0].startswith("starting baseline and candidate")
+def test_compare_prints_its_progress(compared: ComparedRun) -> None:
+    lines = [line for line in compared.out.splitlines() if line.strip()]
+    assert lines[0].startswith("starting baseline and candidate")
     steps = ["warming up baseline", "warming up candidate", "round 1 of 1, baseline",
              "round 1 of 1, candidate", "stopping the workers"]  # fmt: skip
-    places = [next(i for i, line in enumerate(told) if line.startswith(step)) for step in steps]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(step)) for step in steps]
     assert places == sorted(places)
 
 
-def test_the_table_has_every_figure_of_both_and_their_ratio(compared: Compared) -> None:
+def test_table_has_every_figure_of_both_sides_and_their_ratio(compared: ComparedRun) -> None:
     rows = [re.split(r"\s{2,}", line.strip()) for line in compared.out.splitlines()]
     found = iter(row for row in rows if re.fullmatch(r"-|[\d.]+x", row[-1]))
     group = ""
@@ -145,15 +145,15 @@ def test_the_table_has_every_figure_of_both_and_their_ratio(compared: Compared) 
         title = [] if figure["group"] == group else [GROUPS[figure["group"]]]
         group = figure["group"]
         assert next(found) == [*title, figure["measure"], *cells, show_ratio(figure["ratio"])]
-    said = {(figure["group"], figure["measure"]) for figure in compared.saved["figures"]}
+    figures = {(figure["group"], figure["measure"]) for figure in compared.saved["figures"]}
     for group in ("short", "long"):
-        assert said >= {(group, m) for m in ("TTFT p50", "TTFT p99", "ITL p99", "tokens/s")}
+        assert figures >= {(group, m) for m in ("TTFT p50", "TTFT p99", "ITL p99", "tokens/s")}
     for group in ("short", "long", "background"):
-        assert said >= {(group, m) for m in ("ITL p99", "ITL max", "tokens/s")}
+        assert figures >= {(group, m) for m in ("ITL p99", "ITL max", "tokens/s")}
     assert "failed requests" not in compared.out
 
 
-def test_every_request_was_served_in_full_and_every_sample_is_saved(compared: Compared) -> None:
+def test_every_request_is_complete_and_every_sample_is_saved(compared: ComparedRun) -> None:
     counts = {"short": SHORTS, "long": LONGS, "background": DECODES, "lone": ALONE}
     sizes = {"short": (100, 16), "long": (12_000, 16), "lone": (100, 1)}
     for side in SIDES:
@@ -166,15 +166,15 @@ def test_every_request_was_served_in_full_and_every_sample_is_saved(compared: Co
             if klass in sizes:
                 prompt, output = sizes[klass]
                 assert (of["input_lens"], of["output_lens"]) == ([prompt] * count, [output] * count)
-    ours, theirs = (compared.saved["sides"][side]["command"] for side in reversed(SIDES))
-    assert ours[ours.index("--scheduler-cls") + 1] == "vllm_sched.SyncPolicyScheduler"
-    asked = json.loads(ours[ours.index("--additional-config") + 1])
-    assert asked == {"vllm_sched": {"long_prompt": {"max_wait_s": 30}}}
-    assert "--scheduler-cls" not in theirs
+    candidate, baseline = (compared.saved["sides"][side]["command"] for side in reversed(SIDES))
+    assert candidate[candidate.index("--scheduler-cls") + 1] == "vllm_sched.SyncPolicyScheduler"
+    config = json.loads(candidate[candidate.index("--additional-config") + 1])
+    assert config == {"vllm_sched": {"long_prompt": {"max_wait_s": 30}}}
+    assert "--scheduler-cls" not in baseline
 
 
-def test_shorts_no_longer_wait_for_the_long_prompt(compared: Compared) -> None:
-    theirs, ours = (
+def test_shorts_do_not_wait_for_the_long_prompt(compared: ComparedRun) -> None:
+    baseline, candidate = (
         statistics.median(compared.saved["sides"][side]["classes"]["short"]["ttfts"])
         for side in SIDES
     )
@@ -183,18 +183,18 @@ def test_shorts_no_longer_wait_for_the_long_prompt(compared: Compared) -> None:
         for figure in compared.saved["figures"]
         if (figure["group"], figure["measure"]) == ("short", "TTFT p50")
     ]
-    assert figure["ratio"] == pytest.approx(ours / theirs)
-    # Of two seconds a tenth is left on a machine that has nothing else to do.
-    assert ours < theirs / 2
+    assert figure["ratio"] == pytest.approx(candidate / baseline)
+    # On an idle machine the wait falls from two seconds to a tenth of that.
+    assert candidate < baseline / 2
 
 
-def test_the_picture_is_a_pair_on_one_axis_with_a_line_for_each_request(compared: Compared) -> None:
+def test_plot_has_two_panels_on_one_axis_and_a_lane_per_request(compared: ComparedRun) -> None:
     svg = ET.fromstring(  # noqa: S314 - written by the program under test
         re.sub(r' xmlns="[^"]*"', "", compared.page[slice(*span(compared.page))], count=1)
     )
     lanes = [group for group in svg.iter("g") if group.get("class") == "lane"]
-    each = LONGS + SHORTS + DECODES
-    assert len(lanes) == 2 * each
+    requests = LONGS + SHORTS + DECODES
+    assert len(lanes) == 2 * requests
     axis = [
         (text.get("x"), text.text)
         for text in svg.iter("text")
@@ -208,40 +208,40 @@ def test_the_picture_is_a_pair_on_one_axis_with_a_line_for_each_request(compared
         assert "failed" not in title
         (ticks,) = [p for p in lane.findall("path") if str(p.get("class")).startswith("tick ")]
         tokens = int(re.findall(r"(\d+) tokens", title)[-1])
-        # Those that fall on one another are one.
+        # Ticks at one place are merged.
         assert 0 < str(ticks.get("d")).count("M") <= tokens
         grey = [rect for rect in lane.findall("rect") if rect.get("class") == "wait"]
         if "background" not in title:
             waits.append(float(str(grey[0].get("width"))))
-    theirs, ours = waits[1 : LONGS + SHORTS], waits[LONGS + SHORTS + 1 :]
-    assert statistics.median(ours) < statistics.median(theirs) / 2
+    baseline, candidate = waits[1 : LONGS + SHORTS], waits[LONGS + SHORTS + 1 :]
+    assert statistics.median(candidate) < statistics.median(baseline) / 2
     assert compared.page.count("<tr") == 1 + len(compared.saved["figures"])
 
 
 def span(page: str) -> tuple[int, int]:
-    """Find the picture in its page."""
+    """Return the position of the SVG in the page."""
     return page.index("<svg"), page.index("</svg>") + len("</svg>")
 
 
-def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
-    with typed(tmp_path, *TYPED, "--save", str(tmp_path / "out.json")) as command:
-        # The command itself, and of both workers the server and its guard.
+def test_interrupt_leaves_no_worker(tmp_path: Path) -> None:
+    with run_command(tmp_path, *TYPED, "--save", str(tmp_path / "out.json")) as command:
+        # The command, and the server and guard of both workers.
         until = time.monotonic() + SOON_S
         while len(command.family()) < 5:
             assert command.process.poll() is None, command.err.read_text()
             assert time.monotonic() < until
             time.sleep(0.2)
         command.process.send_signal(signal.SIGINT)
-        assert command.ends(SOON_S) == 130
+        assert command.wait(SOON_S) == 130
         assert command.left() == []
     assert command.err.read_text() == "vllm-sched: interrupted; the workers have been stopped\n"
     assert not (tmp_path / "out.json").exists()
 
 
-def test_a_worker_that_does_not_start_is_told_of_and_the_other_one_stopped(tmp_path: Path) -> None:
-    with typed(tmp_path, *TYPED, "--candidate-arg=--no-such-flag") as command:
-        assert command.ends(BOUND_S) == 1
+def test_failed_worker_is_reported_and_the_other_is_stopped(tmp_path: Path) -> None:
+    with run_command(tmp_path, *TYPED, "--candidate-arg=--no-such-flag") as command:
+        assert command.wait(BOUND_S) == 1
         assert command.left() == []
-    said = command.err.read_text()
-    assert said.startswith("vllm-sched: candidate died with exit code ")
-    assert "--no-such-flag" in said
+    error = command.err.read_text()
+    assert error.startswith("vllm-sched: candidate died with exit code ")
+    assert "--no-such-flag" in error

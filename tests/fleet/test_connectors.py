@@ -1,4 +1,4 @@
-"""Prefill here, decode there, by what else than NIXL's reads moves KV caches between CPUs."""
+"""Hand-overs by NIXL push and by shared storage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.fleet.relay import second_address
 from tests.fleet.test_handover import (
     ABOVE,
     Ends,
-    connected,
     direct,
-    freed,
     handed_over,
     listed,
     tokens,
+    wait_connected,
+    wait_freed,
 )
 from tests.fleet.test_handover_kinds import TEXT
 from tests.fleet.test_router import Router, Workers, routing
@@ -28,8 +28,7 @@ from tests.fleet.test_worker import complete, gauges, prompt, settled
 from vllm_sched.cli.fleet.up import placed
 from vllm_sched.workers.launch import Worker
 
-# A prompt is one chunk, and nothing is cached but what is in the files: of such a worker both legs
-# may be asked.
+# A prompt is one chunk, and only the files are a cache, so one worker can serve both legs.
 STORING = (
     "--max-model-len=4096",
     "--max-num-batched-tokens=4096",
@@ -41,7 +40,7 @@ FETCHED = "external_prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two workers, or one as both, and the router before them."""
+    """Two workers, or one in both roles, and their router."""
 
     router: Router
     ends: Ends
@@ -52,7 +51,7 @@ RULES: dict[str, object] = {"disaggregate_above": ABOVE}
 
 @pytest.fixture(scope="module")
 def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, TransferConfig]]:
-    """Start one that stores KV caches in files, which is not ready yet."""
+    """Start a worker that stores KV caches in files; it is not ready yet."""
     folder = tmp_path_factory.mktemp("storing")
     transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
     launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
@@ -64,16 +63,16 @@ def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, 
 
 @pytest.fixture(scope="module")
 def pushes(
-    storing: object,  # so that all three load at the same time  # noqa: ARG001
+    storing: object,  # all three load at the same time  # noqa: ARG001
     pushing: Ends,
     pushing_fleet: FleetConfig,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """Run a router before two of which one pushes to the other."""
+    """Run a router with two workers, of which one pushes to the other."""
     transfer = {"connector": "nixl", "mode": "push"}
     folder = tmp_path_factory.mktemp("pushes")
     with routing(folder, listed(pushing_fleet), RULES, transfer=transfer) as router:
-        connected(router)
+        wait_connected(router)
         yield Pair(router, pushing)
 
 
@@ -81,50 +80,50 @@ def pushes(
 def stores(
     storing: tuple[Worker, TransferConfig], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Run a router that takes one for two."""
+    """Run a router with one worker in both roles."""
     worker, transfer = storing
     worker.wait_ready()
     with second_address(worker.url) as other:
-        some: list[dict[str, object]] = [
+        entries: list[dict[str, object]] = [
             {"name": PREFILL, "role": "prefill", "url": worker.url},
             {"name": DECODE, "role": "decode", "url": other},
         ]
         blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
-        with routing(tmp_path_factory.mktemp("stores"), some, RULES, **blocks) as router:
+        with routing(tmp_path_factory.mktemp("stores"), entries, RULES, **blocks) as router:
             yield Pair(router, {PREFILL: worker, DECODE: worker})
 
 
 @pytest.fixture(params=["pushes", "stores"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """Give either."""
+    """Return either pair."""
     found: Pair = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
 def alone(workers: Workers) -> Worker:
-    """Name one that nobody hands anything over to."""
+    """Return a worker without hand-overs."""
     return workers["default"]
 
 
-async def test_greedy_output_is_that_of_one_worker(pair: Pair, alone: Worker) -> None:
+async def test_greedy_output_matches_one_worker(pair: Pair, alone: Worker) -> None:
     sizes = [10, 300, 1500, 3000]
     prompts = [prompt(49_000 + size, size) for size in sizes]
     [before] = gauges(pair.ends[DECODE], FETCHED)
     async with pair.router.client() as client:
         cold = [await tokens(client, each) for each in prompts]
         assert handed_over(pair.router, len(sizes))[::-1] == [size > ABOVE for size in sizes]
-        # It was not computed twice, but for the blocks that no prompt fills.
+        # Only partial blocks are computed twice.
         whole = sum(size // 128 * 128 for size in sizes if size > ABOVE)
         assert gauges(pair.ends[DECODE], FETCHED) >= (before + whole,)
         warm = [await tokens(client, each) for each in prompts]
     async with direct(alone) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
     for worker in pair.ends.values():
-        await freed(worker)
+        await wait_freed(worker)
 
 
-async def test_many_at_once_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
+async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
     prompts = [prompt(49_100 + number, 300 + 97 * number) for number in range(6)]
     async with pair.router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
@@ -132,13 +131,11 @@ async def test_many_at_once_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
     async with direct(alone) as client:
         assert routed == [await tokens(client, each) for each in prompts]
     for worker in pair.ends.values():
-        await freed(worker)
+        await wait_freed(worker)
 
 
-async def test_responses_are_handed_over_though_their_workers_heed_no_header(
-    pair: Pair, alone: Worker
-) -> None:
-    """They name a request themselves, so that pushed blocks were for somebody else on each side."""
+async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker) -> None:
+    """The Responses API generates its own request id, on each worker a different one."""
     texts = [f"{number} {TEXT * 2}" for number in range(3)]
     async with pair.router.client() as client:
         routed = [
@@ -158,15 +155,15 @@ async def test_responses_are_handed_over_though_their_workers_heed_no_header(
         each.output_text for each in [*expected, expected[0]]
     ]
     for worker in pair.ends.values():
-        await freed(worker)
+        await wait_freed(worker)
 
 
 def response(text: str) -> dict[str, Any]:
-    """Write what to ask for."""
+    """Return the arguments of a response request."""
     return {"model": "tiny", "input": text, "max_output_tokens": 8, "temperature": 0}
 
 
-async def test_a_client_that_leaves_in_the_decode_leg(pair: Pair) -> None:
+async def test_client_disconnect_in_the_decode_leg_frees_both_workers(pair: Pair) -> None:
     async with pair.router.client() as client:
         stream = await complete(client, prompt(49_200, 1500), 2000, stream=True)
         await anext(aiter(stream))
@@ -175,4 +172,4 @@ async def test_a_client_that_leaves_in_the_decode_leg(pair: Pair) -> None:
     await settled(pair.ends[DECODE], running=0, waiting=0)
     assert handed_over(pair.router) == [True]
     for worker in pair.ends.values():
-        await freed(worker)
+        await wait_freed(worker)

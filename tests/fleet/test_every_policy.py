@@ -1,4 +1,4 @@
-"""Every policy in a real worker over HTTP: the default's tokens, and each is on its page."""
+"""Every policy in a real worker: the default scheduler's tokens, and its metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.engine.arrivals import ARRIVALS
-from tests.fleet.conftest import DECODE, FEW_SEATS, PREFILL, SETS, Compiled
+from tests.fleet.conftest import DECODE, FEW_SEATS, PREFILL, SETS, CompilerCache
 from tests.fleet.test_seen import families, number
 from tests.fleet.test_worker import Workers, client_of, complete, prompt, settled
 from vllm_sched.policies import registry
@@ -17,13 +17,13 @@ from vllm_sched.workers.launch import Worker
 
 @pytest.fixture
 def sets(pushing: Workers) -> Workers:
-    """Name the two that push by their policies; what is not handed over is as anywhere."""
+    """Return the two workers that push, by their policies."""
     return {"in parts": pushing[PREFILL], "whole": pushing[DECODE]}
 
 
-async def outputs(of: Worker) -> list[list[int]]:
-    """Have everybody served at once and return their tokens."""
-    async with client_of(of) as client:
+async def outputs(worker: Worker) -> list[list[int]]:
+    """Send all requests at once; return their tokens."""
+    async with client_of(worker) as client:
         answers = await asyncio.gather(
             *(
                 complete(
@@ -38,24 +38,24 @@ async def outputs(of: Worker) -> list[list[int]]:
     return [answer.choices[0].token_ids for answer in answers]
 
 
-async def test_a_request_with_logprobs_finds_everything_compiled(
-    sets: Workers, compiled: Compiled
+async def test_request_with_logprobs_compiles_nothing_new(
+    sets: Workers, compiled: CompilerCache
 ) -> None:
-    """A worker that is ready has compiled it, whoever else has asked for them since."""
+    """A ready worker has compiled everything."""
     assert compiled.at_start
-    for each in sets.values():
-        async with client_of(each) as client:
+    for worker in sets.values():
+        async with client_of(worker) as client:
             answer = await complete(client, prompt(9100, 40), 3, prompt_logprobs=1, logprobs=2)
         assert answer.choices[0].logprobs is not None
     assert compiled.files() == compiled.at_start
 
 
-def test_every_policy_is_here() -> None:
+def test_sets_contain_every_policy() -> None:
     assert {name for policies in SETS.values() for name in policies} == set(registry.POLICIES)
 
 
 @pytest.mark.parametrize("name", SETS)
-async def test_the_tokens_are_those_of_the_default(
+async def test_tokens_match_the_default_scheduler(
     workers: Workers, sets: Workers, name: str
 ) -> None:
     expected = await outputs(workers["default"])
@@ -65,29 +65,29 @@ async def test_the_tokens_are_those_of_the_default(
 
 
 @pytest.mark.parametrize("name", SETS)
-async def test_what_each_does_is_on_the_workers_page(sets: Workers, name: str) -> None:
+async def test_metrics_of_each_policy_are_on_the_workers_page(sets: Workers, name: str) -> None:
     serving = asyncio.create_task(outputs(sets[name]))
     seen = []
     while not serving.done():
         found = await asyncio.to_thread(families, sets[name])
         seen.append(number(found, "requests_held"))
     await serving
-    assert max(seen, default=0) <= len(ARRIVALS)  # nobody is held by two
+    assert max(seen, default=0) <= len(ARRIVALS)  # no request is held by two policies
     found = await asyncio.to_thread(families, sets[name])
     policies = registry.build(SETS[name], EngineFacts(16_384, 512, FEW_SEATS))
     for policy in policies:
-        for told in policy.gauges():
-            samples = found[f"vllm_sched_{told}"].samples
-            assert any(sample.labels["policy"] == policy.name for sample in samples), told
-        for told in policy.counters():
-            samples = found[f"vllm_sched_{told}"].samples
-            assert any(sample.labels["policy"] == policy.name for sample in samples), told
+        for metric in policy.gauges():
+            samples = found[f"vllm_sched_{metric}"].samples
+            assert any(sample.labels["policy"] == policy.name for sample in samples), metric
+        for metric in policy.counters():
+            samples = found[f"vllm_sched_{metric}"].samples
+            assert any(sample.labels["policy"] == policy.name for sample in samples), metric
         admitted = number(found, "requests_admitted_total", policy=policy.name)
         assert admitted >= len(ARRIVALS)
     if name == "in parts":
         assert number(found, "k", policy="deferred_prefill") == 2
         assert number(found, "chunk_budget_tokens", policy="chunk_budget") > 0
     else:
-        # All came at once to batches of four.
+        # All requests arrived at once, in batches of four.
         assert number(found, "hold_seconds_count", policy="static_batching") > 0
         assert number(found, "paused_steps_total", policy="prefill_first") > 0

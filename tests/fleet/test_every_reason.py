@@ -1,8 +1,7 @@
-"""Every reason there is, brought about with real workers, as a real Prometheus sees it.
+"""Every routing reason, caused with real workers, as a real Prometheus sees it.
 
-A router is shown another fleet from scene to scene, of the same workers. What rests on one that is
-full has it write a long answer; what rests on one that is away has it drained. Nobody fails but a
-fake, of which the request goes on to a real one.
+The router gets another fleet of the same workers for each scene. A full worker writes a long
+answer, an absent one is drained. Only a fake worker fails, and its request is retried.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.wire.handover.two_legs import REFUSED_PREFILL
 from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
-from tests.fleet.test_handover import ABOVE, Ends, connected, listed
+from tests.fleet.test_handover import ABOVE, Ends, listed, wait_connected
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.corners import counted, unseen
 from tests.prometheus.scene import fake
@@ -36,13 +35,13 @@ from vllm_sched.workers.launch import free_port
 
 Json = dict[str, Any]
 DEADLINE_S = 120.0
-# Of a context of 16,384 tokens. Here a request is long by what it may write, which is done sooner
-# than a long prompt is read: the token that ends an answer comes first.
+# Tokens of a context of 16,384. A request is long by its maximum output, and its answer ends
+# early.
 SHORT_LIMIT, WRITES_SHORT, WRITES_LONG = 14_000, 12_000, 15_500
 END = {"1": 100}
 PROMPT, LATE_PROMPT = 8000, 15_000
 HANDED = 600
-AWAY = "away"  # a worker that is never there
+AWAY = "away"  # a worker that never exists
 KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
 TENANTS: list[Json] = [
     {"name": "chat", "class": "interactive"},
@@ -53,39 +52,39 @@ PLACED = {
     Reason.SPILL_TO_LONG, Reason.SPILL_TO_SHORT, Reason.PREFIX, Reason.ONLY_CHOICE,
     Reason.LEAST_LOADED, Reason.ROUND_ROBIN, Reason.RETRY,
 }  # fmt: skip
-WHETHER = {
+HANDOVER_REASONS = {
     HandoverVerdict.HANDED_OVER, HandoverVerdict.CACHED, HandoverVerdict.NOT_WORTH_IT,
     HandoverVerdict.NO_PREFILL, HandoverVerdict.PREFILL_BUSY, REFUSED_PREFILL, "samples",
 }  # fmt: skip
 
 
 def brief(*headers: bytes, **fields: Any) -> bytes:
-    """Ask for an answer that is over at once."""
+    """Return a request whose answer ends at once."""
     return chat("hi", *headers, **{"logit_bias": END, **fields})
 
 
 def endless(tokens: int) -> bytes:
-    """Ask for one that takes tens of seconds."""
+    """Return a request whose answer takes tens of seconds."""
     return chat(stream=True, ignore_eos=True, max_tokens=tokens)
 
 
 def prompt(tokens: int, *headers: bytes, first: int = 10, **fields: Any) -> bytes:
-    """Ask for the end of a prompt of so many tokens; another one begins with another."""
+    """Return a completion request with a prompt of `tokens` tokens; `first` makes it unique."""
     ids = [first, *[20 + at % 400 for at in range(tokens - 1)]]
     body = {"model": "tiny", "prompt": ids, "max_tokens": 2, **fields}
     return request(json.dumps(body).encode(), *headers, path="/v1/completions")
 
 
 class Stage:
-    """A router, and who asks it."""
+    """A router and its clients."""
 
     def __init__(self, router: Router, session: aiohttp.ClientSession, folder: Path) -> None:
         self.port = port_of(router.url)
         self._admin, self._session = f"{router.admin}/admin", session
         self._source = folder / "fleet.yaml"
 
-    async def show(self, workers: list[Json], rules: Json, **router: Json) -> None:
-        """Show the router a fleet, and wait until all of it is up that ever will be."""
+    async def reload(self, workers: list[Json], rules: Json, **router: Json) -> None:
+        """Give the router a fleet, and wait until its existing workers are up."""
         fleet = {"model": "tiny", "workers": workers, "routing": rules}
         self._source.write_text(json.dumps({**fleet, "router": {**PORTS, **router}}))
         await self._post("reload")
@@ -103,17 +102,17 @@ class Stage:
                 await asyncio.sleep(0.01)
 
     async def drain(self, *names: str) -> None:
-        """Have workers be given nothing."""
+        """Drain workers."""
         for name in names:
             await self._post(f"workers/{name}/drain")
 
     async def undrain(self, *names: str) -> None:
-        """Have them be given requests again."""
+        """Undrain workers."""
         for name in names:
             await self._post(f"workers/{name}/undrain")
 
     async def ask(self, data: bytes) -> int:
-        """Ask once; return the status."""
+        """Send a request; return the status."""
         client = await Client.connect(self.port)
         try:
             return (await client.ask(data, within=DEADLINE_S)).status
@@ -121,10 +120,10 @@ class Stage:
             client.close()
 
     @asynccontextmanager
-    async def held(self, *asked: bytes) -> AsyncIterator[None]:
-        """Have answers be written meanwhile, one begun after the other."""
+    async def held(self, *requests: bytes) -> AsyncIterator[None]:
+        """Keep answers streaming, started one after the other."""
         async with AsyncExitStack() as stack:
-            for data in asked:
+            for data in requests:
                 client = await stack.enter_async_context(self.sent(data))
                 assert (await client.head(within=DEADLINE_S)).status == 200
                 await client.piece(within=DEADLINE_S)
@@ -132,7 +131,7 @@ class Stage:
 
     @asynccontextmanager
     async def sent(self, data: bytes) -> AsyncIterator[Client]:
-        """Ask, and leave in the end."""
+        """Send a request, and disconnect at the end."""
         client = await Client.connect(self.port)
         try:
             await client.send(data)
@@ -151,36 +150,36 @@ class Stage:
 
 
 def pool(urls: Mapping[str, str], role: str, *names: str, **more: int) -> list[Json]:
-    """Describe workers of one role."""
+    """Return workers of one role."""
     return [{"name": name, "url": urls[name], "role": role, **more} for name in names]
 
 
 async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
-    """Be placed by each rule, where there is no choice, and where a prefix is."""
+    """Cause the reasons of each routing rule, of an only choice, and of a prefix."""
     a, b, *_ = urls
     for policy in ("round_robin", "least_loaded", "adaptive"):
         rules = {"policy": policy, "short_limit": SHORT_LIMIT}
-        await stage.show(pool(urls, "general", a, b), rules)
+        await stage.reload(pool(urls, "general", a, b), rules)
         assert await stage.ask(brief()) == 200
-    for number, away in enumerate((a, b)):  # there is no other; both learn what such a one takes
+    for number, away in enumerate((a, b)):  # the only choice; the router learns both workers' pace
         await stage.drain(away)
         assert await stage.ask(prompt(PROMPT, first=10 + number)) == 200
         await stage.undrain(away)
     await stage.drain(b)
     async with stage.held(*[endless(WRITES_SHORT)] * 4):
         await stage.undrain(b)
-        # Where it was read before, beside others, while `b` is idle.
+        # The prefix is on the busy worker, while `b` is idle.
         assert await stage.ask(prompt(PROMPT, first=11)) == 200
 
 
 async def by_size(stage: Stage, urls: Mapping[str, str]) -> None:
-    """Be placed in one's own pool, and in the other while all of that are full."""
+    """Cause placement in the own pool, and in the other pool while the own is full."""
     shorts, longs = [*urls][:2], [*urls][2:]
     workers = pool(urls, "short", *shorts, max_requests=1)
     workers += pool(urls, "long", *longs, max_requests=1)
-    await stage.show(workers, {"short_limit": SHORT_LIMIT})
+    await stage.reload(workers, {"short_limit": SHORT_LIMIT})
     long = brief(max_tokens=WRITES_LONG)
-    # Shorts first: where a long was asked for of late, the last place is kept for the next.
+    # Shorts first, because after a long request the last slot is kept for the next long one.
     await stage.drain(*longs)
     assert await stage.ask(brief()) == 200
     async with stage.held(*[endless(WRITES_SHORT)] * len(shorts)):
@@ -194,81 +193,87 @@ async def by_size(stage: Stage, urls: Mapping[str, str]) -> None:
 
 
 async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
-    """Ask for what there is not, or not now; and for more than one worker can do."""
+    """Cause every refusal."""
     name, *_ = urls
     one = pool(urls, "general", name)
-    await stage.show(one, {}, admission={"ttft_s": 0.001})
+    await stage.reload(one, {}, admission={"ttft_s": 0.001})
     assert await stage.ask(request(b"{")) == 400
     assert await stage.ask(get("/nowhere")) == 404
     assert await stage.ask(brief(model="nobodys")) == 404
-    await stage.show([*one, *pool({AWAY: f"http://127.0.0.1:{free_port()}"}, "general", AWAY)], {})
-    assert await stage.ask(brief(model="nobodys")) == 503  # unless it is one that AWAY has
-    await stage.show(one, {}, admission={"ttft_s": 0.001})
+    await stage.reload(
+        [*one, *pool({AWAY: f"http://127.0.0.1:{free_port()}"}, "general", AWAY)], {}
+    )
+    assert await stage.ask(brief(model="nobodys")) == 503  # AWAY might serve this model
+    await stage.reload(one, {}, admission={"ttft_s": 0.001})
     assert await stage.ask(prompt(20_000)) == 400
     assert await stage.ask(brief(b"Origin: https://elsewhere.example")) == 403
-    assert await stage.ask(prompt(PROMPT, first=12, stream=True)) == 200  # its pace is known now
+    assert (
+        await stage.ask(prompt(PROMPT, first=12, stream=True)) == 200
+    )  # the router learns its pace
     async with stage.sent(prompt(LATE_PROMPT, first=13, stream=True)):
         await stage.busy(name)
         assert await stage.ask(brief()) == 429
     full = pool(urls, "general", name, max_requests=1)
-    await stage.show(full, {}, queue={"max_requests": 1, "max_wait_s": 2})
+    await stage.reload(full, {}, queue={"max_requests": 1, "max_wait_s": 2})
     async with stage.held(endless(WRITES_SHORT)):
-        # One is in the queue for as long as it may, one finds that full.
+        # One request waits in the queue until its limit, one finds the queue full.
         assert await asyncio.gather(*[stage.ask(brief()) for _ in range(2)]) == [429, 429]
     await stage.drain(name)
     assert await stage.ask(brief()) == 503
     await stage.undrain(name)
-    await stage.show(one, {}, timeouts={"request_s": 2, "client_idle_s": 1})
+    await stage.reload(one, {}, timeouts={"request_s": 2, "client_idle_s": 1})
     assert await stage.ask(chat(ignore_eos=True, max_tokens=WRITES_SHORT)) == 504
     assert await stage.ask(brief()[:-1]) == 408
 
 
-async def gone_on(stage: Stage, urls: Mapping[str, str]) -> None:
-    """Be served by another than who failed."""
+async def retried(stage: Stage, urls: Mapping[str, str]) -> None:
+    """Cause a retry on another worker."""
     name, *_ = urls
     async with AsyncExitStack() as stack:
         bad = await fake(stack, "bad")
         bad.always(scripts.error(500))
         workers = pool(urls | {"bad": bad.url}, "general", "bad", name)
-        await stage.show(workers, {"policy": "round_robin"})
+        await stage.reload(workers, {"policy": "round_robin"})
         assert [await stage.ask(brief()) for _ in workers] == [200, 200]
 
 
 async def handed_over(stage: Stage) -> None:
-    """Be handed over, or served whole for each reason that takes no fault."""
-    mine = bearer(KEY)
+    """Cause a hand-over, and each reason without one that needs no fault."""
+    key_header = bearer(KEY)
     assert await stage.ask(brief()) == 401
-    assert await stage.ask(get("/v1/files", mine)) == 200
-    assert await stage.ask(brief(mine)) == 200  # too little to prefill
-    assert await stage.ask(prompt(HANDED, mine)) == 200
-    assert await stage.ask(prompt(HANDED, mine)) == 200  # cached
-    assert await stage.ask(prompt(HANDED, mine, first=11, n=2)) == 200  # in one piece
-    # Of what a prefill worker refuses a decode worker has the last word.
-    assert await stage.ask(prompt(HANDED, mine, first=12, temperature=-3)) == 400
-    async with stage.sent(prompt(LATE_PROMPT, mine, first=13)):
+    assert await stage.ask(get("/v1/files", key_header)) == 200
+    assert await stage.ask(brief(key_header)) == 200  # too short
+    assert await stage.ask(prompt(HANDED, key_header)) == 200
+    assert await stage.ask(prompt(HANDED, key_header)) == 200  # cached
+    assert await stage.ask(prompt(HANDED, key_header, first=11, n=2)) == 200  # in one piece
+    # The decode worker decides what the prefill worker refused.
+    assert await stage.ask(prompt(HANDED, key_header, first=12, temperature=-3)) == 400
+    async with stage.sent(prompt(LATE_PROMPT, key_header, first=13)):
         await stage.busy(PREFILL)
-        assert await stage.ask(prompt(HANDED, mine, first=14)) == 200
+        assert await stage.ask(prompt(HANDED, key_header, first=14)) == 200
     await stage.drain(PREFILL)
-    assert await stage.ask(prompt(HANDED, mine, first=15)) == 200
+    assert await stage.ask(prompt(HANDED, key_header, first=15)) == 200
     await stage.undrain(PREFILL)
     night = bearer(NIGHT)
     assert [await stage.ask(brief(night)) for _ in range(2)] == [200, 429]
 
 
 def questions(workers: Mapping[str, str]) -> dict[str, str]:
-    """Ask for each reason of requests, and for those to hand over; name what each question is."""
+    """Return the queries of all reasons, with their names."""
     real = f'status="200",worker=~"{"|".join(workers)}"'
-    asked = {
+    queries = {
         f'proxy_requests_total{{reason="{reason}",{real}}}'
         if reason in PLACED
         else counted(reason): f"reason {reason}"
         for reason in Reason
     }
-    whether = {f'proxy_handover_decisions_total{{why="{why}"}}': why for why in WHETHER}
-    return {each: what for each, what in asked.items() if each not in unseen()} | whether
+    handover_queries = {
+        f'proxy_handover_decisions_total{{why="{why}"}}': why for why in HANDOVER_REASONS
+    }
+    return {each: what for each, what in queries.items() if each not in unseen()} | handover_queries
 
 
-async def test_every_reason_is_brought_about_with_real_workers_and_seen(
+async def test_every_reason_is_caused_and_visible_in_prometheus(
     ends: Ends, fleet: FleetConfig, tmp_path: Path
 ) -> None:
     program("prometheus")
@@ -283,7 +288,7 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
     rules: Json = {"disaggregate_above": ABOVE}
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with AsyncExitStack() as stack:
-        for name, worker in ends.items():  # each is two to the router
+        for name, worker in ends.items():  # the router sees each as two workers
             urls[f"{name}-too"] = stack.enter_context(second_address(worker.url))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         first = pool(urls, "general", *urls)
@@ -294,12 +299,12 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
                 transfer="nixl", tenants=tenants, router={**PORTS, **batches},
             )
         )  # fmt: skip
-        connected(two)
+        wait_connected(two)
         stage, pair = Stage(one, session, folders[0]), Stage(two, session, folders[1])
         await by_rules(stage, urls)
         await by_size(stage, urls)
         await refused(stage, urls)
-        await gone_on(stage, urls)
+        await retried(stage, urls)
         await handed_over(pair)
 
         prometheus = Prometheus(tmp_path, session)

@@ -1,7 +1,6 @@
-"""Every path that passes, answered by real workers, as a real Prometheus sees it.
+"""Every route, answered by real workers, as a real Prometheus sees it.
 
-What no worker on a processor answers here stands on a list, with its reason; who does after all is
-found there, too.
+Routes that no CPU worker answers are on a list with their reasons; the list is checked, too.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from vllm_sched.workers.tiny_model import tiny_model
 Json = dict[str, Any]
 DEADLINE_S = 120.0
 EMBEDS = "embeds"
-HEARS = "needs a model that hears"
-# What these two workers have no answer for.
+HEARS = "needs an audio model"
+# Routes that these two workers do not answer.
 WITHOUT = {
     "/v1/audio/transcriptions": HEARS,
     "/v1/audio/translations": HEARS,
-    "/classify": "needs a model that classifies",
-    "/v1/systemone": "needs one of a few models, none of which is a Llama",
+    "/classify": "needs a classification model",
+    "/v1/systemone": "needs a model other than a Llama",
 }
 PROMPT: Json = {"prompt": "hi"}
 CHAT: Json = {"messages": [{"role": "user", "content": "hi"}]}
@@ -75,11 +74,11 @@ BODIES: dict[str, Json] = {
     "/v1/responses/render": RESPONSE,
     "/cohere/v2/chat/render": CHAT,
 }
-# Of what `/inference/v1/generate` has answered.
+# Bodies made from the answer of `/inference/v1/generate`.
 DERENDERED = {
     "/v1/chat/completions/derender": lambda made: {
         "generate_response": made,
-        "chat_request": {"model": "tiny", **CHAT},  # with which tools are looked for
+        "chat_request": {"model": "tiny", **CHAT},  # needed to find tools
     },
     "/v1/completions/derender": lambda made: {"generate_responses": [made]},
 }
@@ -87,7 +86,7 @@ DERENDERED = {
 
 @pytest.fixture(scope="module")
 def embeds() -> Iterator[Worker]:
-    """Start one whose answers are vectors."""
+    """Start an embedding worker."""
     with worker(
         Side("default"),
         model=str(tiny_model()),
@@ -103,7 +102,7 @@ def embeds() -> Iterator[Worker]:
 
 @pytest.fixture
 def router(workers: dict[str, Worker], embeds: Worker, tmp_path: Path) -> Iterator[Router]:
-    """Run a router before one that writes and one that embeds."""
+    """Run a router with a generating and an embedding worker."""
     program("prometheus")
     fleet: list[dict[str, object]] = [
         {"name": "writes", "url": workers["default"].url},
@@ -116,20 +115,20 @@ def router(workers: dict[str, Worker], embeds: Worker, tmp_path: Path) -> Iterat
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Ask with patience."""
+    """Return an HTTP session with a long timeout."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as made:
         yield made
 
 
 async def posted(session: aiohttp.ClientSession, url: str, **given: Any) -> tuple[int, Json]:
-    """Ask once; return the status and what was said."""
+    """Send a POST request; return the status and the body."""
     async with session.post(url, **given) as answer:
         text = await answer.text()
         return answer.status, json.loads(text) if answer.status == 200 else {"said": text}
 
 
 async def every_path(session: aiohttp.ClientSession, url: str) -> dict[str, tuple[int, Json]]:
-    """Ask for each."""
+    """Send a request to each route."""
     found = {}
     for path, body in BODIES.items():
         found[path] = await posted(session, url + path, json={"model": "tiny", **body})
@@ -145,15 +144,15 @@ async def every_path(session: aiohttp.ClientSession, url: str) -> dict[str, tupl
 
 
 async def stored_response(session: aiohttp.ClientSession, url: str) -> None:
-    """Have one kept and shown; have another stopped that is being written."""
+    """Store and fetch a response, and cancel a background response."""
     url += "/v1/responses"
-    asked: Json = {"model": "tiny", "input": "hi", "store": True}
-    _, kept = await posted(session, url, json=asked | {"max_output_tokens": 2})
+    body: Json = {"model": "tiny", "input": "hi", "store": True}
+    _, kept = await posted(session, url, json=body | {"max_output_tokens": 2})
     async with session.get(f"{url}/{kept['id']}") as answer:
         assert answer.status == 200
         assert (await answer.json())["id"] == kept["id"]
     status, begun = await posted(
-        session, url, json=asked | {"max_output_tokens": 8000, "background": True}
+        session, url, json=body | {"max_output_tokens": 8000, "background": True}
     )
     assert status == 200, begun
     status, stopped = await posted(session, f"{url}/{begun['id']}/cancel")
@@ -161,15 +160,15 @@ async def stored_response(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def whole_batch(session: aiohttp.ClientSession, url: str) -> None:
-    """Have a batch of two lines served."""
+    """Run a batch of two lines."""
     path, body = "/v1/chat/completions", {"model": "tiny", **CHAT, **SHORT}
     line = {"method": "POST", "url": path, "body": body}
     lines = [json.dumps(line | {"custom_id": each}) for each in ("a", "b")]
     form = aiohttp.FormData({"purpose": "batch"})
     form.add_field("file", "\n".join(lines).encode(), filename="night.jsonl")
     _, file = await posted(session, f"{url}/v1/files", data=form)
-    asked = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
-    _, batch = await posted(session, f"{url}/v1/batches", json=asked)
+    batch_body = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
+    _, batch = await posted(session, f"{url}/v1/batches", json=batch_body)
     async with asyncio.timeout(DEADLINE_S):
         while batch["status"] != "completed":
             await asyncio.sleep(0.2)
@@ -181,7 +180,7 @@ async def whole_batch(session: aiohttp.ClientSession, url: str) -> None:
     assert [each["response"]["status_code"] for each in results] == [200, 200]
 
 
-async def test_every_route_is_answered_by_real_workers_and_seen(
+async def test_every_route_is_answered_and_visible_in_prometheus(
     router: Router,
     workers: dict[str, Worker],
     embeds: Worker,
@@ -190,15 +189,15 @@ async def test_every_route_is_answered_by_real_workers_and_seen(
 ) -> None:
     found = await every_path(session, router.url)
     assert found.keys() == ROUTES.keys()
-    left = {path: told for path, told in found.items() if told[0] != 200}
-    said = "\n".join(f"{path}: {told}" for path, told in left.items())
-    assert left.keys() == WITHOUT.keys(), said
-    assert {status for status, _ in left.values()} <= {404, 501}, said
+    left = {path: answer for path, answer in found.items() if answer[0] != 200}
+    details = "\n".join(f"{path}: {answer}" for path, answer in left.items())
+    assert left.keys() == WITHOUT.keys(), details
+    assert {status for status, _ in left.values()} <= {404, 501}, details
     await stored_response(session, router.url)
     await whole_batch(session, router.url)
 
     without = {ROUTES[path].name for path in WITHOUT}
-    asked = {name: f'proxy_requests_total{{route="{name}",status="200"}}' for name in BY_NAME}
+    queries = {name: f'proxy_requests_total{{route="{name}",status="200"}}' for name in BY_NAME}
     prometheus = Prometheus(tmp_path, session)
     async with AsyncExitStack() as stack:
         targets = {
@@ -206,9 +205,9 @@ async def test_every_route_is_answered_by_real_workers_and_seen(
             "worker": [port_of(workers["default"].url), port_of(embeds.url)],
         }
         await prometheus.begin(stack, targets)
-        seen = {asked[name]: f"route {name}" for name in BY_NAME.keys() - without}
+        seen = {queries[name]: f"route {name}" for name in BY_NAME.keys() - without}
         missing = await exhausted(partial(prometheus.unanswered, seen))
         assert not missing, missing
-        excuses = {asked[name]: f"route {name}" for name in without}
+        excuses = {queries[name]: f"route {name}" for name in without}
         assert await prometheus.unanswered(dict(excuses)) == excuses, "answered: no excuse"
         await prometheus.is_well()

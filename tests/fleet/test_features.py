@@ -1,4 +1,4 @@
-"""`long_prompt` beside vLLM's other features, all switched on in one real engine."""
+"""`long_prompt` with vLLM's other features, all enabled in one real engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.fleet.conftest import ALONE, ARGS, SETTINGS
 from tests.fleet.lora import make_adapter
 from tests.fleet.test_worker import (
-    LENGTHY,
+    LONG_TOKENS,
     client_of,
     complete,
     gauges,
@@ -25,13 +25,13 @@ from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-# Repetitive, so that drafts are found and taken.
+# Repetitive, so that drafts are found and accepted.
 DRAFTED = [11, 12, 13, 14] * 800
 
 
 @pytest.fixture(scope="module")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Start a worker with adapters, of which one may run, speculative decoding and priorities."""
+    """Start a worker with LoRA adapters (one slot), speculative decoding and priorities."""
     adapter: Path = make_adapter(tmp_path_factory.mktemp("adapter"))
     other: Path = make_adapter(tmp_path_factory.mktemp("other"), seed=1)
     with worker(
@@ -57,20 +57,20 @@ def post(worker: Worker, path: str) -> None:
         assert answer.status == 200
 
 
-async def test_drafts_are_taken_and_the_output_is_that_of_plain_decoding(
+async def test_output_with_accepted_drafts_matches_plain_decoding(
     featured: Worker, workers: dict[str, Worker]
 ) -> None:
     prompts = [DRAFTED, prompt(7001, 2500), prompt(7002, 60), DRAFTED[:90]]
     answers = []
-    for each in (featured, workers["default"]):
-        async with client_of(each) as client:
+    for server in (featured, workers["default"]):
+        async with client_of(server) as client:
             done = await asyncio.gather(*(complete(client, p, 40) for p in prompts))
         answers.append([d.choices[0].token_ids for d in done])
     assert answers[0] == answers[1]
     assert gauges(featured, "spec_decode_num_accepted_tokens_total") > (0,)
 
 
-async def test_an_adapter_and_its_base_share_steps(featured: Worker) -> None:
+async def test_adapter_and_base_model_share_steps(featured: Worker) -> None:
     async with client_of(featured) as client:
         plain, adapted = await asyncio.gather(
             complete(client, prompt(7101, 3000), 12),
@@ -87,7 +87,7 @@ async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
             done = await complete(client, prompt(7150 + number, tokens), output, model=model)
             assert done.usage.completion_tokens == output
 
-        # The long prompt has nothing in steps that serve shorts. Its adapter keeps the slot.
+        # The long prompt has no part of steps with shorts, and its adapter keeps the slot.
         group.create_task(run(0, "adapter", 6000, 4))
         for number in range(1, 11):
             await asyncio.sleep(0.05)
@@ -95,7 +95,7 @@ async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
     await settled(featured, running=0, waiting=0)
 
 
-async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
+async def test_urgent_long_prompt_precedes_others(featured: Worker) -> None:
     finished: list[str] = []
 
     async with client_of(featured) as client, asyncio.TaskGroup() as group:
@@ -104,14 +104,14 @@ async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
             await complete(client, prompt(seed, tokens), 2, priority=priority)
             finished.append(name)
 
-        group.create_task(run("first", 7201, LENGTHY, 0))
+        group.create_task(run("first", 7201, LONG_TOKENS, 0))
         await settled(featured, running=1, waiting=0)
         group.create_task(run("patient", 7202, 4000, 5))
         group.create_task(run("urgent", 7203, 4000, 1))
     assert finished == ["first", "urgent", "patient"]
 
 
-async def test_a_pause_keeps_what_is_held(featured: Worker) -> None:
+async def test_pause_keeps_held_requests(featured: Worker) -> None:
     async with client_of(featured) as client:
         first, second = await one_behind_another(client, featured, 7301, 40)
         await asyncio.to_thread(post, featured, "/pause?mode=keep")

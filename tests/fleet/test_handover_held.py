@@ -1,4 +1,4 @@
-"""Prefill here, decode there, where the decode worker has `long_prompt` and prompts of its own."""
+"""Hand-overs to a decode worker with `long_prompt` and its own long prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import pytest
 
 from tests.fleet.conftest import PREFILL, THIRD
 from tests.fleet.test_connectors import Pair
-from tests.fleet.test_handover import ABOVE, Ends, connected, direct, freed, handed_over, tokens
+from tests.fleet.test_handover import (
+    ABOVE,
+    Ends,
+    direct,
+    handed_over,
+    tokens,
+    wait_connected,
+    wait_freed,
+)
 from tests.fleet.test_router import routing
 from tests.fleet.test_worker import complete, one_behind_another, prompt, settled
 from vllm_sched.workers.launch import Worker
@@ -18,33 +26,33 @@ from vllm_sched.workers.launch import Worker
 
 @pytest.fixture
 def pair(ends: Ends, third: Worker, tmp_path: Path) -> Iterator[Pair]:
-    """Run a router before the two that have the policy."""
+    """Run a router with the two workers that have the policy."""
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    some: list[dict[str, object]] = [
+    entries: list[dict[str, object]] = [
         {"name": PREFILL, "role": "prefill", "url": ends[PREFILL].url},
         {"name": THIRD, "role": "decode", "url": third.url},
     ]
-    with routing(tmp_path, some, rules, transfer="nixl") as router:
-        connected(router)
+    with routing(tmp_path, entries, rules, transfer="nixl") as router:
+        wait_connected(router)
         yield Pair(router, {PREFILL: ends[PREFILL], THIRD: third})
 
 
-async def test_who_brings_its_kv_cache_passes_the_long_prompts_that_are_held(pair: Pair) -> None:
-    """By length all three are long."""
-    worker, some = pair.ends[THIRD], prompt(48_100, 3000)
+async def test_decode_leg_passes_held_long_prompts(pair: Pair) -> None:
+    """All three prompts are long."""
+    worker, prompt_ids = pair.ends[THIRD], prompt(48_100, 3000)
     async with pair.router.client() as client, direct(worker) as beside:
         read, held = await one_behind_another(beside, worker, 48_000)
-        brought = await tokens(client, some, 2)
+        brought = await tokens(client, prompt_ids, 2)
         assert not held.done()
         assert handed_over(pair.router) == [True]
         await asyncio.gather(read, held)
     async with direct(pair.ends[PREFILL]) as client:
-        assert brought == await tokens(client, some, 2)
-    for each in pair.ends.values():
-        await freed(each)
+        assert brought == await tokens(client, prompt_ids, 2)
+    for end in pair.ends.values():
+        await wait_freed(end)
 
 
-async def test_who_leaves_when_it_has_passed_them_leaves_nothing(pair: Pair) -> None:
+async def test_client_disconnect_after_passing_long_prompts_frees_both_workers(pair: Pair) -> None:
     worker = pair.ends[THIRD]
     async with pair.router.client() as client, direct(worker) as beside:
         longs = await one_behind_another(beside, worker, 48_050)
@@ -54,5 +62,5 @@ async def test_who_leaves_when_it_has_passed_them_leaves_nothing(pair: Pair) -> 
         assert handed_over(pair.router) == [True]
         await asyncio.gather(*longs)
     await settled(worker, running=0, waiting=0)
-    for each in pair.ends.values():
-        await freed(each)
+    for end in pair.ends.values():
+        await wait_freed(end)

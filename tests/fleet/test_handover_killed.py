@@ -1,7 +1,7 @@
-"""A real worker that ends without a word, in each phase of a hand-over, and comes back.
+"""A real worker that is killed in each phase of a hand-over, and restarted.
 
-It takes most of a minute to come back, so it is killed once: as a prefill worker and as a decode
-worker, the only one of its kind and one of two, of four routers that have it at the same time.
+A restart takes most of a minute, so the worker is killed once. Four routers use it at the same
+time: as a prefill and as a decode worker, each as the only one and as one of two.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.fleet.conftest import DECODE, PREFILL, revive
+from tests.fleet.conftest import DECODE, PREFILL, restart
 from tests.fleet.test_handover import (
     ABOVE,
+    Completion,
     Ends,
-    Said,
-    connected,
     direct,
-    freed,
     handed_over,
     tokens,
+    wait_connected,
+    wait_freed,
 )
 from tests.fleet.test_router import PATIENT, Router, family, routing
-from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, prompt, settled
+from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.transfer import DEFAULT_LEASE_S
@@ -45,225 +45,239 @@ FAILED = "nixl_num_failed_transfers_total"
 
 
 def entry(name: str, worker: Worker) -> Entry:
-    """List a worker for a router's own file, in the role that its name says."""
+    """Return a worker's entry for a router's file, with the role of its name."""
     return {"name": name, "role": name.partition("-")[0], "url": worker.url}
 
 
 @contextmanager
-def before(folder: Path, links: int, *workers: Entry) -> Iterator[Router]:
-    """Run a router before these, that many pairs of which may hand over to each other."""
+def routing_pairs(folder: Path, links: int, *workers: Entry) -> Iterator[Router]:
+    """Run a router with these workers, and wait until `links` pairs are connected."""
     folder.mkdir()
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     with routing(folder, [*workers], rules, transfer="nixl", router=PATIENT) as running:
-        connected(running, links)
+        wait_connected(running, links)
         yield running
 
 
-def tell(router: Router, what: str, whom: str = GENERAL) -> None:
-    """Have the general worker, or another, drain, or not."""
-    url = f"{router.admin}/admin/workers/{whom}/{what}"
+def post_action(router: Router, action: str, name: str = GENERAL) -> None:
+    """Drain or undrain a worker."""
+    url = f"{router.admin}/admin/workers/{name}/{action}"
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10) as answer:
         assert answer.status == 200
 
 
 def state_of(router: Router, name: str) -> object:
-    """Ask the router what it takes a worker for."""
+    """Return the router's state of a worker."""
     with urllib.request.urlopen(f"{router.admin}/admin/workers", timeout=10) as answer:
         return {each["name"]: each["state"] for each in json.load(answer)}[name]
 
 
-def placed_last(router: Router) -> tuple[object, object]:
-    """Name who served the last request, and who prefilled it."""
+def last_placement(router: Router) -> tuple[object, object]:
+    """Return the worker and the prefill worker of the last request."""
     [decision] = router.decisions(1)
     return decision["worker"], decision["prefill_worker"]
 
 
-def tell_all(worker: Worker, which: signal.Signals) -> None:
-    """Send a signal to a worker's whole family."""
+def signal_all(worker: Worker, number: signal.Signals) -> None:
+    """Send a signal to all processes of a worker."""
     for pid in [*family(worker)]:
-        os.kill(pid, which)
+        os.kill(pid, number)
 
 
-async def held_up_after_the_prefill(
-    router: Router, client: AsyncOpenAI, some: list[int], prefills: Worker, moment: ExitStack
-) -> asyncio.Task[Said]:
-    """Ask, and return when the prefill is done: the router learns of it when the moment is over."""
-    asked = asyncio.create_task(tokens(client, some))
-    await settled(prefills, running=1, waiting=0)
-    moment.enter_context(router.held_up())
-    await settled(prefills, running=0, waiting=0)
-    return asked
+async def request_stopped_after_prefill(
+    router: Router,
+    client: AsyncOpenAI,
+    prompt_ids: list[int],
+    prefill_worker: Worker,
+    moment: ExitStack,
+) -> asyncio.Task[Completion]:
+    """Send a request and return after its prefill; the router is stopped until `moment` closes."""
+    task = asyncio.create_task(tokens(client, prompt_ids))
+    await settled(prefill_worker, running=1, waiting=0)
+    moment.enter_context(router.stopped())
+    await settled(prefill_worker, running=0, waiting=0)
+    return task
 
 
 Scene = AsyncIterator[None]
 
 
-async def the_only_one_that_decodes(router: Router, ends: Ends, moment: ExitStack) -> Scene:
-    """Have it killed before its first byte of one request, and in the middle of another."""
-    some = [prompt(46_000 + number, size) for number, size in enumerate((LENGTHY, 5000))]
+async def only_decode_worker_killed(router: Router, ends: Ends, moment: ExitStack) -> Scene:
+    """Kill before the first byte of one request, and in the middle of another."""
+    prompts = [prompt(46_000 + number, size) for number, size in enumerate((LONG_TOKENS, 5000))]
     async with router.client() as client:
-        tell(router, "drain")
+        post_action(router, "drain")
         stream = await complete(client, prompt(46_200, 40), 16_000, stream=True)
         await anext(aiter(stream))
-        asked = await held_up_after_the_prefill(router, client, some[0], ends[PREFILL], moment)
+        task = await request_stopped_after_prefill(
+            router, client, prompts[0], ends[PREFILL], moment
+        )
         yield
         await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
-        tell(router, "undrain")
+        post_action(router, "undrain")
         yield
-        # Who has nothing yet is served by another, from the start.
-        said = [await asked]
-        assert placed_last(router) == (GENERAL, None)
-        # Who has a part is told of an error, not of an end.
+        # A request without output is served by another worker, from the start.
+        completions = [await task]
+        assert last_placement(router) == (GENERAL, None)
+        # A request with partial output gets an error.
         with pytest.raises(openai.APIError):
             await drained(stream)
-        # There is no other decode worker, through which its blocks could be freed.
+        # No other decode worker can release its blocks.
         await eventually(lambda: router.handovers()["left_to_expire"], within=DEADLINE_S)
         assert router.handovers()["decode_failed"] == 1
-        tell(router, "drain")
+        post_action(router, "drain")
         yield
-        await handed_over_again(router, client)
-        # What the old one had promised is not asked of the new one.
-        said.append(await tokens(client, some[1]))
+        await wait_handed_over(router, client)
+        # The restarted worker is not asked for old blocks.
+        completions.append(await tokens(client, prompts[1]))
         assert handed_over(router) == [True]
-    await are_those_of_one(said, some, ends)
+    await assert_same_as_one_worker(completions, prompts, ends)
 
 
-async def one_of_two_that_decode(router: Router, ends: Ends, moment: ExitStack) -> Scene:
-    """Before its first byte: the other has it all, and has the blocks freed that nobody fetched."""
-    some = prompt(46_020, LENGTHY)
+async def one_of_two_decode_workers_killed(router: Router, ends: Ends, moment: ExitStack) -> Scene:
+    """Kill before the first byte: the other worker serves and releases the blocks."""
+    prompt_ids = prompt(46_020, LONG_TOKENS)
     async with router.client() as client:
-        tell(router, "drain", DECODE)
-        asked = await held_up_after_the_prefill(router, client, some, ends[PREFILL], moment)
+        post_action(router, "drain", DECODE)
+        task = await request_stopped_after_prefill(
+            router, client, prompt_ids, ends[PREFILL], moment
+        )
         yield
         await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
-        tell(router, "undrain", DECODE)
+        post_action(router, "undrain", DECODE)
         yield
-        said = await asked
-        assert placed_last(router) == (DECODE, PREFILL)
+        completion = await task
+        assert last_placement(router) == (DECODE, PREFILL)
         await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
-        # What the first prefill left is nobody's any more, and was not given to the second leg.
+        # The blocks of the first prefill are released and not used by the second leg.
         assert router.handovers() == {
             "prefilled": 2, "decode_failed": 1, "released": 1, "transferred": 1,
         }  # fmt: skip
         await tokens(client, prompt(46_021, 3000))
         assert handed_over(router) == [True]
         yield
-    await are_those_of_one([said], [some], ends)
+    await assert_same_as_one_worker([completion], [prompt_ids], ends)
 
 
-async def the_only_one_that_prefills(
+async def only_prefill_worker_killed(
     router: Router, ends: Ends, third: Worker, moment: ExitStack
 ) -> Scene:
-    """When it has answered one request and nothing is fetched yet, and in another's prefill."""
-    some = [prompt(46_010 + number, size) for number, size in enumerate((LENGTHY, 5000, 5000))]
+    """Kill after one prefill, before its fetch, and during another prefill."""
+    prompts = [
+        prompt(46_010 + number, size) for number, size in enumerate((LONG_TOKENS, 5000, 5000))
+    ]
     async with router.client() as client:
         [failed] = gauges(ends[DECODE], FAILED)
         with ExitStack() as prefilled:
-            first = await held_up_after_the_prefill(router, client, some[0], third, prefilled)
-            tell_all(ends[DECODE], signal.SIGSTOP)
-            moment.callback(tell_all, ends[DECODE], signal.SIGCONT)
+            first = await request_stopped_after_prefill(
+                router, client, prompts[0], third, prefilled
+            )
+            signal_all(ends[DECODE], signal.SIGSTOP)
+            moment.callback(signal_all, ends[DECODE], signal.SIGCONT)
         await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
         yield
         second = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
         await settled(third, running=2, waiting=0)  # beside the stream
         yield
         # The decode worker computes both prompts.
-        said = [await first]
+        completions = [await first]
         await second
-        assert {each["worker"] for each in router.decisions(2)} == {DECODE}
+        assert {decision["worker"] for decision in router.decisions(2)} == {DECODE}
         assert gauges(ends[DECODE], FAILED) > (failed,)
-        # And with it gone, all that comes.
-        said.append(await tokens(client, some[1]))
+        # Without it, the decode worker also serves new requests.
+        completions.append(await tokens(client, prompts[1]))
         assert handed_over(router) == [False]
         yield
-        await handed_over_again(router, client)
-        said.append(await tokens(client, some[2]))
+        await wait_handed_over(router, client)
+        completions.append(await tokens(client, prompts[2]))
         assert handed_over(router) == [True]
-    await are_those_of_one(said, some, ends)
+    await assert_same_as_one_worker(completions, prompts, ends)
 
 
-async def one_of_two_that_prefill(router: Router, ends: Ends, third: Worker) -> Scene:
-    """Before it has answered: the other prefills, and D decodes what that one has.
+async def one_of_two_prefill_workers_killed(router: Router, ends: Ends, third: Worker) -> Scene:
+    """Kill during the prefill: the other worker prefills.
 
-    So does what comes once the killed one is known to be down, without another try.
+    Later requests do not try the dead worker.
     """
-    some = prompt(46_030, LENGTHY)
+    prompt_ids = prompt(46_030, LONG_TOKENS)
     async with router.client() as client:
-        tell(router, "drain", PREFILL)
-        asked = asyncio.create_task(tokens(client, some))
-        # Another long one is being read there.
+        post_action(router, "drain", PREFILL)
+        task = asyncio.create_task(tokens(client, prompt_ids))
+        # Another long prompt is in prefill there.
         await settled(third, running=2, waiting=1)
-        tell(router, "undrain", PREFILL)
+        post_action(router, "undrain", PREFILL)
         yield
-        said = await asked
-        assert placed_last(router) == (DECODE, PREFILL)
+        completion = await task
+        assert last_placement(router) == (DECODE, PREFILL)
         assert router.handovers() == {
             "prefill_failed": 1, "prefilled": 1, "transferred": 1,
         }  # fmt: skip
-        # A fast machine has answered before enough probes have failed.
+        # On a fast machine the answer precedes the failed probes.
         await eventually(lambda: state_of(router, SECOND) == "down", within=DEADLINE_S)
         await tokens(client, prompt(46_031, 3000))
-        assert placed_last(router) == (DECODE, PREFILL)
+        assert last_placement(router) == (DECODE, PREFILL)
         assert router.handovers()["prefill_failed"] == 1
         yield
-    await are_those_of_one([said], [some], ends)
+    await assert_same_as_one_worker([completion], [prompt_ids], ends)
 
 
-async def are_those_of_one(said: list[Said], some: list[list[int]], ends: Ends) -> None:
-    """Check that one worker alone has the same tokens."""
+async def assert_same_as_one_worker(
+    completions: list[Completion], prompts: list[list[int]], ends: Ends
+) -> None:
+    """Check that one worker alone returns the same tokens."""
     async with direct(ends[PREFILL]) as client:
-        assert said == [await tokens(client, each) for each in some]
+        assert completions == [await tokens(client, prompt_ids) for prompt_ids in prompts]
 
 
-async def test_a_worker_is_killed_in_either_role_and_comes_back(
+async def test_worker_killed_in_either_role_recovers(
     ends: Ends, third: Worker, tmp_path: Path
 ) -> None:
-    prefills, decodes = entry(PREFILL, ends[PREFILL]), entry(DECODE, ends[DECODE])
-    prefills_too, decodes_too = entry(SECOND, third), entry(OTHER, third)
-    # Given nothing until it is needed.
+    prefill_entry, decode_entry = entry(PREFILL, ends[PREFILL]), entry(DECODE, ends[DECODE])
+    second_prefill, second_decode = entry(SECOND, third), entry(OTHER, third)
+    # Drained until it is needed.
     spare = entry(GENERAL, ends[DECODE])
     with ExitStack() as stack:
         decodes_alone, decodes_beside, prefills_alone, prefills_beside = (
-            stack.enter_context(before(tmp_path / str(number), links, *workers))
+            stack.enter_context(routing_pairs(tmp_path / str(number), links, *workers))
             for number, (links, workers) in enumerate(
                 (
-                    (1, (prefills, decodes_too, spare)),
-                    (2, (prefills, decodes, decodes_too)),
-                    (1, (prefills_too, decodes)),
-                    (2, (prefills, prefills_too, decodes)),
+                    (1, (prefill_entry, second_decode, spare)),
+                    (2, (prefill_entry, decode_entry, second_decode)),
+                    (1, (second_prefill, decode_entry)),
+                    (2, (prefill_entry, second_prefill, decode_entry)),
                 )
             )
         )
-        # Ends when it is killed, or when something went wrong before that.
+        # Closed at the kill, or at an earlier error.
         paused, stopped = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
-        decoding = the_only_one_that_decodes(decodes_alone, ends, paused)
-        decoding_too = one_of_two_that_decode(decodes_beside, ends, paused)
-        prefilling = the_only_one_that_prefills(prefills_alone, ends, third, stopped)
-        prefilling_too = one_of_two_that_prefill(prefills_beside, ends, third)
+        decoding = only_decode_worker_killed(decodes_alone, ends, paused)
+        decoding_too = one_of_two_decode_workers_killed(decodes_beside, ends, paused)
+        prefilling = only_prefill_worker_killed(prefills_alone, ends, third, stopped)
+        prefilling_too = one_of_two_prefill_workers_killed(prefills_beside, ends, third)
         every = (decoding, decoding_too, prefilling, prefilling_too)
-        # Prompts are prefilled that nobody fetches.
-        for each in (prefilling, decoding, decoding_too):
-            await anext(each)
-        # Prompts are being read.
-        for each in (prefilling, prefilling_too):
-            await anext(each)
-        tell_all(third, signal.SIGSTOP)
+        # Prompts are prefilled and not fetched.
+        for scene in (prefilling, decoding, decoding_too):
+            await anext(scene)
+        # Prompts are in prefill.
+        for scene in (prefilling, prefilling_too):
+            await anext(scene)
+        signal_all(third, signal.SIGSTOP)
         paused.close()
         # Decode legs are sent.
-        for each in (decoding, decoding_too):
-            await anext(each)
-        tell_all(third, signal.SIGKILL)
+        for scene in (decoding, decoding_too):
+            await anext(scene)
+        signal_all(third, signal.SIGKILL)
         stopped.close()
-        for each in every:
-            await anext(each)
-        await asyncio.to_thread(revive, third)
-        for each in every:
+        for scene in every:
+            await anext(scene)
+        await asyncio.to_thread(restart, third)
+        for scene in every:
             with contextlib.suppress(StopAsyncIteration):
-                await anext(each)
+                await anext(scene)
     for worker in (third, ends[DECODE]):
-        await freed(worker)
-    # Where it was the only one that decodes.
-    await freed(ends[PREFILL], within=DEFAULT_LEASE_S + DEADLINE_S)
+        await wait_freed(worker)
+    # The lease of the router without another decode worker.
+    await wait_freed(ends[PREFILL], within=DEFAULT_LEASE_S + DEADLINE_S)
 
 
 async def drained(stream: Any) -> None:
@@ -272,8 +286,8 @@ async def drained(stream: Any) -> None:
         pass
 
 
-async def handed_over_again(router: Router, client: AsyncOpenAI) -> None:
-    """Ask until both legs are served again; each time anew, since what D has cached is D's."""
+async def wait_handed_over(router: Router, client: AsyncOpenAI) -> None:
+    """Send new prompts until one is handed over again."""
     async with asyncio.timeout(DEADLINE_S):
         for seed in itertools.count(46_300):
             with contextlib.suppress(openai.APIStatusError):

@@ -1,4 +1,4 @@
-"""What clients may ask for, in two legs or whole: it is as one worker alone answers it."""
+"""Every kind of request, handed over or not, is answered as by one worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from proxy.config import FleetConfig
 from tests.fleet.conftest import DECODE, PREFILL
-from tests.fleet.test_handover import NEAR, Ends, connected, handed_over, listed
+from tests.fleet.test_handover import NEAR, Ends, handed_over, listed, wait_connected
 from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import DEADLINE_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, COHERE = "/v1/responses", "/v1/messages", "/cohere/v2/chat"
 ABOVE = 64
-# More than that by whatever estimate, and no more than a worker reads in one step.
+# Longer than `ABOVE` by any estimate, and short enough for one step.
 TEXT = "please tell me more about that and the other thing too. " * 13
 TOOL = {
     "type": "function",
@@ -42,12 +42,12 @@ ON: dict[str, Any] = {"ignore_eos": True}
 
 
 class Kind(NamedTuple):
-    """One kind of request, and in how many legs it is served; 0: it is refused."""
+    """A kind of request, and the number of its legs; 0: refused."""
 
     path: str
     fields: dict[str, Any]
     legs: int = 2
-    streams: bool = True  # or vLLM refuses it as a stream
+    streams: bool = True  # vLLM accepts it as a stream
 
 
 KINDS = {
@@ -122,13 +122,13 @@ KINDS = {
     "cohere, thinking": Kind(COHERE, {"max_tokens": 8, "thinking": {"type": "disabled"}}),
     "cohere, one token": Kind(COHERE, {"max_tokens": 1}, legs=1),
 }
-# What is made up for each answer.
-OWN = frozenset(
+# Fields that differ in each answer.
+GENERATED_FIELDS = frozenset(
     ["id", "item_id", "response_id", "request_id", "created", "created_at", "completed_at"]
 )
-# Tells the settings of who answers.
+# Differs by the worker's settings.
 OF_THE_WORKER = "system_fingerprint"
-# In a stream, strings of which each event has a piece.
+# Fields of a stream that are split over events.
 PIECES = frozenset(["arguments", "content", "delta", "partial_json", "text"])
 
 
@@ -136,17 +136,17 @@ PIECES = frozenset(["arguments", "content", "delta", "partial_json", "text"])
 def router(
     ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router]:
-    """Run the router before both."""
+    """Run the router with both workers."""
     assert all(worker.healthy() for worker in ends.values())
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     folder = tmp_path_factory.mktemp("kinds")
     with routing(folder, listed(fleet), rules, transfer="nixl") as running:
-        connected(running)
+        wait_connected(running)
         yield running
 
 
 def body_of(name: str, *, stream: bool) -> dict[str, Any]:
-    """Write one, which begins as no other does."""
+    """Return the body of a request, with a unique beginning."""
     kind = KINDS[name]
     text = f"{name} {stream} {TEXT}"
     body: dict[str, Any] = {"model": "tiny", "temperature": 0, **kind.fields}
@@ -168,7 +168,7 @@ def body_of(name: str, *, stream: bool) -> dict[str, Any]:
 
 
 async def answer_of(url: str, name: str, *, stream: bool) -> tuple[int, Any]:
-    """Ask, and read all of the answer."""
+    """Send a request; return the status and the whole answer."""
     async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as web:
         answer = await web.post(KINDS[name].path, json=body_of(name, stream=stream))
     if stream and answer.status_code == 200:
@@ -177,7 +177,7 @@ async def answer_of(url: str, name: str, *, stream: bool) -> tuple[int, Any]:
 
 
 def assembled(text: str) -> Any:
-    """Put a stream together, by types of events: how it was cut is a matter of chance."""
+    """Return a stream merged by event type, independent of how it was split."""
     whole: dict[str, Any] = {}
     for line in text.splitlines():
         if line == "data: [DONE]":
@@ -191,7 +191,7 @@ def assembled(text: str) -> Any:
 
 
 def joined(whole: Any, piece: Any, name: str = "") -> Any:
-    """Add a piece of a value to what came before it."""
+    """Return a value merged with its next piece."""
     if whole is None or piece is None:
         return whole if piece is None else piece
     if type(piece) is dict:
@@ -200,29 +200,29 @@ def joined(whole: Any, piece: Any, name: str = "") -> Any:
             for key in sorted(whole.keys() | piece.keys())
         }
     if type(piece) is list:
-        numbered = {each["index"]: each for each in whole if type(each) is dict and "index" in each}
-        for each in piece:
-            if type(each) is dict and "index" in each:
-                numbered[each["index"]] = joined(numbered.get(each["index"]), each)
+        numbered = {item["index"]: item for item in whole if type(item) is dict and "index" in item}
+        for item in piece:
+            if type(item) is dict and "index" in item:
+                numbered[item["index"]] = joined(numbered.get(item["index"]), item)
         if numbered:
-            return [each for _, each in sorted(numbered.items())]
+            return [item for _, item in sorted(numbered.items())]
         return [*whole, *piece]
     return whole + piece if type(piece) is str and name in PIECES else piece
 
 
 def plain(value: Any) -> Any:
-    """Leave out what is made up for each answer."""
+    """Return a value without generated fields."""
     if type(value) is dict:
         return {
-            key: plain(each) if key != OF_THE_WORKER else each is not None
-            for key, each in value.items()
-            if key not in OWN
+            key: plain(item) if key != OF_THE_WORKER else item is not None
+            for key, item in value.items()
+            if key not in GENERATED_FIELDS
         }
-    return [plain(each) for each in value] if type(value) is list else value
+    return [plain(item) for item in value] if type(value) is list else value
 
 
 def near(one: Any, other: Any) -> bool:
-    """Compare two, and logprobs as far as another prompt's KV cache would change them."""
+    """Return whether two answers are equal, with logprobs within `NEAR`."""
     if type(one) is not type(other):
         return False
     if type(one) is dict:
@@ -234,12 +234,12 @@ def near(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", KINDS)
-async def test_each_kind_is_as_the_prefill_worker_alone_has_it(
+async def test_each_kind_matches_the_prefill_worker_alone(
     router: Router, ends: Ends, name: str, stream: bool
 ) -> None:
     alone = ends[PREFILL].url
-    # Who is to read the prompt has read it before, so that as much is cached each time. One after
-    # the other: vLLM's engine dies on a CPU of a seed where a prompt is read in two steps.
+    # The worker has read the prompt before, so that the same tokens are cached each time.
+    # Sequentially, because vLLM's CPU engine dies of a seed if a prompt takes two steps.
     await answer_of(alone, name, stream=stream)
     if KINDS[name].legs == 1:
         await answer_of(ends[DECODE].url, name, stream=stream)
@@ -247,14 +247,14 @@ async def test_each_kind_is_as_the_prefill_worker_alone_has_it(
     legs = 2 if handed_over(router) == [True] else 1
     right = await answer_of(alone, name, stream=stream)
     assert near(routed, right), f"{routed}\n{right}"
-    kind, (status, told) = KINDS[name], right
+    kind, (status, body) = KINDS[name], right
     refused = stream and not kind.streams
     assert (legs if status == 200 else 0) == (0 if refused else kind.legs)
     if kind.legs == 2 and kind.path in (CHAT, COMPLETIONS):
-        usage = (told[""] if stream else told).get("usage")
-        # What the prefill worker had cached, of which the decode worker had nothing.
+        usage = (body[""] if stream else body).get("usage")
+        # Tokens that only the prefill worker had cached.
         assert (usage is None) == (stream and name == "no usage")
         assert usage is None or usage["prompt_tokens_details"]["cached_tokens"] > 0
     if kind.legs == 2 and kind.path == COHERE:
-        usage = (told["message-end"]["delta"] if stream else told)["usage"]
+        usage = (body["message-end"]["delta"] if stream else body)["usage"]
         assert usage["cached_tokens"] > 0

@@ -1,4 +1,4 @@
-"""What a real worker's KV cache is taken to hold, where many prompts have one beginning."""
+"""The router's estimate of a real worker's KV cache, with a shared prefix."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from proxy.core.fleet.worker import Worker as Known
 from tests.fleet.test_worker import DEADLINE_S, complete, prompt
 from vllm_sched.workers.launch import Worker
 
-# The answers last for longer than it takes to look at them; none is read to its end.
+# Long answers, of which none is read to its end.
 MANY, SHARED, OWN, OUTPUT = 12, 4000, 200, 2400
 BLOCK = 128
 
 
 @asynccontextmanager
-async def before(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
-    """Run a router before one worker, that knows how large its cache is."""
+async def routed(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
+    """Run a router with one worker, and wait until the cache size is known."""
     fleet = {
         "model": "tiny",
         "workers": [{"name": "w0", "url": worker.url}],
@@ -33,7 +33,7 @@ async def before(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
     try:
         [known] = app.fleet
         async with asyncio.timeout(DEADLINE_S):
-            while not known.up or not known.kv_capacity:  # noqa: ASYNC110 - nobody tells of it
+            while not known.up or not known.kv_capacity:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.02)
         async with AsyncOpenAI(
             base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
@@ -43,7 +43,7 @@ async def before(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
         await app.stop()
 
 
-async def test_what_many_begin_with_is_charged_once_and_the_page_agrees(
+async def test_shared_prefix_is_charged_once_and_agrees_with_the_gauge(
     workers: dict[str, Worker],
 ) -> None:
     begun = [asyncio.Event() for _ in range(MANY)]
@@ -53,11 +53,11 @@ async def test_what_many_begin_with_is_charged_once_and_the_page_agrees(
         async for _ in await complete(client, tokens, OUTPUT, stream=True):
             begun[number].set()
 
-    async with before(workers["default"]) as (client, known):
+    async with routed(workers["default"]) as (client, known):
         reading = [asyncio.create_task(read(client, number)) for number in range(MANY)]
-        for each in begun:
-            await each.wait()
-        for _ in range(2):  # the next may have been asked for before the last of them began
+        for event in begun:
+            await event.wait()
+        for _ in range(2):  # the next scrape may have started before the last request
             last = known.gauges
             async with asyncio.timeout(DEADLINE_S):
                 while known.gauges is last:  # noqa: ASYNC110
@@ -67,13 +67,13 @@ async def test_what_many_begin_with_is_charged_once_and_the_page_agrees(
         assert (gauges.running, gauges.waiting, known.requests) == (MANY, 0, MANY)
         assert known.kv_tokens < MANY * (SHARED + OWN) / 3
         inside = gauges.kv_usage * known.kv_capacity
-        # Where it took long to look answers are longer by then than was foreseen, and charged.
+        # On a slow machine answers are longer by now than predicted.
         surely = min(inside - MANY * BLOCK, known.kv_tokens)
         assert SHARED < surely <= known.kv_held < inside + MANY * OUTPUT
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
         async with asyncio.timeout(DEADLINE_S):
-            while known.requests:  # noqa: ASYNC110 - nobody tells that it has heard of it
+            while known.requests:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.005)
         assert (known.kv_tokens, known.kv_coming, known.running_prefixes.saved) == (0, 0, 0)

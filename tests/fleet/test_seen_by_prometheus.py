@@ -1,8 +1,8 @@
-"""Real workers, a real Prometheus: every panel, rule and alert has something to show of them.
+"""Every panel, rule and alert has data of real workers in a real Prometheus.
 
-What only faults show, and what single policies tell that run on none of these workers, is asked of
-fakes in tests/prometheus/test_live.py; here it stands on the list, with its reason. Each route and
-each reason, of real workers too, are those of test_every_route.py and test_every_reason.py.
+Queries about faults and about single policies that these workers lack are tested with fakes in
+tests/prometheus/test_live.py; here they are excused. test_every_route.py and test_every_reason.py
+test each route and each reason.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ router:
   batches: {{path: {folder}/batches}}
 """
 FLEETS = {"split": SPLIT, "pairs": PAIRS}
-BATCH_WRITES = 15_000  # tokens: it is not over before somebody has looked
-# What there is to see only once something went wrong, by parts of the questions.
+BATCH_WRITES = 15_000  # tokens: long enough to be scraped
+# Queries that have data only after faults, by parts of their text.
 FAULTS = {
     "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
     "min by (name) (proxy_discovery_up{$}) == 0": "pools of which nothing is told",
@@ -81,22 +81,22 @@ FAULTS = {
 
 
 def excused() -> set[str]:
-    """Name what has nothing to show here, as a list has it."""
+    """Return the queries that are excused here."""
     (row,) = (row for row in engine.BOARD.rows if row.title == "Single policies")
     others = [panel for panel in row.panels if not panel.title.startswith("long_prompt:")]
     others += [panel for panel in engine.BOARD.panels() if panel.title in ("Chunk budget", "K")]
-    asked = {query.expr for panel in others for query in panel.queries}
+    queries = {query.expr for panel in others for query in panel.queries}
     for name, value in PUT.items():
-        asked = {expr.replace(name, value) for expr in asked}
+        queries = {expr.replace(name, value) for expr in queries}
     faults = [plain(e) for e in questions() if any(part in plain(e) for part in FAULTS)]
-    return {*map(plain, asked), *faults}
+    return {*map(plain, queries), *faults}
 
 
-class Real(Scene):
-    """Workers are real, but for one that fails and one that is drained."""
+class RealScene(Scene):
+    """Real workers, plus a fake that fails and a fake that is drained."""
 
     async def start(self, stack: AsyncExitStack, urls: dict[str, str]) -> None:
-        """Start what the workers lack."""
+        """Start the fakes and the routers."""
         bad, idle = await fake(stack, "bad"), await fake(stack, "idle")
         bad.always(scripts.error(500))
         for name, key in (("keys", KEY), ("night", NIGHT)):
@@ -108,52 +108,54 @@ class Real(Scene):
         await begin_batch(self.pairs, bearer(KEY), {"model": "tiny", "ignore_eos": True, **body})
 
     async def once(self, number: int) -> None:
-        """Ask for everything: each route, shorts and longs, split and whole, what is refused."""
-        some = [
+        """Send requests of every route, length, hand-over and refusal."""
+        sends = [
             self.send(self.split, chat("hello there", stream=True, max_tokens=12)) for _ in range(5)
         ]
-        # More than the policy of the worker for longs lets prefill at once, and for all of them
-        # there is no other: each takes several steps, so that the next is there before it is done.
+        # More long prompts than the policy lets prefill at once. Each takes several steps, so that
+        # they overlap.
         for again in range(4):
             long = f"{number} {again} " + "long " * 3000
-            some.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
-        some.append(self.send(self.split, chat(model="nobody's")))
-        some.append(self.mutes.leave(self.split))
+            sends.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
+        sends.append(self.send(self.split, chat(model="nobody's")))
+        sends.append(self.mutes.leave(self.split))
         for path in ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
-            some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
-        for key, times in ((KEY, 3), (NIGHT, 2)):  # by night one too many, however slow this is
+            sends.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
+        for key, times in ((KEY, 3), (NIGHT, 2)):  # the night tenant sends one too many
             for again in range(times):
                 text = f"{number} {again} " + "to be handed over " * 60
-                some.append(
+                sends.append(
                     self.send(self.pairs, chat(text, bearer(key), stream=True, max_tokens=6))
                 )
-        await asyncio.gather(*some)
+        await asyncio.gather(*sends)
 
 
 @pytest.fixture
 async def scene(
     workers: dict[str, Worker], ends: dict[str, Worker], fleet: FleetConfig, tmp_path: Path
 ) -> AsyncIterator[Scene]:
-    """Start everything, with load."""
+    """Start everything, and run load."""
     program("prometheus")
     urls = {"short": workers["default"].url, "long": workers["long_prompt"].url}
     urls |= {str(worker.role): ends[worker.name].url for worker in fleet.workers}
     timeout = aiohttp.ClientTimeout(total=60)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        made = Real(tmp_path, session)
+        made = RealScene(tmp_path, session)
         await made.start(stack, urls)
         yield await stack.enter_async_context(made.under_load())
 
 
-async def test_every_panel_rule_and_alert_is_answered_by_real_workers(scene: Scene) -> None:
+async def test_every_panel_rule_and_alert_has_data_of_real_workers(scene: Scene) -> None:
     excuses = excused()
-    left = {expr: who for expr, who in questions().items() if plain(expr) not in excuses}
+    left = {expr: panel for expr, panel in questions().items() if plain(expr) not in excuses}
     assert len(left) > 150
-    alerts = {who.split()[1].strip(",") for who in left.values() if who.endswith("its limits")}
+    alerts = {
+        panel.split()[1].strip(",") for panel in left.values() if panel.endswith("its limits")
+    }
     assert {*ALERTS} - alerts == {"NoRouter"}
     missing = await exhausted(partial(scene.prometheus.unanswered, left))
     assert len(excuses) < 40
-    assert not missing, "\n".join(f"{who}: {expr}" for expr, who in missing.items())
+    assert not missing, "\n".join(f"{panel}: {expr}" for expr, panel in missing.items())
     await scene.prometheus.is_well()

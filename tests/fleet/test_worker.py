@@ -1,4 +1,4 @@
-"""`long_prompt` in a real vLLM over HTTP, with the client people use."""
+"""`long_prompt` in a real vLLM over HTTP, with the openai client."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vllm_sched.workers.launch import Worker
 
 Workers = dict[str, Worker]
 DEADLINE_S = 120.0
-# So often two long prompts are sent, until one is seen to wait for the other.
-SCENES = 5
-# Such a prompt is still being read, on any machine, when it has been seen that it is.
-LENGTHY = 10_000
+# Attempts to get one long prompt to wait behind another.
+MAX_ATTEMPTS = 5
+# A prompt of this length is still in prefill, on any machine, when a scrape has seen it.
+LONG_TOKENS = 10_000
 
 
 @asynccontextmanager
 async def client_of(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
-    """Connect to a worker; nothing is retried behind the test's back."""
+    """Return a client of a worker, without retries."""
     async with AsyncOpenAI(
         base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
     ) as client:
@@ -33,7 +33,7 @@ async def client_of(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Return a prompt of so many tokens that depends on the seed alone."""
+    """Return a prompt of `tokens` tokens that depends only on the seed."""
     rng = random.Random(seed)
     return [rng.randrange(10, 400) for _ in range(tokens)]
 
@@ -47,7 +47,7 @@ async def complete(
     stream: bool = False,
     **more: Any,
 ) -> Any:
-    """Ask for a greedy completion of exactly that length."""
+    """Request a greedy completion of exactly this length."""
     return await client.completions.create(
         model=model,
         prompt=tokens,
@@ -59,13 +59,13 @@ async def complete(
 
 
 def page(worker: Worker) -> str:
-    """Read the worker's /metrics."""
+    """Return the worker's /metrics."""
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 
 def gauges(worker: Worker, *names: str) -> tuple[float, ...]:
-    """Read vLLM's numbers from one answer."""
+    """Return vLLM's metrics from one scrape."""
     text = page(worker)
     return tuple(
         sum(float(v) for v in re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
@@ -74,7 +74,7 @@ def gauges(worker: Worker, *names: str) -> tuple[float, ...]:
 
 
 def prefilled(worker: Worker) -> float:
-    """Count the tokens of prompts that the engine has computed, by our own."""
+    """Return the number of computed prompt tokens, from vllm_sched_step_tokens_total."""
     of_prompts = r'^vllm_sched_step_tokens_total\{[^}]*kind="prefill"[^}]*\} (\S+)$'
     return sum(map(float, re.findall(of_prompts, page(worker), re.MULTILINE)))
 
@@ -82,7 +82,7 @@ def prefilled(worker: Worker) -> float:
 async def settled(
     worker: Worker, running: int, waiting: int, *, beside: asyncio.Task[Any] | None = None
 ) -> bool:
-    """Wait until the engine holds exactly so many; say if `beside` was done before it was seen."""
+    """Wait for these counts; return whether they were seen before `beside` was done."""
     names = ("num_requests_running", "num_requests_waiting")
     async with asyncio.timeout(DEADLINE_S):
         while beside is None or not beside.done():
@@ -95,25 +95,26 @@ async def settled(
 async def one_behind_another(
     client: AsyncOpenAI, worker: Worker, seed: int, output: int = 8
 ) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """Have a long prompt in prefill, and another that is seen to wait behind it.
+    """Start a long prompt, and another that waits behind it.
 
-    On a busy machine the first can be done by then. It says nothing of what is tried, and two
-    others are sent: new ones, since a prompt that was computed before is cached, and not long.
+    On a busy machine the first may be done too soon; then two new prompts are sent.
     """
-    for first_seed in range(seed, seed + 2 * SCENES, 2):
-        first = asyncio.create_task(complete(client, prompt(first_seed, LENGTHY), output))
-        # Else the server may read the second first.
+    for first_seed in range(seed, seed + 2 * MAX_ATTEMPTS, 2):
+        first = asyncio.create_task(complete(client, prompt(first_seed, LONG_TOKENS), output))
+        # Otherwise the server may read the second first.
         if await settled(worker, running=1, waiting=0, beside=first):
-            second = asyncio.create_task(complete(client, prompt(first_seed + 1, LENGTHY), output))
+            second = asyncio.create_task(
+                complete(client, prompt(first_seed + 1, LONG_TOKENS), output)
+            )
             if await settled(worker, running=1, waiting=1, beside=first):
                 return first, second
             await second
         await first
         await settled(worker, running=0, waiting=0)
-    raise AssertionError(f"none of {SCENES} was seen to wait behind another")
+    raise AssertionError(f"none of {MAX_ATTEMPTS} was seen to wait behind another")
 
 
-def test_the_engine_says_what_it_runs(workers: Workers) -> None:
+def test_engine_logs_its_policies(workers: Workers) -> None:
     log = workers["long_prompt"].log.read_text()
     lines = [line for line in log.splitlines() if "policies: " in line]
     assert len(lines) == 1
@@ -122,7 +123,7 @@ def test_the_engine_says_what_it_runs(workers: Workers) -> None:
     assert "policies: " not in workers["default"].log.read_text()
 
 
-async def test_a_stream_arrives_whole(workers: Workers) -> None:
+async def test_stream_is_complete(workers: Workers) -> None:
     async with client_of(workers["long_prompt"]) as client:
         stream = await client.chat.completions.create(
             model="tiny",
@@ -138,23 +139,23 @@ async def test_a_stream_arrives_whole(workers: Workers) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
 
 
-async def test_greedy_output_is_that_of_the_default_scheduler(workers: Workers) -> None:
+async def test_greedy_output_matches_the_default_scheduler(workers: Workers) -> None:
     sizes = [(6000, 12), (40, 24), (5000, 12), (300, 24), (7, 24), (2500, 12), (90, 24), (41, 24)]
 
     async def answers(worker: Worker) -> list[list[int]]:
         async with client_of(worker) as client:
-            # All together, so that chunks are cut differently on the two sides.
+            # All at once, so that chunks differ on the two workers.
             done = await asyncio.gather(
                 *(complete(client, prompt(i, n), out) for i, (n, out) in enumerate(sizes))
             )
         return [answer.choices[0].token_ids for answer in done]
 
-    default, ours = await asyncio.gather(*map(answers, workers.values()))
+    default, with_policy = await asyncio.gather(*map(answers, workers.values()))
     assert all(len(ids) == out for ids, (_, out) in zip(default, sizes, strict=True))
-    assert ours == default
+    assert with_policy == default
 
 
-async def test_two_hundred_mixed_requests(workers: Workers) -> None:
+async def test_two_hundred_mixed_requests_match_the_default_scheduler(workers: Workers) -> None:
     rng = random.Random(7)
     sizes = [rng.choice([5, 30, 100, 100, 300, 1100, 1500]) for _ in range(200)]
 
@@ -168,14 +169,14 @@ async def test_two_hundred_mixed_requests(workers: Workers) -> None:
         await settled(worker, running=0, waiting=0)
         return [d.choices[0].token_ids for d in done]
 
-    default, ours = await asyncio.gather(*map(answers, workers.values()))
-    assert ours == default
+    default, with_policy = await asyncio.gather(*map(answers, workers.values()))
+    assert with_policy == default
 
 
-async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
+async def test_shorts_overtake_an_earlier_long_prompt(workers: Workers) -> None:
     finished: list[str] = []
 
-    def told(name: str) -> Callable[[asyncio.Task[Any]], None]:
+    def on_done(name: str) -> Callable[[asyncio.Task[Any]], None]:
         return lambda _: finished.append(name)
 
     worker = workers["long_prompt"]
@@ -183,39 +184,39 @@ async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
         longs = await one_behind_another(client, worker, 2001)
         shorts = [asyncio.create_task(complete(client, prompt(2100 + i, 100), 2)) for i in range(8)]
         for i, task in enumerate(longs, 1):
-            task.add_done_callback(told(f"long {i}"))
+            task.add_done_callback(on_done(f"long {i}"))
         for i, task in enumerate(shorts):
-            task.add_done_callback(told(f"short {i}"))
+            task.add_done_callback(on_done(f"short {i}"))
         await asyncio.gather(*longs, *shorts)
     assert sorted(finished[:8]) == [f"short {i}" for i in range(8)]
     assert finished[8:] == ["long 1", "long 2"]
 
 
 @pytest.mark.parametrize("victim", ["in prefill", "held"])
-async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: str) -> None:
+async def test_client_disconnect_frees_its_blocks(workers: Workers, victim: str) -> None:
     worker = workers["long_prompt"]
     async with client_of(worker) as client:
-        for scene in range(SCENES):
+        for attempt in range(MAX_ATTEMPTS):
             before = prefilled(worker)
-            seed = 3000 + 100 * len(victim) + 2 * SCENES * scene
+            seed = 3000 + 100 * len(victim) + 2 * MAX_ATTEMPTS * attempt
             first, second = await one_behind_another(client, worker, seed)
             leaves, stays = (first, second) if victim == "in prefill" else (second, first)
             left = leaves.cancel() and await settled(worker, running=1, waiting=0, beside=stays)
-            assert (await stays).usage.prompt_tokens == LENGTHY
+            assert (await stays).usage.prompt_tokens == LONG_TOKENS
             with suppress(asyncio.CancelledError):
                 await leaves
             await settled(worker, running=0, waiting=0)
-            # Either may have been done before that was seen: then it is tried again. Of one that
-            # goes on without its client all is read, in each scene.
-            if left and prefilled(worker) - before < 2 * LENGTHY:
+            # Retry if either was done too soon. An abandoned prompt that continues is fully
+            # computed in each attempt.
+            if left and prefilled(worker) - before < 2 * LONG_TOKENS:
                 break
         else:
-            pytest.fail(f"in none of {SCENES} scenes it was gone before it, or the other, was done")
+            pytest.fail(f"not aborted before its end in {MAX_ATTEMPTS} attempts")
     await settled(worker, running=0, waiting=0)
     assert gauges(worker, "kv_cache_usage_perc") == (0,)
 
 
-async def test_samples_of_a_long_prompt_share_its_prefix(workers: Workers) -> None:
+async def test_samples_of_a_long_prompt_complete(workers: Workers) -> None:
     async with client_of(workers["long_prompt"]) as client:
         done = await client.completions.create(
             model="tiny",
@@ -228,7 +229,7 @@ async def test_samples_of_a_long_prompt_share_its_prefix(workers: Workers) -> No
     assert done.usage.prompt_tokens == 3000
 
 
-async def test_structured_output_beside_a_long_prompt(workers: Workers) -> None:
+async def test_structured_output_beside_a_long_prompt_is_valid(workers: Workers) -> None:
     async with client_of(workers["long_prompt"]) as client:
         long = asyncio.create_task(complete(client, prompt(5001, 9000)))
         done = await client.completions.create(
@@ -242,7 +243,7 @@ async def test_structured_output_beside_a_long_prompt(workers: Workers) -> None:
     assert done.choices[0].text in ("yes", "no")
 
 
-async def test_logprobs_of_a_long_prompt(workers: Workers) -> None:
+async def test_logprobs_of_a_long_prompt_are_complete(workers: Workers) -> None:
     async with client_of(workers["long_prompt"]) as client:
         done = await complete(client, prompt(6001, 2000), 2, logprobs=1, echo=True)
     assert len(done.choices[0].logprobs.token_logprobs) == 2002

@@ -1,4 +1,4 @@
-"""An engine that is nothing but a cost model, always backlogged, asking one policy."""
+"""A simulated engine with a cost model, one policy and an endless backlog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_sched.policies.types import Gate, LaneCount, Policy, Step, StepResult
 
 @dataclass
 class FakeRequest:
-    """The shape that policies read."""
+    """The request attributes that policies read."""
 
     request_id: str
     num_prompt_tokens: int = 100
@@ -23,7 +23,7 @@ class FakeRequest:
     num_preemptions: int = 0
     num_output_tokens: int = 0
     cached: int = 0
-    outputs: int = 0  # that it will have had when it ends
+    outputs: int = 0  # total output tokens
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +33,7 @@ class FakeRequest:
 
 @dataclass
 class ClosedLoop:
-    """Slots that are filled from a backlog without end, as the policy allows."""
+    """Slots that are filled from an endless backlog, as the policy allows."""
 
     policy: Policy
     time: StepTime
@@ -49,11 +49,11 @@ class ClosedLoop:
     done: int = 0
     batches: list[int] = field(default_factory=list)  # admitted in each step with admissions
     longest_s: float = 0.0
-    # Between two tokens of those who decode, with prefill in between; and how many prompts.
+    # Seconds between two tokens with prefill in between, and the number of prompts.
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Apart, so that every policy is sent the same requests.
+        # Separate generators, so that every policy gets the same requests.
         self._rng, self._noise = random.Random(self.seed), random.Random(self.seed)
         self._ends: defaultdict[int, list[FakeRequest]] = defaultdict(list)
         self._prefilling: deque[FakeRequest] = deque()
@@ -71,7 +71,7 @@ class ClosedLoop:
         return self.done / self.now
 
     def run(self, requests: int) -> ClosedLoop:
-        """Go on until so many more have departed."""
+        """Run until `requests` more requests have departed."""
         until = self.done + requests
         while self.done < until:
             self.step()
@@ -85,7 +85,7 @@ class ClosedLoop:
         return (self.done - done) / (self.now - then)
 
     def step(self) -> None:
-        """Schedule one step as the engine does, and let it pass."""
+        """Schedule one step as the engine does, and advance the clock."""
         policy = self.policy
         running = self._active + len(self._prefilling)
         step = Step(
@@ -154,8 +154,8 @@ class ClosedLoop:
             self._gap_s, self._gap_prompts = 0.0, 0
         self.steps += 1
         if not decodes and self._active:
-            # Everybody's end moves on by the step that they sat out.
-            moved = {at + 1: who for at, who in self._ends.items()}
+            # A paused decode ends one step later.
+            moved = {at + 1: requests for at, requests in self._ends.items()}
             self._ends = defaultdict(list, moved)
         gone = self._ends.pop(self.steps, []) if decodes else []
         for request in gone:
@@ -168,7 +168,7 @@ class ClosedLoop:
         for request in finished:
             self._prefilling.remove(request)
             self._active += 1
-            # Counted whole from the start: the mean is what matters.
+            # Full length from the start: only the mean matters.
             self._context += request.num_tokens
             self._ends[self.steps + request.outputs - 1].append(request)
         self.policy.observe(StepResult(seconds, chunks, decodes, decodes, context))

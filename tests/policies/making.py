@@ -25,7 +25,7 @@ class Bench:
     def add(
         self, name: str, tokens: int | Sequence[int], *, lane: str | None = None, **more: Any
     ) -> Any:
-        """Let a request of that name arrive now."""
+        """Add a request that arrives now."""
         request = make_request(tokens, name=name, **more)
         if lane is not None:
             assert request.sampling_params is not None
@@ -34,7 +34,7 @@ class Bench:
         return request
 
     def step(self, seconds: float = 0.01) -> dict[str, int]:
-        """Run one step, which takes so long."""
+        """Run one step of this duration."""
         output = self.scheduler.schedule()
         result = answer(self.scheduler, output)
         self.now += seconds
@@ -42,15 +42,15 @@ class Bench:
         return dict(output.num_scheduled_tokens)
 
     def steps(self, count: int) -> list[dict[str, int]]:
-        """Run so many."""
+        """Run `count` steps."""
         return [self.step() for _ in range(count)]
 
-    def until(self, over: Callable[[], object], most: int = 10_000) -> dict[str, int]:
-        """Run steps until that is so, and return the last one's tokens."""
-        return until(self, over, most, Bench.step)
+    def until(self, over: Callable[[], object], max_steps: int = 10_000) -> dict[str, int]:
+        """Run steps until `over()` is true; return the last step's tokens."""
+        return until(self, over, max_steps, Bench.step)
 
     def turn_away(self, name: str) -> None:
-        """Have vLLM put this one back whenever it is looked at, as one whose grammar compiles."""
+        """Make vLLM skip this request, like one whose grammar compiles."""
         ask = self.scheduler._handle_blocked_waiting_request
         self.barred.add(name)
         self.scheduler._handle_blocked_waiting_request = lambda r: (
@@ -59,12 +59,12 @@ class Bench:
 
     @property
     def running(self) -> set[str]:
-        """Who runs."""
+        """The names of running requests."""
         return {request.request_id for request in self.scheduler.running}
 
-    def drain(self, most: int = 10_000) -> int:
-        """Run until nobody is left and return the number of steps."""
-        for count in range(most):
+    def drain(self, max_steps: int = 10_000) -> int:
+        """Run until no request is left; return the number of steps."""
+        for count in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 return count
             self.step()

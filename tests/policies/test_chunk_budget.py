@@ -1,4 +1,4 @@
-"""The chunk that sizes itself, on an engine whose steps take what a model says."""
+"""The chunk budget, on an engine whose step times follow a cost model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MACHINE = StepTime(
 
 
 class Run:
-    """Steps that take their time, and the gaps of those that decode."""
+    """Run steps with modelled durations, and record the gaps of decodes."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Run:
         options = {"budget": 2048, "max_model_len": 20_000, "num_blocks": 20_000} | engine
         self.bench = Bench({**(beside or {}), "chunk_budget": settings}, **options)
         self.machine, self.noise, self.between = machine, noise, between
-        self.gaps: list[float] = []  # of steps in which somebody decoded beside prefill
+        self.gaps: list[float] = []  # of mixed steps
         self.prefills: list[int] = []  # tokens in those steps
 
     @property
@@ -77,24 +77,24 @@ class Run:
         return tokens
 
     def stall(self, factor: float) -> None:
-        """Make one step take so many times as long."""
+        """Run one step that is `factor` times as long."""
         usual, self.noise = self.noise, lambda: factor
         self.step()
         self.noise = usual
 
     def decodes(self, count: int = 4, output: int = 10_000) -> None:
-        """Let some begin to decode."""
+        """Start `count` decodes."""
         for number in range(count):
             self.bench.add(f"d{number}", 16, output=output)
         self.step()
 
     def wall(self) -> float:
-        """Tell the time as a request's arrival is stamped."""
+        """Return the wall clock, which stamps arrivals."""
         return time.time()
 
-    def until_decoding(self, name: str, most: int = 2000) -> int:
-        """Step until this one's prompt is done; return the number of steps."""
-        for count in range(most):
+    def until_decoding(self, name: str, max_steps: int = 2000) -> int:
+        """Run steps until the prompt is computed; return their number."""
+        for count in range(max_steps):
             self.step()
             request = self.bench.scheduler.requests[name]
             if request.num_output_tokens:
@@ -109,13 +109,13 @@ def jitter(seed: int, spread: float) -> Callable[[], float]:
 
 
 def stalling(seed: int, spread: float, every: float) -> Callable[[], float]:
-    """Return such factors, and now and then that of a stall."""
+    """Return factors around one, and a stall every `every` steps."""
     usual, steps = jitter(seed, spread), itertools.count(1)
     return lambda: usual() * (1.0 if next(steps) % every else 1.6)
 
 
 @pytest.mark.parametrize("itl_ms", [15.0, 40.0, 100.0])
-def test_gaps_stay_within_the_target_and_use_it(itl_ms: float) -> None:
+def test_gaps_stay_within_the_target_and_use_most_of_it(itl_ms: float) -> None:
     run = Run({"itl_ms": itl_ms}, noise=jitter(1, 0.03))
     run.decodes()
     for number in range(8):
@@ -130,10 +130,10 @@ def test_gaps_stay_within_the_target_and_use_it(itl_ms: float) -> None:
 
 @pytest.mark.parametrize("pair_s", [4e-9, 2e-8, 4e-8])
 @pytest.mark.parametrize("spread", [0.0, 0.03])
-def test_gaps_are_those_of_clients_and_prompts_longer_than_any_before_keep_them(
+def test_client_gaps_stay_within_the_target_for_the_longest_prompts_yet(
     pair_s: float, spread: float
 ) -> None:
-    """It learns on prompts of which attention is a small part, and then come long ones."""
+    """The policy learns on short prompts, then long prompts arrive."""
     machine = replace(MACHINE, prefill_s=1e-4, pair_s=pair_s)
     run = Run({"itl_ms": 328.0}, machine=machine, noise=jitter(1, spread), between=0.020)
     run.decodes()
@@ -148,8 +148,8 @@ def test_gaps_are_those_of_clients_and_prompts_longer_than_any_before_keep_them(
     assert sorted(run.gaps)[len(run.gaps) // 2] >= 0.7 * 0.328
 
 
-def test_decodes_behind_a_prefill_have_their_tokens() -> None:
-    """With vLLM's own limit on a prompt's chunk others enter while one is in prefill."""
+def test_decodes_behind_a_prefill_get_their_tokens() -> None:
+    """With vLLM's own limit on chunks, requests enter behind a prefill."""
     run = Run({"chunk": 100}, budget=512, long_prefill_token_threshold=256)
     run.bench.add("A", 19_000, output=3)
     run.bench.add("d", 10, output=500)
@@ -157,12 +157,12 @@ def test_decodes_behind_a_prefill_have_their_tokens() -> None:
     assert all(run.step().get("d") == 1 for _ in range(20))
 
 
-def test_who_waits_and_would_be_late_spends_too() -> None:
+def test_late_waiting_request_spends_slack() -> None:
     run = Run({"itl_ms": 20.0, "ttft_ms": 600.0}, max_num_seqs=6)
     run.decodes()
     for request in run.bench.scheduler.running:
         request.arrival_time = run.wall()
-    run.bench.add("long", 16_000, output=2, arrival=run.wall() + 1e6)  # of whom there is time
+    run.bench.add("long", 16_000, output=2, arrival=run.wall() + 1e6)  # not late
     for _ in range(20):
         run.step()
     assert run.policy.counters()["slack_steps"] == 0
@@ -172,7 +172,7 @@ def test_who_waits_and_would_be_late_spends_too() -> None:
     assert run.policy.counters()["slack_steps"] > 0
 
 
-def test_one_stall_does_not_make_chunks_small_for_long() -> None:
+def test_chunks_recover_soon_after_one_stall() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()
     for number in range(6):
@@ -186,12 +186,12 @@ def test_one_stall_does_not_make_chunks_small_for_long() -> None:
     run.noise = lambda: 1.0
     for _ in range(15):
         run.step()
-    # As a chunk further on is a little smaller by itself.
+    # A chunk with more context is a little smaller anyway.
     assert run.prefills[-1] > 0.6 * run.prefills[0]
 
 
-def test_one_stall_does_not_make_chunks_small_where_decodes_take_half_of_the_target() -> None:
-    """What is left for prefill is then nothing, or so little that no chunk is a large one."""
+def test_chunks_recover_from_a_stall_if_decodes_take_half_of_the_target() -> None:
+    """Otherwise almost no time is left for prefill."""
     run = Run(
         {"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, noise=jitter(1, 0.02),
         max_model_len=60_000, num_blocks=60_000, budget=8192, max_num_seqs=64,
@@ -213,8 +213,8 @@ def test_one_stall_does_not_make_chunks_small_where_decodes_take_half_of_the_tar
     assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
 
 
-def test_a_stall_now_and_then_costs_longs_little_where_decodes_take_half_of_the_target() -> None:
-    """A margin that has room for it would leave hardly any for prompts."""
+def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
+    """A margin as large as the stalls would leave almost no time for prompts."""
     took = []
     for every in (math.inf, 150):
         run = Run(
@@ -233,8 +233,8 @@ def test_a_stall_now_and_then_costs_longs_little_where_decodes_take_half_of_the_
     assert took[1] < 1.1 * took[0]
 
 
-def test_a_prompt_that_lanes_give_little_and_that_is_read_again_is_not_slower_and_slower() -> None:
-    """Its chunks are small beside those of chats, and reading it takes half of what is left."""
+def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
+    """Chats take most of each step; reading the context takes half of the rest."""
     machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=1.2e-6)
     run = Run(
         {"itl_ms": 60.0}, machine=machine, noise=jitter(1, 0.02), beside={"lanes": {}},
@@ -253,7 +253,7 @@ def test_a_prompt_that_lanes_give_little_and_that_is_read_again_is_not_slower_an
     run.until_decoding("far", 120)
 
 
-def test_the_margin_grows_with_noise() -> None:
+def test_margin_grows_with_noise() -> None:
     margins = []
     for spread in (0.01, 0.3):
         run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
@@ -265,8 +265,8 @@ def test_the_margin_grows_with_noise() -> None:
     assert margins[1] > margins[0] + 0.1
 
 
-def test_it_is_as_quick_as_the_best_fixed_chunk_with_the_same_gaps() -> None:
-    def steps(settings: dict[str, object]) -> tuple[float, float]:
+def test_policy_is_as_fast_as_the_best_fixed_chunk_with_equal_gaps() -> None:
+    def measure(settings: dict[str, object]) -> tuple[float, float]:
         run = Run(settings)
         run.decodes()
         for number in range(4 if "itl_ms" in settings else 0):  # to learn from
@@ -278,19 +278,19 @@ def test_it_is_as_quick_as_the_best_fixed_chunk_with_the_same_gaps() -> None:
         run.until_decoding("long")
         return run.bench.now - start, max(run.gaps)
 
-    took, gap = steps({"itl_ms": 40.0})
+    took, gap = measure({"itl_ms": 40.0})
     assert gap <= 0.040
-    fixed = [steps({"chunk": chunk}) for chunk in range(100, 900, 50)]
+    fixed = [measure({"chunk": chunk}) for chunk in range(100, 900, 50)]
     assert took <= 1.1 * min(seconds for seconds, longest in fixed if longest <= 0.040)
 
 
-def test_without_decodes_the_whole_budget() -> None:
+def test_prefill_without_decodes_gets_the_whole_budget() -> None:
     run = Run({"itl_ms": 10.0})
     run.bench.add("long", 12_000)
     assert [run.step() for _ in range(2)] == [{"long": 2048}, {"long": 2048}]
 
 
-def test_a_fixed_chunk_is_beside_decodes_only() -> None:
+def test_fixed_chunk_applies_only_beside_decodes() -> None:
     run = Run({"chunk": 100})
     run.bench.add("d", 16)
     run.bench.add("long", 12_000)
@@ -300,7 +300,7 @@ def test_a_fixed_chunk_is_beside_decodes_only() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"chunk": 100}, {"itl_ms": 1000.0}])
-def test_tokens_kept_for_drafts_that_are_not_made_are_not_for_prefill(
+def test_tokens_of_absent_drafts_are_not_given_to_prefill(
     settings: dict[str, object],
 ) -> None:
     run = Run(settings, scheduler_cls=SyncPolicyScheduler)
@@ -312,7 +312,7 @@ def test_tokens_kept_for_drafts_that_are_not_made_are_not_for_prefill(
 
 
 @pytest.mark.parametrize("settings", [{"chunk": 5000}, {"itl_ms": 10_000.0}, {"min_chunk": 5000}])
-def test_no_larger_chunk_is_shown_than_a_step_has_room_for(settings: dict[str, object]) -> None:
+def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) -> None:
     run = Run(settings)
     run.decodes()
     run.bench.add("long", 19_000)
@@ -324,7 +324,7 @@ def test_no_larger_chunk_is_shown_than_a_step_has_room_for(settings: dict[str, o
     assert max(shown) == 2048 - 4
 
 
-def test_the_first_chunks_are_small_and_grow() -> None:
+def test_first_chunks_are_small_and_grow() -> None:
     run = Run({"itl_ms": 200.0})
     run.decodes()
     run.bench.add("long", 12_000)
@@ -333,7 +333,7 @@ def test_the_first_chunks_are_small_and_grow() -> None:
     assert run.prefills == [256, 384, 576, 864]
 
 
-def test_decodes_slower_than_the_target_leave_prompts_their_least() -> None:
+def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
     slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
     run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
     run.decodes()
@@ -359,7 +359,7 @@ def test_several_prompts_share_the_time_of_a_step() -> None:
     assert max(run.gaps) <= 0.040
 
 
-def test_a_prompt_that_would_be_late_spends_what_decodes_are_ahead() -> None:
+def test_late_prompt_spends_the_slack_of_decodes() -> None:
     took = {}
     for ttft_ms in (None, 600.0):
         run = Run({"itl_ms": 20.0} if ttft_ms is None else {"itl_ms": 20.0, "ttft_ms": ttft_ms})
@@ -380,7 +380,7 @@ def test_a_prompt_that_would_be_late_spends_what_decodes_are_ahead() -> None:
     assert took[600.0] < 0.95 * took[None]
 
 
-def test_nothing_ahead_means_nothing_to_spend() -> None:
+def test_decodes_without_slack_spend_none() -> None:
     run = Run({"itl_ms": 20.0, "ttft_ms": 1.0})
     run.decodes()
     for request in run.bench.scheduler.running:
@@ -390,8 +390,8 @@ def test_nothing_ahead_means_nothing_to_spend() -> None:
     assert run.policy.counters()["slack_steps"] == 0
 
 
-def test_a_step_is_long_by_what_it_was_allowed_itself() -> None:
-    """With steps in flight another is allowed when its result comes."""
+def test_long_step_is_judged_by_its_own_allowance() -> None:
+    """With steps in flight, another step's allowance is current when the result comes."""
     facts = EngineFacts(32_768, 2048, 32)
     (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
     ahead, late = FakeRequest("ahead", arrival_time=5.0), FakeRequest("late", arrival_time=0.0)
@@ -406,7 +406,7 @@ def test_a_step_is_long_by_what_it_was_allowed_itself() -> None:
         assert policy.counters()["long_steps"] == long
 
 
-def test_what_it_learnt_is_shown() -> None:
+def test_gauges_show_the_fit() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()
     run.bench.add("long", 12_000, output=2)
@@ -417,7 +417,7 @@ def test_what_it_learnt_is_shown() -> None:
     assert run.policy.counters()["long_steps"] <= 2
 
 
-def test_the_rest_of_a_prompt_teaches_no_error_where_decodes_take_half_of_the_target() -> None:
+def test_prompt_ends_add_no_error_samples_if_decodes_take_half_of_the_target() -> None:
     run = Run({"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, max_num_seqs=64)
     run.decodes(16)
     for number in range(3):
@@ -431,7 +431,7 @@ def test_the_rest_of_a_prompt_teaches_no_error_where_decodes_take_half_of_the_ta
     assert list(run.policy.error._errors) == before
 
 
-def test_a_prompt_that_is_given_nothing_takes_none_of_the_time() -> None:
+def test_prompt_with_an_empty_chunk_takes_no_time() -> None:
     run = Run({"itl_ms": 40.0})
     policy = run.policy
     policy.fit._model = replace(MACHINE, read_s=1.2e-6)
@@ -447,7 +447,7 @@ def test_a_prompt_that_is_given_nothing_takes_none_of_the_time() -> None:
     assert policy.chunk(far, 200, 2000) == alone
 
 
-def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
+def test_short_last_chunk_does_not_shrink_the_measured_chunk() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()
     run.bench.add("long", 12_000, output=2)
@@ -459,8 +459,8 @@ def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
     assert run.policy._measured.tokens == before
 
 
-def far_on(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:
-    """Have a prompt of that lane in prefill, 20,000 tokens on, beside some who decode."""
+def long_run(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:
+    """Return a run with decodes and a prompt of this lane, 20,000 tokens into its prefill."""
     machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=read_s)
     run = Run(
         {"itl_ms": 40.0}, machine=machine, beside=beside, max_model_len=40_000, num_blocks=40_000
@@ -476,17 +476,17 @@ def far_on(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]])
             break
         run.step()
     else:
-        pytest.fail("it does not get far")
+        pytest.fail("the prompt does not progress")
     run.gaps.clear()
     return run
 
 
 @pytest.mark.parametrize("beside", [{"lanes": {}}, {"lanes": {}, "long_prompt": {}}], ids="+".join)
-def test_a_step_that_is_not_for_the_prompt_in_prefill_is_not_sized_for_it(
+def test_step_without_the_long_prompt_is_not_sized_for_it(
     beside: Mapping[str, Mapping[str, object]],
 ) -> None:
-    """All who come fit into a few steps; of the one that is far on, 140 tokens do into each."""
-    run = far_on("batch", 1.2e-6, beside)
+    """All chats fit into a few steps; each step holds 140 tokens of the long prompt."""
+    run = long_run("batch", 1.2e-6, beside)
     chats = [run.bench.add(f"chat{number}", 190, output=4, lane="urgent") for number in range(4)]
     for _ in range(3):
         assert "far" not in run.step()
@@ -494,9 +494,9 @@ def test_a_step_that_is_not_for_the_prompt_in_prefill_is_not_sized_for_it(
     assert max(run.gaps) <= 0.040
 
 
-def test_who_is_of_a_better_class_and_enters_finds_time_in_the_step() -> None:
-    """Though those in prefill are served before those who enter."""
-    run = far_on("normal", 0.0, {"lanes": {}})
+def test_entering_urgent_request_finds_time_in_the_step() -> None:
+    """Running prefills are scheduled before entering requests."""
+    run = long_run("normal", 0.0, {"lanes": {}})
     run.bench.add("chat", 300, output=4, lane="urgent")
     tokens = run.step()
     assert tokens["chat"] == 300
@@ -504,9 +504,9 @@ def test_who_is_of_a_better_class_and_enters_finds_time_in_the_step() -> None:
     assert max(run.gaps) <= 0.040
 
 
-def test_a_turn_that_no_time_was_left_for_is_not_lost() -> None:
-    """To read the prompt that is far on takes more than the others leave of a step."""
-    run = far_on("normal", 1.2e-6, {"rotation": {"chunk": 64}})
+def test_turn_without_time_left_is_not_lost() -> None:
+    """Reading the long context takes more time than the other prompts leave."""
+    run = long_run("normal", 1.2e-6, {"rotation": {"chunk": 64}})
     for name in ("near1", "near2"):
         run.bench.add(name, 15_000, output=2)
     steps = [run.step() for _ in range(40)]

@@ -1,4 +1,4 @@
-"""Several policies at once: refused where they contradict each other, else the registry's order."""
+"""Several policies at once: refused if they conflict, else in the registry's order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _until_gone(bench: Bench, name: str) -> None:
     bench.until(lambda: name not in bench.running)
 
 
-def test_conflicts_are_named_in_the_registrys_order() -> None:
+def test_conflicts_are_listed_in_registry_order() -> None:
     assert set(registry.CONFLICTS) <= set(PAIRS)
 
 
 @pytest.mark.parametrize("pair", registry.CONFLICTS, ids="+".join)
-def test_contradictions_are_refused_in_one_line(pair: tuple[str, str]) -> None:
+def test_conflicting_pair_is_refused_in_one_line(pair: tuple[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         registry.parse_settings(list(pair), [])
     message = str(caught.value)
@@ -39,7 +39,7 @@ def test_contradictions_are_refused_in_one_line(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", DEFINED, ids="+".join)
-def test_all_other_pairs_serve_everybody(pair: tuple[str, str]) -> None:
+def test_every_other_pair_serves_all_requests(pair: tuple[str, str]) -> None:
     bench = Bench({name: {} for name in pair}, num_blocks=200, max_num_seqs=6)
     for number, tokens in enumerate((30, 900, 200, 5, 700, 60, 1200, 20)):
         lane = ("batch", None, "urgent")[number % 3]
@@ -49,12 +49,12 @@ def test_all_other_pairs_serve_everybody(pair: tuple[str, str]) -> None:
     assert bench.scheduler.kv_cache_manager.usage == 0
 
 
-def test_the_registrys_order_is_kept_whatever_the_configurations() -> None:
+def test_policies_run_in_registry_order() -> None:
     bench = Bench({name: {} for name in reversed(EVERY)})
     assert list(bench.policies) == EVERY
 
 
-def test_lanes_decide_before_lengths() -> None:
+def test_lanes_take_precedence_over_prompt_lengths() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {}}, max_num_seqs=1)
     bench.add("first", 10, output=3)
     bench.step()
@@ -64,7 +64,7 @@ def test_lanes_decide_before_lengths() -> None:
     assert bench.running == {"urgent"}
 
 
-def test_lengths_decide_within_a_lane_and_turns_among_the_like() -> None:
+def test_lengths_decide_within_a_lane_and_rotation_among_equals() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {"max_long_partial_prefills": 2}, "rotation": {}})
     for name in ("long1", "long2"):
         bench.add(name, 900)
@@ -72,13 +72,13 @@ def test_lengths_decide_within_a_lane_and_turns_among_the_like() -> None:
     bench.add("short1", 70)
     first, second = bench.steps(2)
     assert "short1" in first
-    assert next(iter(second)) == "short1"  # the rest of it, before the long ones; those by turns
+    assert next(iter(second)) == "short1"  # its rest comes before the long prompts
     turns = [name for step in bench.steps(6) for name in step if name.startswith("long")]
     assert abs(turns.count("long1") - turns.count("long2")) <= 1
 
 
-def test_nobody_waits_for_a_long_prompt_of_a_lesser_lane() -> None:
-    """Which has a small part of each step, and none while others prefill."""
+def test_urgent_request_does_not_wait_for_a_long_batch_prompt() -> None:
+    """The batch prompt has a small part of each step, and none while others prefill."""
     bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_token_threshold": 400}})
     bench.add("d", 10, output=500)
     bench.step()
@@ -89,7 +89,7 @@ def test_nobody_waits_for_a_long_prompt_of_a_lesser_lane() -> None:
     bench.add("normal", 900, output=2)
     bench.step()
     assert "urgent" in bench.running
-    assert "normal" not in bench.running  # that one waits for the urgent, not for the batch
+    assert "normal" not in bench.running  # it waits for the urgent prompt
     bench.until(lambda: "urgent" not in bench.scheduler.requests)
     bench.step()
     assert "normal" in bench.running or "normal" not in bench.scheduler.requests
@@ -99,10 +99,9 @@ def test_nobody_waits_for_a_long_prompt_of_a_lesser_lane() -> None:
 @pytest.mark.parametrize("decodes", [0, 1])
 @pytest.mark.parametrize("share", ["auto", 0.5, 1.0])
 @pytest.mark.parametrize("beside", [{}, {"rotation": {}}, {"chunk_budget": {"chunk": 24}}], ids=str)
-def test_a_long_prompt_of_a_lesser_lane_leaves_one_of_a_better_its_part_of_the_step(
+def test_long_normal_prompt_leaves_an_urgent_prompt_its_part_of_the_step(
     beside: dict[str, dict[str, object]], share: str | float, decodes: int
 ) -> None:
-    """It took the whole of it, for as long as it was computed."""
     bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_share": share}, **beside})
     for number in range(decodes):
         bench.add(f"d{number}", 3, output=900)
@@ -114,10 +113,10 @@ def test_a_long_prompt_of_a_lesser_lane_leaves_one_of_a_better_its_part_of_the_s
     first, *after = bench.steps(5)
     assert first["urgent"] > 1
     assert all(step["urgent"] >= step["normal"] > 1 for step in after)
-    assert "later" not in bench.running  # that one waits for its like
+    assert "later" not in bench.running  # it waits for the other normal prompt
 
 
-def test_none_keeps_a_part_of_the_step_for_one_of_a_better_lane_that_finds_no_room() -> None:
+def test_no_part_of_the_step_is_kept_for_an_urgent_prompt_without_room() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {}}, num_blocks=125, scheduler_reserve_full_isl=True)
     bench.add("normal", 1900)
     bench.steps(18)
@@ -126,7 +125,7 @@ def test_none_keeps_a_part_of_the_step_for_one_of_a_better_lane_that_finds_no_ro
     assert bench.steps(8) == [{"normal": 64}] * 8
 
 
-def test_the_least_chunk_holds() -> None:
+def test_smallest_chunk_limit_applies() -> None:
     bench = Bench({"rotation": {"chunk": 16}, "chunk_budget": {"chunk": 10}})
     bench.add("d", 10)
     bench.step()
@@ -138,7 +137,7 @@ def test_the_least_chunk_holds() -> None:
     assert {name for tokens in got for name in tokens} == set("ABd")
 
 
-def test_a_budget_of_another_policy_leaves_newcomers_their_turn() -> None:
+def test_new_prompts_get_turns_despite_a_chunk_budget() -> None:
     bench = Bench({"rotation": {}, "chunk_budget": {"chunk": 10}})
     bench.add("d", 10, output=500)
     bench.step()
@@ -149,10 +148,7 @@ def test_a_budget_of_another_policy_leaves_newcomers_their_turn() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"chunk": 16}, {"order": "shortest"}], ids=str)
 @pytest.mark.parametrize("beside", [[], ["long_prompt"], ["chunk_budget"]], ids=str)
-def test_no_turn_is_kept_for_one_of_a_lesser_lane(
-    settings: dict[str, object], beside: list[str]
-) -> None:
-    """It is given nothing while others are in prefill: nobody would be."""
+def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside: list[str]) -> None:
     bench = Bench({"lanes": {}, "rotation": settings, **{name: {} for name in beside}})
     bench.add("d", 10, output=500)
     bench.step()
@@ -164,8 +160,7 @@ def test_no_turn_is_kept_for_one_of_a_lesser_lane(
     assert not any("batch" in tokens for tokens in got)
 
 
-def test_no_turn_is_kept_for_an_overdue_one_of_a_lesser_lane() -> None:
-    """However long it has waited, it is given nothing while others are in prefill."""
+def test_no_turn_is_kept_for_an_overdue_batch_prompt() -> None:
     bench = Bench({"lanes": {}, "rotation": {"max_wait_s": 1.0}})
     bench.add("d", 10, output=500)
     bench.step()
@@ -178,8 +173,7 @@ def test_no_turn_is_kept_for_an_overdue_one_of_a_lesser_lane() -> None:
     assert sum(tokens.get(name, 0) for tokens in got for name in "AB") >= 0.95 * 40 * 63
 
 
-def test_a_turn_is_shared_with_nobody_of_a_lesser_lane() -> None:
-    """Each had the part of a step that there is for so many, and most of it was nobody's."""
+def test_turn_is_not_shared_with_batch_prompts() -> None:
     bench = Bench({"lanes": {}, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
     for number in range(10):
         bench.add(f"b{number}", 900, output=2, lane="batch")
@@ -189,7 +183,7 @@ def test_a_turn_is_shared_with_nobody_of_a_lesser_lane() -> None:
     assert bench.steps(3) == [{"A": 256}] * 3
 
 
-def test_a_turn_is_shared_with_nobody_whom_another_policy_holds() -> None:
+def test_turn_is_not_shared_with_held_prompts() -> None:
     longs = {"long_prefill_token_threshold": 400}
     bench = Bench({"long_prompt": longs, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
     bench.add("d", 10, output=500)
@@ -203,7 +197,7 @@ def test_a_turn_is_shared_with_nobody_whom_another_policy_holds() -> None:
     assert bench.step() == {"d": 1, "A": 128, "s": 20}
 
 
-def test_nobody_waits_for_kv_blocks_that_one_of_a_lesser_lane_will_take() -> None:
+def test_urgent_prompt_does_not_wait_for_kv_blocks_of_a_batch_prompt() -> None:
     lanes = {"reserve_kv": 0.0, "reserve_slots": 0.0}
     bench = Bench({"lanes": lanes, "rotation": {}}, num_blocks=63)  # 62 blocks of 16: 992 tokens
     bench.add("batch", 900, output=4, lane="batch")
@@ -222,10 +216,9 @@ def test_nobody_waits_for_kv_blocks_that_one_of_a_lesser_lane_will_take() -> Non
     ],
     ids=["static_batching", "lanes", "deferred_prefill"],
 )
-def test_a_long_prompt_makes_no_room_for_shorts_that_another_policy_holds(
+def test_long_prompt_leaves_no_room_for_held_shorts(
     beside: dict[str, dict[str, object]], lane: str | None
 ) -> None:
-    """It would have a fourth of a step, and stand back in four of five."""
     alone: dict[str, int] = {}
     for held in (0, 6):
         bench = Bench({**beside, "long_prompt": {}}, max_num_seqs=6, num_blocks=1000)
@@ -246,8 +239,7 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_another_policy_holds(
         assert got >= alone.setdefault("long", got)
 
 
-def test_the_first_prompt_of_the_batch_lane_makes_room_for_shorts_of_that_lane() -> None:
-    """What it took of the lane's share does not hold them."""
+def test_first_long_batch_prompt_leaves_room_for_batch_shorts() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {}})
     bench.add("long", 1800, lane="batch")
     bench.steps(2)
@@ -255,7 +247,7 @@ def test_the_first_prompt_of_the_batch_lane_makes_room_for_shorts_of_that_lane()
     assert "short" in bench.step()
 
 
-def test_a_long_prompt_of_the_batch_lane_does_not_keep_its_share_from_shorts() -> None:
+def test_long_batch_prompt_shares_the_lane_with_batch_shorts() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {}}, max_num_seqs=20, num_blocks=1000)
     bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
     bench.add("d", 3, output=900)
@@ -271,10 +263,10 @@ def test_a_long_prompt_of_the_batch_lane_does_not_keep_its_share_from_shorts() -
 
 @pytest.mark.parametrize("share", ["auto", 0.25, 1.0])
 @pytest.mark.parametrize("budget", [64, 512])
-def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
+def test_long_batch_prompt_takes_only_part_of_the_lane_share(
     share: str | float, budget: int
 ) -> None:
-    """Whatever its part of a whole step may be: that of one in eight is smaller."""
+    """The lane's share is an eighth of a step."""
     policies = {"lanes": {}, "long_prompt": {"long_prefill_share": share}}
     bench = Bench(policies, max_num_seqs=20, num_blocks=1000, budget=budget)
     bench.add("d", 3, output=900)
@@ -284,10 +276,10 @@ def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
     names = {f"s{number}" for number in range(6)}
     for name in names:
         bench.add(name, 12, lane="batch")
-    # Of the smaller share they have 6 tokens in a step, so five of them are done after ten.
+    # Shorts get 6 tokens of the smaller share per step: five are done after ten steps.
     begun = {name for tokens in bench.steps(11) for name in tokens}
     assert begun >= names
-    # And under a steady stream of them it goes on.
+    # Under a steady stream of shorts the long prompt progresses.
     long = bench.scheduler.requests["long"]
     for number in range(400):
         if not long.is_prefill_chunk:
@@ -299,10 +291,9 @@ def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
 
 @pytest.mark.parametrize("longs", [1, 3])
 @pytest.mark.parametrize("tokens", [30, 58, 64, 80])
-def test_shorts_of_its_lane_leave_a_long_prompt_its_part_of_the_lanes_share(
+def test_batch_shorts_leave_a_long_batch_prompt_its_part_of_the_share(
     tokens: int, longs: int
 ) -> None:
-    """However many come. It had a fourth of what they left of it, which may be next to nothing."""
     settings = {"max_long_partial_prefills": longs, "long_prefill_token_threshold": 80}
     policies = {"lanes": {}, "long_prompt": settings}
     bench = Bench(policies, max_num_seqs=20, num_blocks=10_000, budget=512)
@@ -316,14 +307,14 @@ def test_shorts_of_its_lane_leave_a_long_prompt_its_part_of_the_lanes_share(
     got = bench.steps(80)
     of_longs = [sum(step.get(f"long{number}", 0) for number in range(longs)) for step in got]
     of_shorts = [sum(step.values()) - long - 1 for step, long in zip(got, of_longs, strict=True)]
-    # The share is 64 tokens, for the long and three shorts; one whose last 64 they are has all.
+    # The share is 64 tokens, for the long prompt and three shorts.
     assert sum(of_longs) >= 0.6 * 80 * 16
     assert all(of_shorts)
     assert sum(of_shorts) >= 0.4 * 80 * 64
     assert {sum(step.values()) for step in got} == {65}
 
 
-def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:
+def test_longs_held_by_lanes_have_no_part_of_a_step() -> None:
     got = []
     for held in (0, 3):
         bench = Bench({"lanes": {}, "long_prompt": {"max_wait_s": 0.1}}, num_blocks=1000)
@@ -336,7 +327,7 @@ def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:
     assert got[0] == got[1]
 
 
-def test_longs_that_find_no_slot_have_no_part_of_a_step() -> None:
+def test_longs_without_a_slot_have_no_part_of_a_step() -> None:
     got = []
     for waiting in (0, 3):
         bench = Bench({"long_prompt": {"max_wait_s": 0.1}}, max_num_seqs=2, num_blocks=1000)
@@ -352,10 +343,10 @@ def test_longs_that_find_no_slot_have_no_part_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("beside", [{}, {"lanes": {}}, {"rotation": {}}], ids=" ".join)
-def test_a_long_prompt_makes_no_room_for_shorts_that_cannot_begin(
+def test_long_prompt_leaves_no_room_for_shorts_that_cannot_begin(
     beside: dict[str, dict[str, object]],
 ) -> None:
-    """For want of a LoRA slot, which may be for minutes; it had a twentieth of its tokens."""
+    """The shorts wait for a LoRA slot, possibly for minutes."""
     bench = Bench({**beside, "long_prompt": {}}, num_blocks=1000)
     bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
     bench.add("d", 3, output=900)
@@ -367,7 +358,7 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_cannot_begin(
         bench.add(f"lora{number}", 30)
     bench.steps(2)
     assert bench.steps(12) == [{"d": 1, "long": 62}] * 12
-    # It is seen at once when one of them can.
+    # A short that can begin again is scheduled at once.
     bench.barred.remove("lora3")
     assert bench.step()["lora3"] == 1
     assert bench.step()["lora3"] == 29
@@ -377,7 +368,7 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_cannot_begin(
 @pytest.mark.parametrize(
     "beside", [{}, {"rotation": {}}, {"chunk_budget": {"chunk": 24}}], ids=" ".join
 )
-def test_one_who_could_not_begin_is_seen_in_the_step_in_which_he_can(
+def test_blocked_prompt_begins_in_the_step_that_unblocks_it(
     beside: dict[str, dict[str, object]], tokens: int
 ) -> None:
     bench = Bench({"long_prompt": {"max_long_partial_prefills": 2}, **beside}, num_blocks=1000)
@@ -392,7 +383,7 @@ def test_one_who_could_not_begin_is_seen_in_the_step_in_which_he_can(
     assert set(bench.step()) == {"d", "long", "lora"}
 
 
-def test_longs_leave_shorts_room_in_a_step_that_another_policy_made_smaller() -> None:
+def test_longs_leave_room_for_shorts_within_a_chunk_budget() -> None:
     limits = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 2}
     bench = Bench({"long_prompt": limits, "chunk_budget": {"chunk": 24}}, num_blocks=1000)
     bench.add("d", 3, output=900)
@@ -404,7 +395,7 @@ def test_longs_leave_shorts_room_in_a_step_that_another_policy_made_smaller() ->
     assert "short" in bench.step()
 
 
-def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
+def test_long_prompt_leaves_room_for_shorts_as_soon_as_they_are_admitted() -> None:
     deferred = {"departures": 3, "max_delay_ms": 200.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)
     for number in range(4):
@@ -422,7 +413,7 @@ def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> Non
 
 
 @pytest.mark.parametrize(("lane", "enters"), [("urgent", True), (None, False), ("batch", False)])
-def test_nobody_urgent_waits_for_the_departures_of_others(lane: str | None, enters: bool) -> None:
+def test_urgent_request_does_not_wait_for_departures(lane: str | None, enters: bool) -> None:
     deferred = {"departures": 4, "max_delay_ms": 500.0}
     policies = {"lanes": {"reserve_slots": 0}, "deferred_prefill": deferred}
     bench = Bench(policies, max_num_seqs=8)
@@ -437,15 +428,15 @@ def test_nobody_urgent_waits_for_the_departures_of_others(lane: str | None, ente
     bench.add("late", 10, lane=lane, output=5)
     bench.step()
     assert ("late" in bench.running) is enters
-    # For the others the hold goes on, and has the bound that it had.
+    # For other requests the hold continues with its old bound.
     assert bench["deferred_prefill"].holding
     since = bench.now
     bench.until(lambda: "n0" in bench.running)
     assert 0.3 < bench.now - since <= 0.5
 
 
-def test_those_whom_lanes_hold_make_nobody_wait_for_departures() -> None:
-    """Of those who may come too few wait to fill a batch."""
+def test_requests_held_by_lanes_do_not_count_as_waiting_for_a_batch() -> None:
+    """Too few admissible requests wait to fill a batch."""
     deferred = {"departures": 4, "max_delay_ms": 1e6}
     bench = Bench({"lanes": {}, "deferred_prefill": deferred}, max_num_seqs=8, num_blocks=1000)
     for number in range(8):
@@ -460,8 +451,8 @@ def test_those_whom_lanes_hold_make_nobody_wait_for_departures() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 3, 5, 6, 8, 9])
-def test_what_one_policy_gives_and_a_later_one_takes_is_there_for_the_next(seed: int) -> None:
-    """Else a step whose turn is a newcomer's could be nobody's, for many in a row."""
+def test_tokens_that_a_later_policy_takes_back_go_to_the_next_prompt(seed: int) -> None:
+    """Otherwise many steps in a row could compute no prompt."""
     rng = random.Random(seed)
     shares = {"long_prefill_token_threshold": 200, "long_prefill_share": 0.3}
     policies = {"long_prompt": shares, "rotation": {}, "chunk_budget": {"itl_ms": 12.0}}
@@ -480,7 +471,7 @@ def test_what_one_policy_gives_and_a_later_one_takes_is_there_for_the_next(seed:
         assert in_vain < 6
 
 
-def test_an_urgent_one_has_its_turn_before_all_of_other_lanes() -> None:
+def test_urgent_prompt_has_its_turn_before_other_lanes() -> None:
     bench = Bench({"lanes": {}, "rotation": {}})
     for name in ("first", "second", "third"):
         bench.add(name, 500)
@@ -489,7 +480,7 @@ def test_an_urgent_one_has_its_turn_before_all_of_other_lanes() -> None:
     assert bench.step()["urgent"] == 60
 
 
-def test_while_decodes_pause_a_step_is_not_cut_for_their_sake() -> None:
+def test_chunk_budget_does_not_apply_while_decodes_pause() -> None:
     bench = Bench(
         {"deferred_prefill": {"departures": 1, "exclusive": True}, "chunk_budget": {"chunk": 10}}
     )
@@ -504,7 +495,7 @@ def test_while_decodes_pause_a_step_is_not_cut_for_their_sake() -> None:
     [{"prefill_first": {}}, {"deferred_prefill": {"departures": 1, "exclusive": True}}],
     ids=str,
 )
-def test_while_decodes_pause_for_batch_it_has_the_whole_step(
+def test_batch_prompt_has_the_whole_step_while_decodes_pause(
     pausing: dict[str, dict[str, object]],
 ) -> None:
     bench = Bench({**pausing, "lanes": {"reserve_slots": 0}})
@@ -515,8 +506,8 @@ def test_while_decodes_pause_for_batch_it_has_the_whole_step(
     assert bench.step() == {"d": 1, "b": 1}
 
 
-def test_while_decodes_pause_for_a_long_prompt_it_has_the_whole_step() -> None:
-    """And none is made without it, to see what decodes take: they aren't there."""
+def test_long_prompt_has_every_step_while_decodes_pause() -> None:
+    """No step without the prompt is made to measure decodes."""
     exclusive = {"departures": 1, "exclusive": True, "max_delay_ms": 4000.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": exclusive}, num_blocks=1000)
     bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
@@ -526,7 +517,7 @@ def test_while_decodes_pause_for_a_long_prompt_it_has_the_whole_step() -> None:
     assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
 
 
-def test_two_that_pause_decodes_keep_the_bound_of_one() -> None:
+def test_two_pausing_policies_keep_the_bound_of_one() -> None:
     bench = Bench(
         {
             "prefill_first": {"max_pause_s": 2.0},
@@ -559,8 +550,8 @@ def test_leading_prefills_count_the_pause_of_another_policy() -> None:
     assert bench.step() == {"new": 63, "old": 1}
 
 
-def test_what_found_no_room_in_one_lane_holds_nobody_in_another() -> None:
-    """Of the rest of the cache, with most slots free, shorts have what they need."""
+def test_request_without_room_does_not_hold_another_lane() -> None:
+    """Most slots are free, and the rest of the cache holds the shorts."""
     bench = Bench(
         {
             "long_prompt": {"long_prefill_token_threshold": 400},
@@ -596,10 +587,10 @@ def test_what_found_no_room_in_one_lane_holds_nobody_in_another() -> None:
     ],
     ids=["lanes", "long_prompt"],
 )
-def test_whom_another_policy_holds_ends_no_wait_for_departures(
+def test_request_held_by_another_policy_ends_no_wait_for_departures(
     policies: dict[str, dict[str, object]], tokens: int, lane: str | None
 ) -> None:
-    """Such a one may wait for minutes: everybody else's prefills would be apart for as long."""
+    """Such a request may wait for minutes; prefills would not be batched for as long."""
     deferred = {"deferred_prefill": {"departures": 4, "max_delay_ms": 300.0}}
     bench = Bench({**policies, **deferred}, max_num_seqs=12, num_blocks=1000)
     bench.add("first", tokens, output=5, lane=lane)
@@ -614,7 +605,7 @@ def test_whom_another_policy_holds_ends_no_wait_for_departures(
     assert "held" not in bench.running
 
 
-def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
+def test_every_request_enters_within_the_sum_of_all_bounds() -> None:
     bounds = {
         "lanes": {"batch_max_wait_s": 4.0, "normal_max_wait_s": 2.0},
         "long_prompt": {"max_wait_s": 2.0, "long_prefill_share": 0.5},
@@ -626,7 +617,7 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
     since: dict[str, float] = {}
     longest = 0.0
     for number in range(400):
-        # More urgent work than there is room for, and now and then a long prompt of another class.
+        # More urgent work than room, and sometimes a prompt of another lane.
         for twin in "ab":
             bench.add(f"u{number}{twin}", 30, output=3, lane="urgent")
         if number % 60 == 0:
@@ -638,7 +629,7 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
             if name in bench.running:
                 longest = max(longest, bench.now - since.pop(name))
     assert longest > 2.0
-    # All bounds, and the time until the one released before is done.
+    # All bounds, and the time until the previous released request is done.
     assert longest <= 4.0 + 2.0 + 0.5 + 2.0
     assert all(bench.now - at <= 8.5 for at in since.values())
 
@@ -656,13 +647,13 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
     ],
     ids=["static_batching", "long_prompt", "rotation"],
 )
-def test_every_release_is_counted_where_several_fronts_are_overdue(
+def test_every_release_is_counted_if_several_heads_are_overdue(
     policies: dict[str, dict[str, object]], lengths: tuple[int, ...], blocks: int
 ) -> None:
     bench = Bench(policies, num_blocks=blocks)
     bench.add("runs", lengths[0], output=200)
     bench.steps(3)
-    # In lanes of their own, so that both are in front: the first enters, the last is asked last.
+    # In separate lanes, so that both are heads of a queue.
     bench.add("first", lengths[1], output=200)
     bench.add("last", lengths[2], output=200)
     bench.step()

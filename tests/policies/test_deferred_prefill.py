@@ -1,4 +1,4 @@
-"""Deferred prefill: holds as cases, and what it gains in a closed loop of pure costs."""
+"""Deferred prefill: single holds, and the gain in a simulated closed loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Driver:
         head: FakeRequest = HEAD,
         took_ms: float = 10.0,
     ) -> Gate:
-        """Begin a step and ask for the head of those who may be held."""
+        """Begin a step; return the gate for the head of the deferrable lane."""
         self.index += 1
         self.ms += took_ms
         step = Step(
@@ -70,7 +70,7 @@ class Driver:
         return self.policy.gate(DEFERRABLE, head, 0.0)
 
     def admit(self, count: int) -> None:
-        """Let so many in."""
+        """Admit `count` requests."""
         for number in range(count):
             self.policy.admitted(FakeRequest(f"in-{self.index}-{number}"))
 
@@ -81,7 +81,7 @@ class Driver:
 
 
 def holding(**settings: object) -> Driver:
-    """Return an engine that has just been filled, and one of whose requests has departed."""
+    """Return a filled engine after one departure, which holds admissions."""
     driver = Driver(built(**{"departures": 4, **settings}))
     driver.fill()
     assert driver.step(free=1, departed=1) is Gate.CLOSED
@@ -91,7 +91,7 @@ def holding(**settings: object) -> Driver:
 # Slots
 
 
-def test_waits_for_the_departures_then_lets_all_in() -> None:
+def test_hold_ends_after_the_departures_and_admits_all() -> None:
     driver = holding()
     assert driver.step(free=3, departed=2) is Gate.CLOSED
     assert driver.step(free=4, departed=1) is Gate.OPEN
@@ -100,10 +100,10 @@ def test_waits_for_the_departures_then_lets_all_in() -> None:
     assert driver.policy.counters()["holds_ended_departures"] == 1
 
 
-def test_while_the_engine_fills_nobody_is_held() -> None:
+def test_no_request_is_held_while_the_engine_fills() -> None:
     driver = Driver(built(departures=4))
     assert driver.step(free=32) is Gate.OPEN
-    driver.admit(20)  # as many as the budget had room for
+    driver.admit(20)  # as many as fit the budget
     assert driver.step(free=12) is Gate.OPEN
     driver.admit(10)
     assert driver.step(free=3, departed=1) is Gate.OPEN
@@ -111,14 +111,14 @@ def test_while_the_engine_fills_nobody_is_held() -> None:
     assert driver.step(free=1, departed=1) is Gate.CLOSED
 
 
-def test_slots_left_over_after_a_release_stay_open() -> None:
+def test_slots_left_after_a_release_stay_open() -> None:
     driver = holding()
     assert driver.step(free=4, departed=3) is Gate.OPEN
     driver.admit(2)
     assert driver.step(free=2) is Gate.OPEN
 
 
-def test_one_departure_is_no_hold() -> None:
+def test_threshold_of_one_departure_never_holds() -> None:
     driver = Driver(built(departures=1))
     driver.fill()
     assert driver.step(free=1, departed=1) is Gate.OPEN
@@ -127,7 +127,7 @@ def test_one_departure_is_no_hold() -> None:
 # The KV cache
 
 
-def test_a_full_cache_counts_departures() -> None:
+def test_hold_for_a_full_cache_counts_departures() -> None:
     driver = Driver(built(departures=4))
     assert driver.step(free=20, running=12, kv_free=0.02, refused=True) is Gate.CLOSED
     assert driver.step(free=22, running=10, kv_free=0.1, departed=2, refused=True) is Gate.CLOSED
@@ -135,10 +135,10 @@ def test_a_full_cache_counts_departures() -> None:
     assert driver.policy.counters()["holds_ended_departures"] == 1
 
 
-def test_a_full_cache_counts_tokens_too() -> None:
+def test_hold_for_a_full_cache_counts_freed_tokens() -> None:
     driver = Driver(built(departures=4))
     assert driver.step(free=20, running=12, kv_free=0.04, refused=True) is Gate.CLOSED
-    # One that held as much as four typical ones: 4 of 12 parts of what was in use.
+    # The departed request held as much KV as four typical ones.
     assert driver.step(free=21, running=11, kv_free=0.37, departed=1, refused=True) is Gate.OPEN
     assert driver.policy.counters()["holds_ended_room"] == 1
 
@@ -146,43 +146,43 @@ def test_a_full_cache_counts_tokens_too() -> None:
 # Bounds
 
 
-def test_released_at_once_when_too_few_wait_to_fill_the_batch() -> None:
+def test_hold_ends_if_too_few_requests_wait() -> None:
     driver = holding()
     assert driver.step(free=1, waiting=3) is Gate.OPEN
     assert driver.policy.counters()["holds_ended_few"] == 1
 
 
-def test_released_at_once_when_nothing_runs() -> None:
+def test_hold_ends_if_nothing_runs() -> None:
     driver = holding(departures=32)
     assert driver.step(free=31, running=0) is Gate.OPEN
     assert driver.policy.counters()["holds_ended_idle"] == 1
 
 
-def test_fewer_departures_do_in_the_second_half_of_the_longest_hold() -> None:
+def test_fewer_departures_end_a_hold_in_its_second_half() -> None:
     driver = holding(departures=8, max_delay_ms=1000)
     assert driver.step(free=4, took_ms=490) is Gate.CLOSED
     assert driver.step(free=4, took_ms=200) is Gate.CLOSED  # 8 * 2 * 0.31, rounded up: 5
     assert driver.step(free=4, took_ms=80) is Gate.OPEN
 
 
-def test_the_longest_hold_in_time() -> None:
+def test_hold_ends_after_max_delay_ms() -> None:
     driver = holding(departures=8, max_delay_ms=100)
     assert driver.step(free=1, took_ms=40) is Gate.CLOSED
     assert driver.step(free=0, took_ms=61) is Gate.OPEN
     assert driver.policy.counters()["starvation_releases"] == 1
 
 
-def test_the_longest_hold_in_steps() -> None:
+def test_hold_ends_after_max_delay_steps() -> None:
     driver = holding(departures=8, max_delay_steps=10, max_delay_ms=1e9)
     gates = [driver.step(free=0) for _ in range(10)]
     assert gates == [Gate.CLOSED] * 9 + [Gate.OPEN]
     assert driver.policy.counters()["starvation_releases"] == 1
 
 
-def test_one_who_is_held_again_and_again_is_held_no_longer_in_all() -> None:
+def test_repeated_holds_of_one_request_share_the_bound() -> None:
     driver = Driver(built(departures=2, max_delay_ms=100))
     opened = []
-    for _ in range(4):  # the cache stays too full for the one in front, whoever leaves
+    for _ in range(4):  # the cache stays too full for the head
         driver.step(free=20, running=12, kv_free=0.02, refused=True, took_ms=30)
         gate = driver.step(free=22, running=10, departed=2, kv_free=0.02, refused=True, took_ms=10)
         opened.append(gate)
@@ -190,10 +190,10 @@ def test_one_who_is_held_again_and_again_is_held_no_longer_in_all() -> None:
     assert driver.policy.counters()["starvation_releases"] >= 1
 
 
-def test_a_client_that_leaves_is_waited_for_by_nobody() -> None:
+def test_departed_client_does_not_release_the_next_request() -> None:
     driver = holding(max_delay_ms=100)
     driver.policy.departed(HEAD, 0.0)
-    assert driver.step(free=1, waiting=0) is Gate.OPEN  # the hold ends before anybody is asked
+    assert driver.step(free=1, waiting=0) is Gate.OPEN  # the hold ends before the gate is asked
     driver.ms += 5000
     driver.admit(1)
     gates = [driver.step(free=1, head=FakeRequest("next")) for _ in range(5)]
@@ -201,27 +201,27 @@ def test_a_client_that_leaves_is_waited_for_by_nobody() -> None:
     assert driver.policy.counters()["starvation_releases"] == 0
 
 
-def test_one_whom_others_passed_is_waited_for_by_nobody() -> None:
+def test_passed_request_does_not_release_the_next_request() -> None:
     driver = holding(max_delay_ms=100)
     assert driver.step(free=4, departed=3) is Gate.OPEN
-    driver.admit(4)  # others, who stand before it now
+    driver.admit(4)  # other requests, which are ahead of it now
     driver.step(free=4, waiting=0, head=FakeRequest("urgent"), took_ms=500)
     driver.admit(4)
     gates = [driver.step(free=1, head=FakeRequest("urgent")) for _ in range(5)]
     assert gates == [Gate.CLOSED] * 5
 
 
-def test_who_was_let_go_is_not_held_again_and_counts_once() -> None:
+def test_released_request_is_not_held_again_and_counts_once() -> None:
     driver = Driver(built(departures=8, max_delay_ms=100))
-    gates = [  # the cache stays too full for the one in front
+    gates = [  # the cache stays too full for the head
         driver.step(free=20, running=12, kv_free=0.02, refused=True, took_ms=21) for _ in range(20)
     ]
     assert gates == [Gate.CLOSED] * 5 + [Gate.OPEN] * 15
     assert driver.policy.counters()["starvation_releases"] == 1
 
 
-def test_of_two_in_front_the_one_held_longer_counts() -> None:
-    # Of two lanes of other policies: each has its front, and they are asked in turns.
+def test_longest_held_of_two_heads_is_released() -> None:
+    # Two lanes of other policies have a head each, and their gates are asked in turn.
     driver = holding(max_delay_ms=100)
     other = FakeRequest("other")
     driver.step(free=4, departed=3, took_ms=61)  # the first hold is over
@@ -233,7 +233,7 @@ def test_of_two_in_front_the_one_held_longer_counts() -> None:
     assert gates == [True] * 3 + [False] * 5
 
 
-def test_in_a_thousand_steps_nobody_is_held_beyond_the_bound() -> None:
+def test_no_hold_exceeds_the_bound_in_a_thousand_steps() -> None:
     driver = holding(departures=32, max_delay_ms=200)
     closed_since: float | None = None
     for _ in range(1000):
@@ -245,7 +245,7 @@ def test_in_a_thousand_steps_nobody_is_held_beyond_the_bound() -> None:
         assert driver.ms - closed_since < 200
 
 
-# Who is never held
+# Requests that are never held
 
 
 def test_cached_remote_and_preempted_requests_are_not_held() -> None:
@@ -258,13 +258,13 @@ def test_cached_remote_and_preempted_requests_are_not_held() -> None:
     assert policy.gate(DEFERRABLE, HEAD, 0.0) is Gate.CLOSED
 
 
-# Apart
+# Exclusive prefill steps
 
 
-def exclusive_step(
+def pauses_in_step(
     policy: DeferredPrefill, now: float, *, prefills: int, enters: bool, paused_s: float = 0.0
 ) -> bool:
-    """Say whether decodes pause."""
+    """Return whether decodes pause."""
     step = Step(
         index=1,
         now=now,
@@ -280,32 +280,32 @@ def exclusive_step(
     return policy.pauses_decodes(step)
 
 
-def test_decodes_pause_for_prefills_only_where_asked() -> None:
-    assert not exclusive_step(built(), 0.0, prefills=1, enters=True)
+def test_decodes_pause_for_prefills_only_if_exclusive() -> None:
+    assert not pauses_in_step(built(), 0.0, prefills=1, enters=True)
     policy = built(exclusive=True)
-    assert exclusive_step(policy, 0.0, prefills=1, enters=False)
-    assert exclusive_step(policy, 0.1, prefills=0, enters=True)
-    assert not exclusive_step(policy, 0.2, prefills=0, enters=False)
+    assert pauses_in_step(policy, 0.0, prefills=1, enters=False)
+    assert pauses_in_step(policy, 0.1, prefills=0, enters=True)
+    assert not pauses_in_step(policy, 0.2, prefills=0, enters=False)
 
 
-def test_decodes_pause_no_longer_than_anybody_is_held() -> None:
+def test_decodes_pause_at_most_max_delay_ms() -> None:
     policy = built(exclusive=True, max_delay_ms=500)
     for paused_s, pauses in ((0.0, True), (0.4, True), (0.5, False), (0.6, False), (0.0, True)):
-        found = exclusive_step(policy, 0.0, prefills=1, enters=False, paused_s=paused_s)
+        found = pauses_in_step(policy, 0.0, prefills=1, enters=False, paused_s=paused_s)
         assert found is pauses
 
 
 # Auto
 
 
-def test_knowing_nothing_it_holds_nobody() -> None:
+def test_policy_without_measurements_holds_no_request() -> None:
     driver = Driver(built())
     driver.fill()
     assert driver.step(free=1, departed=1) is Gate.OPEN
     assert driver.policy.gauges()["k"] == 1
 
 
-def test_where_every_step_prefills_one_goes_without_at_times() -> None:
+def test_probe_step_goes_without_prefill_if_every_step_prefills() -> None:
     driver = Driver(built())
     driver.fill()
     gates = []
@@ -344,7 +344,7 @@ def loop(
 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_the_papers_regime_gives_nine_tenths_of_the_theoretical_gain(
+def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
     exclusive: bool, noise: float
 ) -> None:
     time = a100(mixed_s=0.012)
@@ -366,7 +366,7 @@ def test_the_papers_regime_gives_nine_tenths_of_the_theoretical_gain(
 
 @pytest.mark.parametrize("slots", [32, 256])
 @pytest.mark.parametrize("mean_output", [16, 64, 200])
-def test_where_mixed_steps_are_free_nothing_is_lost(slots: int, mean_output: float) -> None:
+def test_free_mixed_steps_lose_no_throughput(slots: int, mean_output: float) -> None:
     rates = {
         departures: loop(
             a100(), {"departures": departures}, slots=slots, mean_output=mean_output, noise=0.1
@@ -377,7 +377,7 @@ def test_where_mixed_steps_are_free_nothing_is_lost(slots: int, mean_output: flo
 
 
 @pytest.mark.parametrize(("prompt", "delta"), [(0.003, 0.0), (0.007, 0.0), (0.003, 0.003)])
-def test_what_each_prompt_costs_is_no_reason_to_wait(prompt: float, delta: float) -> None:
+def test_fixed_cost_per_prompt_causes_no_holds(prompt: float, delta: float) -> None:
     time = StepTime(
         decode_fixed_s=0.008, decode_s=1e-4, prefill_s=2e-5, mixed_s=delta, prompt_fixed_s=prompt
     )
@@ -391,7 +391,7 @@ def test_what_each_prompt_costs_is_no_reason_to_wait(prompt: float, delta: float
 
 
 @pytest.mark.parametrize("delta", [0.0005, 0.002, 0.010, 0.050])
-def test_auto_is_close_to_the_best_fixed_number(delta: float) -> None:
+def test_auto_threshold_is_close_to_the_best_fixed_one(delta: float) -> None:
     time = StepTime(
         decode_fixed_s=0.004, decode_s=1e-4, context_s=1e-7, prefill_s=2e-5, mixed_s=delta
     )
@@ -404,8 +404,8 @@ def test_auto_is_close_to_the_best_fixed_number(delta: float) -> None:
     assert rates["auto"] >= 0.98 * max(rates.values())
 
 
-def papers(settings: dict[str, object], noise: float = 0.0) -> ClosedLoop:
-    """Return the paper's machine, as full as in the paper."""
+def paper_loop(settings: dict[str, object], noise: float = 0.0) -> ClosedLoop:
+    """Return a closed loop with the paper's machine and load."""
     return loop(a100(mixed_s=0.012), settings, slots=256, mean_output=200, noise=noise)
 
 
@@ -419,29 +419,29 @@ def papers(settings: dict[str, object], noise: float = 0.0) -> ClosedLoop:
     ],
     ids=str,
 )
-def test_no_batch_of_prefills_makes_a_gap_beyond_the_target(settings: dict[str, object]) -> None:
-    busy = papers(settings)
+def test_no_batch_of_prefills_exceeds_the_itl_target(settings: dict[str, object]) -> None:
+    busy = paper_loop(settings)
     busy.run(3000).gaps.clear()
     busy.run(1500)
     target = settings["itl_ms"]
     assert isinstance(target, float)
-    # One prompt is never held for being long.
+    # A single prompt is never held for its length.
     over = [prompts for gap, prompts in busy.gaps if gap > target / 1000]
     assert set(over) <= {1}
     assert len(over) < 0.1 * len(busy.gaps)
     assert max(prompts for _, prompts in busy.gaps) > 2
 
 
-def test_without_a_target_gaps_are_what_they_are() -> None:
+def test_gaps_without_an_itl_target_are_not_limited() -> None:
     for departures in ("auto", 26):
-        busy = papers({"departures": departures})
+        busy = paper_loop({"departures": departures})
         busy.run(4500)
         gaps = sorted(gap for gap, _ in busy.gaps)
         assert gaps[len(gaps) // 2] > 0.120
 
 
-def test_of_steps_that_vary_few_are_beyond_the_target() -> None:
-    busy = papers({"itl_ms": 200.0}, noise=0.05)
+def test_few_noisy_steps_exceed_the_itl_target() -> None:
+    busy = paper_loop({"itl_ms": 200.0}, noise=0.05)
     busy.run(3000).gaps.clear()
     busy.run(1500)
     over = [gap for gap, _ in busy.gaps if gap > 0.200]
@@ -450,21 +450,21 @@ def test_of_steps_that_vary_few_are_beyond_the_target() -> None:
 
 
 @pytest.mark.parametrize("departures", ["auto", 26])
-def test_the_target_for_gaps_caps_the_departures(departures: object) -> None:
+def test_itl_target_caps_the_departures(departures: object) -> None:
     regime = Regime.of(a100(mixed_s=0.012), slots=256, mean_output=200, mean_prompt=220)
     found = {}
     for itl_ms in (60.0, 120.0, 200.0, None):
         settings: dict[str, object] = {"departures": departures, "itl_ms": itl_ms}
-        busy = papers(settings)
+        busy = paper_loop(settings)
         busy.run(1500)
         k = found[itl_ms] = busy.policy.gauges()["k"]
-        # By prompts of mean length, as they were of late; where there is time for none it is one.
+        # Computed with the recent mean prompt; the minimum is one.
         assert itl_ms in (None, 60.0) or regime.pause(0.8 * k) <= itl_ms / 1000
     assert found[60.0] == 1 < found[120.0] < found[200.0] < found[None]
 
 
-class InTime(Driver):
-    """One whose policy has found that a decode step takes 10 ms, and a token of a prompt 0.1."""
+class DriverWithItlTarget(Driver):
+    """A driver whose fit says 10 ms per decode step and 0.1 ms per prompt token."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(built(**{"departures": 1, "itl_ms": 52.0, **settings}))
@@ -472,87 +472,87 @@ class InTime(Driver):
         self.policy.fit.spread = 0.02
 
     def enter(self, name: str, tokens: int = 100) -> None:
-        """Let one in, which upstream gives all it needs."""
+        """Admit a request with its whole prompt."""
         request = FakeRequest(name, tokens)
         self.policy.chunk(request, 0, tokens)
         self.policy.admitted(request)
 
-    def asks(self, name: str, tokens: int = 100) -> Gate:
-        """Ask for another."""
+    def gate_for(self, name: str, tokens: int = 100) -> Gate:
+        """Return the gate for another request."""
         return self.policy.gate(DEFERRABLE, FakeRequest(name, tokens), 0.0)
 
 
-def test_whom_there_is_no_time_for_enters_with_the_next_step() -> None:
-    driver = InTime()  # four of 100 tokens are 50 ms
+def test_request_beyond_the_itl_target_enters_with_the_next_step() -> None:
+    driver = DriverWithItlTarget()  # four prompts of 100 tokens take 50 ms
     assert driver.step(free=8) is Gate.OPEN
     for number in range(3):
         driver.enter(str(number))
-        assert driver.asks("next") is Gate.OPEN
+        assert driver.gate_for("next") is Gate.OPEN
     driver.enter("3")
-    assert driver.asks("next") is Gate.CLOSED
+    assert driver.gate_for("next") is Gate.CLOSED
     assert driver.policy.held_reason(DEFERRABLE) == "itl"
     assert driver.step(free=4) is Gate.OPEN
 
 
-def test_one_may_enter_however_long_it_is() -> None:
-    driver = InTime()
+def test_first_request_of_a_step_enters_at_any_length() -> None:
+    driver = DriverWithItlTarget()
     assert driver.step(free=8, head=FakeRequest("long", 2000)) is Gate.OPEN
     driver.enter("long", 2000)
-    assert driver.asks("small", 1) is Gate.CLOSED
+    assert driver.gate_for("small", 1) is Gate.CLOSED
     assert driver.step(free=7, head=FakeRequest("long too", 2000)) is Gate.OPEN
     driver.enter("small", 1)
-    assert driver.asks("long too", 2000) is Gate.CLOSED
+    assert driver.gate_for("long too", 2000) is Gate.CLOSED
 
 
-def test_where_nobody_decodes_there_is_no_gap() -> None:
-    driver = InTime()
+def test_itl_target_does_not_apply_without_decodes() -> None:
+    driver = DriverWithItlTarget()
     assert driver.step(free=32) is Gate.OPEN
     for number in range(20):
         driver.enter(str(number))
-    assert driver.asks("next") is Gate.OPEN
+    assert driver.gate_for("next") is Gate.OPEN
 
 
-def test_what_a_later_policy_takes_back_is_there_for_others() -> None:
-    driver = InTime()
+def test_tokens_taken_back_are_available_to_other_requests() -> None:
+    driver = DriverWithItlTarget()
     driver.step(free=8)
     long = FakeRequest("long", 2000)
     driver.policy.chunk(long, 0, 2000)
     driver.policy.taken_back(long, 1900)
     driver.policy.admitted(long)
-    assert driver.asks("next") is Gate.OPEN
+    assert driver.gate_for("next") is Gate.OPEN
 
 
-def test_what_an_engine_does_not_cut_counts_too() -> None:
-    driver = InTime()
+def test_uncut_prompts_count_against_the_itl_target() -> None:
+    driver = DriverWithItlTarget()
     driver.step(free=8)
     for number in range(4):  # `chunk` is not asked there
         driver.policy.admitted(FakeRequest(str(number), 150, num_computed_tokens=50))
-    assert driver.asks("next") is Gate.CLOSED
+    assert driver.gate_for("next") is Gate.CLOSED
 
 
-def test_nobody_is_held_for_the_sake_of_gaps_beyond_the_bound() -> None:
-    driver = InTime(max_delay_ms=100)
+def test_itl_holds_respect_max_delay_ms() -> None:
+    driver = DriverWithItlTarget(max_delay_ms=100)
     opened = []
-    for number in range(14):  # one that comes before it each time, and takes all there is
+    for number in range(14):  # a request ahead of it takes all time of each step
         driver.step(free=8, head=FakeRequest(f"first {number}"))
         driver.enter(f"first {number}", 500)
-        opened.append(driver.asks("held") is Gate.OPEN)
+        opened.append(driver.gate_for("held") is Gate.OPEN)
     assert opened == [False] * 10 + [True] * 4
 
 
-def test_a_pause_of_decodes_is_no_longer_for_those_who_come_in_its_course() -> None:
-    policy = InTime(exclusive=True).policy
+def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
+    policy = DriverWithItlTarget(exclusive=True).policy
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
             index=1, now=paused_s, budget=2048, decodes=8, prefills=(), free_slots=4, running=8,
             paused_s=paused_s,
         )  # fmt: skip
         policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
-        # They decode again after 10 ms for it, and 10 ms for themselves.
+        # Decodes resume after 10 ms for the prompt and 10 ms for their own step.
         assert (policy.gate(DEFERRABLE, HEAD, 0.0) is Gate.OPEN) is enters
 
 
-def test_nobody_waits_until_several_reckonings_in_a_row_say_that_it_pays(
+def test_threshold_rises_only_after_several_equal_estimates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [9, 9, 9, 1, 9, 7, 9, 9, 2]
@@ -571,10 +571,10 @@ def test_nobody_waits_until_several_reckonings_in_a_row_say_that_it_pays(
 
 @pytest.mark.parametrize(("slots", "exclusive"), [(32, False), (64, False), (64, True)])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_what_a_slow_beginning_taught_is_soon_unlearnt(
+def test_estimate_of_a_slow_start_is_corrected_soon(
     slots: int, exclusive: bool, noise: float
 ) -> None:
-    """With batches all of one size their fixed cost went on to be seen in cheaper prompts."""
+    """With batches of one size, their fixed cost is hard to separate from prompts."""
     slow = {"prefill_fixed_s": 0.050} if exclusive else {"mixed_s": 0.020}
     settings: dict[str, object] = {"exclusive": exclusive}
     busy = loop(a100(**slow), settings, slots=slots, mean_output=100, noise=noise)
@@ -585,7 +585,7 @@ def test_what_a_slow_beginning_taught_is_soon_unlearnt(
     assert busy.policy.gauges()["k"] == 1
 
 
-def test_what_still_holds_is_not_unlearnt() -> None:
+def test_valid_estimate_is_kept() -> None:
     busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.1)
     busy.run(1000)
     least = busy.policy.gauges()["k"]
@@ -595,7 +595,7 @@ def test_what_still_holds_is_not_unlearnt() -> None:
     assert least > 1
 
 
-def test_what_it_shows() -> None:
+def test_gauges_show_the_fit_and_the_means() -> None:
     busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.0)
     busy.run(2000)
     shown = busy.policy.gauges()
@@ -608,7 +608,7 @@ def test_what_it_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"departures": 0}, "departures=0 is out of range: at least 1 departs; give 1 or more"),
         ({"departures": 33}, "departures=33 is out of range: no more than max_num_seqs=32"),
@@ -618,14 +618,14 @@ def test_what_it_shows() -> None:
         ({"max_delay_steps": 0}, "max_delay_steps=0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, object], said: str) -> None:
+def test_invalid_setting_is_refused_in_one_line(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as error:
         built(**settings)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_step_that_waits_for_another_ranks_prefill_is_not_learnt_as_decode() -> None:
+def test_step_that_waits_for_another_rank_is_not_learned_as_decode() -> None:
     policy = built()
     other = StepShape(1_000, 5e5, 8, 4_000, 1)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Whatever setting is accepted serves everybody, and can be shown."""
+"""Every accepted setting serves all requests, and its gauges are finite."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EVERY = [
 ]
 
 
-def accepted(name: str, key: str) -> list[object]:
-    """Return the extremes that this setting can have."""
+def accepted_extremes(name: str, key: str) -> list[object]:
+    """Return the extreme values that this setting accepts."""
     found: list[object] = []
     for value in (0, 1, LEAST, MOST, 10**30, 10**400):
         try:
@@ -39,13 +39,13 @@ def accepted(name: str, key: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "key"), EVERY)
-def test_any_number_that_is_accepted_serves_everybody(name: str, key: str) -> None:
-    for value in accepted(name, key):
-        bench = Bench({name: {key: value}}, max_num_seqs=4, num_blocks=251, max_model_len=2000)
+def test_every_accepted_extreme_serves_all_requests(name: str, key: str) -> None:
+    for extreme in accepted_extremes(name, key):
+        bench = Bench({name: {key: extreme}}, max_num_seqs=4, num_blocks=251, max_model_len=2000)
         for number in range(12):
             bench.add(f"r{number}", (20, 300, 900)[number % 3], output=20, priority=number % 3 - 1)
             bench.steps(2)
         bench.drain()
         policy = bench[name]
-        assert all(0 <= each < float("inf") for each in policy.gauges().values())
+        assert all(0 <= value < float("inf") for value in policy.gauges().values())
         json.dumps(policy.resolved())

@@ -1,4 +1,4 @@
-"""Blocks that requests take in caches of one and of several groups."""
+"""Blocks per request, in caches with one or several groups."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FULL, WINDOW, STATE = KvGroup(16, 125), KvGroup(16, 9), KvGroup(16, 5, spare=3)
         ([], 1600, 0),
     ],
 )
-def test_blocks_of_a_request_in_all_groups(groups: list[KvGroup], tokens: int, blocks: int) -> None:
+def test_blocks_of_counts_all_groups(groups: list[KvGroup], tokens: int, blocks: int) -> None:
     assert KvCache(1000, groups).blocks_of(tokens) == blocks
 
 
-def test_blocks_that_a_step_takes_at_most() -> None:
+def test_blocks_at_most_bounds_the_blocks_of_a_step() -> None:
     assert KvCache(1000, [FULL, KvGroup(32, 60)]).blocks_at_most(320) == 30

@@ -1,4 +1,4 @@
-"""Lanes: urgent before normal before batch, room kept, and no wait without a bound."""
+"""Lanes: urgent before normal before batch, reserves, and bounded waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def laned(**settings: object) -> dict[str, dict[str, object]]:
     return {"lanes": settings}
 
 
-def order_of_entry(bench: Bench, most: int = 200) -> list[str]:
-    """Run until nobody waits, and name everybody as they entered."""
+def order_of_entry(bench: Bench, max_steps: int = 200) -> list[str]:
+    """Run until no request waits; return the names in order of entry."""
     entered: list[str] = []
-    for _ in range(most):
+    for _ in range(max_steps):
         if not len(bench.scheduler.waiting):
             break
         before = bench.running
@@ -26,7 +26,7 @@ def order_of_entry(bench: Bench, most: int = 200) -> list[str]:
     return entered
 
 
-def test_urgent_before_normal_before_batch() -> None:
+def test_urgent_enters_before_normal_before_batch() -> None:
     bench = Bench(laned(), max_num_seqs=1)
     bench.add("first", 10, output=2)
     bench.step()
@@ -35,27 +35,27 @@ def test_urgent_before_normal_before_batch() -> None:
     assert order_of_entry(bench) == ["u", "n", "m", "b"]
 
 
-def test_a_priority_names_the_lane_where_nothing_else_does() -> None:
+def test_priority_sets_the_lane_if_no_lane_is_given() -> None:
     bench = Bench(laned(), max_num_seqs=1)
     bench.add("first", 10, output=2)
     bench.step()
     bench.add("b", 10, output=2, priority=5)
     bench.add("n", 10, output=2)
     bench.add("u", 10, output=2, priority=-1)
-    bench.add("asked", 10, output=2, priority=-1, lane="batch")
-    assert order_of_entry(bench) == ["u", "n", "b", "asked"]
+    bench.add("named", 10, output=2, priority=-1, lane="batch")
+    assert order_of_entry(bench) == ["u", "n", "b", "named"]
 
 
-@pytest.mark.parametrize("asked", ["nosuch", 3, ["urgent"], None])
-def test_a_lane_that_there_is_not_is_counted_and_served_as_normal(asked: object) -> None:
+@pytest.mark.parametrize("lane", ["nosuch", 3, ["urgent"], None])
+def test_unknown_lane_is_counted_and_served_as_normal(lane: object) -> None:
     bench = Bench(laned())
     request = bench.add("r", 10)
-    bench["lanes"].arrived(request, {"lane": asked})
+    bench["lanes"].arrived(request, {"lane": lane})
     assert bench["lanes"].lane(request, int) == "normal"
-    assert bench["lanes"].counters()["unknown_lanes"] == (asked is not None)
+    assert bench["lanes"].counters()["unknown_lanes"] == (lane is not None)
 
 
-def test_batch_leaves_slots_free() -> None:
+def test_batch_leaves_reserved_slots_free() -> None:
     bench = Bench(laned(reserve_slots=0.25), max_num_seqs=8)
     for number in range(20):
         bench.add(f"b{number}", 10, lane="batch", output=50)
@@ -68,18 +68,18 @@ def test_batch_leaves_slots_free() -> None:
     assert bench.running >= {"u", "n"}
 
 
-def test_batch_leaves_kv_free() -> None:
+def test_batch_leaves_reserved_kv_free() -> None:
     bench = Bench(laned(reserve_kv=0.5, reserve_slots=0), num_blocks=101)
     for number in range(10):
         bench.add(f"b{number}", 16 * 10, lane="batch", output=50)
     bench.steps(20)
-    # Ten blocks each at first; the reserve of fifty is not for them to grow into and to enter.
+    # Ten blocks each at first; half of the cache is reserved.
     assert len(bench.running) == 4
 
 
 @pytest.mark.parametrize("beside", [{}, {"long_prompt": {}}, {"rotation": {}}], ids="+".join)
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
-def test_batch_gives_way_where_its_answers_grew_into_what_it_left(
+def test_batch_answers_that_grew_into_the_reserve_are_preempted(
     kind: type, beside: dict[str, dict[str, object]]
 ) -> None:
     bench = Bench(
@@ -93,7 +93,7 @@ def test_batch_gives_way_where_its_answers_grew_into_what_it_left(
             urgent.append(bench.add(f"u{number}", 120, lane="urgent", output=60))
         before = {r.request_id: r.num_output_tokens for r in bench.scheduler.running}
         tokens = bench.step()
-        # Whoever stands behind a prompt has his token in each step.
+        # A decode behind a prompt gets its token in each step.
         left_out = before.keys() & bench.running - tokens.keys()
         assert not any(before[name] for name in left_out)
     assert sum(request.num_preemptions for request in requests) > 3
@@ -101,7 +101,7 @@ def test_batch_gives_way_where_its_answers_grew_into_what_it_left(
     assert sum(request.is_finished() for request in urgent) >= 13
 
 
-def test_the_newest_of_the_worst_class_is_preempted_first() -> None:
+def test_newest_request_of_the_lowest_lane_is_preempted_first() -> None:
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=65, budget=512)
     for name, lane in (("b1", "batch"), ("n1", "normal"), ("b2", "batch"), ("u", "urgent")):
         bench.add(name, 200, lane=lane, output=600)
@@ -115,25 +115,25 @@ def test_the_newest_of_the_worst_class_is_preempted_first() -> None:
     assert gone == ["b2", "b1", "n2", "n1"]
 
 
-def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
-    """While the cache is full they are needed in each; to ask hundreds is a good part of one."""
+def test_service_classes_of_decodes_are_cached() -> None:
+    """A full cache needs the classes in each step, and hundreds of calls are slow."""
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=59, budget=512)
     lanes = ["batch", "normal", "urgent"] * 5
     for number, lane in enumerate(lanes):
         bench.add(f"{lane}{number}", 20, lane=lane, output=600)
     bench.steps(4)
-    scheduler, asked = bench.scheduler, []
+    scheduler, calls = bench.scheduler, []
     assert len(bench.running) == len(lanes)
-    # Fewer blocks than may be needed in a step, and as many as are in all of them.
+    # Fewer blocks are free than a step may need, and enough for these steps.
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert 2 * len(lanes) - 1 > free >= len(lanes)
     classes = scheduler._planner.classes
     ask = classes.of
-    classes.of = lambda request: asked.append(request) or ask(request)
+    classes.of = lambda request: calls.append(request) or ask(request)
     classes._known.clear()
     bench.steps(10)
-    assert len(asked) == len(lanes)
-    # But they are in their order, and those who are gone are forgotten.
+    assert len(calls) == len(lanes)
+    # Decodes keep their order, and finished requests leave the cache.
     order = [r.request_id.rstrip("0123456789") for r in scheduler.running]
     assert order == ["urgent"] * 5 + ["normal"] * 5 + ["batch"] * 5
     for request in list(scheduler.running):
@@ -141,8 +141,8 @@ def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
     assert not classes._known
 
 
-def test_of_another_class_it_has_another_place_at_once() -> None:
-    """A released answer is of the first class; preempted, it can lose that to the next one."""
+def test_changed_service_class_takes_effect_at_once() -> None:
+    """A released request has the first class; after a preemption another may get it."""
     bench = Bench(laned(reserve_kv=0, reserve_slots=0, batch_max_wait_s=5.0), num_blocks=200)
     lanes, classes = bench["lanes"], bench.scheduler._planner.classes
     requests = [bench.add(name, 10, lane="batch", output=600) for name in ("one", "two")]
@@ -151,7 +151,7 @@ def test_of_another_class_it_has_another_place_at_once() -> None:
     assert [lanes.service_class(request) for request in requests] == [2, 2]
     lanes._overdue.released["batch"] = "one"
     assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
-    # Another is let in for its wait while that one is away, as after a preemption.
+    # Another request is released while the first is preempted.
     lanes._running.discard("one")
     lanes._overdue._due["two"] = True
     lanes.admitted(requests[1])
@@ -161,7 +161,7 @@ def test_of_another_class_it_has_another_place_at_once() -> None:
     assert classes.of_decodes(requests[:1]) == {requests[0]: 2}
 
 
-def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:
+def test_long_running_answer_keeps_the_class_of_its_lane() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0, reserve_kv=0), num_blocks=41, budget=512)
     bench.add("b", 300, lane="batch", output=900)
     bench.step()
@@ -172,7 +172,7 @@ def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:
     assert bench.running == {"u"}
 
 
-def test_batch_enters_only_while_nobody_else_waits() -> None:
+def test_batch_enters_only_if_no_other_request_waits() -> None:
     bench = Bench(laned(reserve_slots=0), budget=64)
     bench.add("n1", 200)
     bench.add("n2", 200)
@@ -184,8 +184,7 @@ def test_batch_enters_only_while_nobody_else_waits() -> None:
     bench.drain()
 
 
-def test_batch_is_held_while_a_prompt_of_others_is_computed() -> None:
-    """It would be given nothing; other policies are to know that it doesn't come."""
+def test_batch_is_held_while_another_prompt_is_computed() -> None:
     bench = Bench(laned(reserve_slots=0))
     bench.add("n", 300)
     bench.step()
@@ -197,7 +196,7 @@ def test_batch_is_held_while_a_prompt_of_others_is_computed() -> None:
     assert "b" in bench.running
 
 
-def test_so_it_is_in_the_step_in_which_that_one_comes() -> None:
+def test_batch_is_held_in_the_step_that_admits_another_prompt() -> None:
     bench = Bench(laned(reserve_slots=0))
     bench.add("n", 40)
     bench.add("b", 10, lane="batch")
@@ -205,8 +204,8 @@ def test_so_it_is_in_the_step_in_which_that_one_comes() -> None:
     assert "b" in bench.step()
 
 
-def test_a_session_asleep_does_not_hold_batch_beside_an_idle_engine() -> None:
-    """It keeps its blocks until its client says more, which may be never."""
+def test_idle_session_does_not_hold_batch() -> None:
+    """The session keeps its blocks until its client continues, possibly never."""
     bench = Bench(laned(reserve_kv=0.5), num_blocks=60)
     session = make_request(600, output=2)
     session.resumable = True
@@ -218,7 +217,7 @@ def test_a_session_asleep_does_not_hold_batch_beside_an_idle_engine() -> None:
     assert bench.step() == {"b": 10}
 
 
-def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:
+def test_batch_does_not_pass_an_urgent_request_without_room() -> None:
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=256)
     bench.add("n", 300, output=100)
     bench.steps(2)
@@ -229,7 +228,7 @@ def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:
     bench.drain()
 
 
-def test_prompts_are_computed_in_the_lanes_order() -> None:
+def test_prompts_are_computed_in_lane_order() -> None:
     bench = Bench(laned(), long_prefill_token_threshold=10)
     bench.add("n", 200)
     bench.step()
@@ -240,7 +239,7 @@ def test_prompts_are_computed_in_the_lanes_order() -> None:
 
 
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
-def test_an_urgent_prompt_begins_in_the_next_step_whatever_is_computed(kind: type) -> None:
+def test_urgent_prompt_begins_in_the_next_step(kind: type) -> None:
     asynchronous = kind is PolicyScheduler
     bench = Bench(laned(), scheduler_cls=kind, async_scheduling=asynchronous)
     bench.add("n", 1900)
@@ -251,7 +250,7 @@ def test_an_urgent_prompt_begins_in_the_next_step_whatever_is_computed(kind: typ
     assert after == [{"u": 64}] * 4 + [{"u": 12, "n": 52}]
 
 
-def test_it_is_left_what_it_can_use_and_others_of_its_lane_the_rest() -> None:
+def test_urgent_prompt_takes_only_the_tokens_that_it_needs() -> None:
     bench = Bench(laned())
     bench.add("n", 1900)
     bench.add("m", 1900)
@@ -263,7 +262,7 @@ def test_it_is_left_what_it_can_use_and_others_of_its_lane_the_rest() -> None:
     assert bench.step() == {"v": 18, "n": 46}
 
 
-def test_prompts_leave_nothing_to_an_urgent_one_that_does_not_come() -> None:
+def test_no_tokens_are_kept_for_an_urgent_prompt_without_room() -> None:
     bench = Bench(laned(), num_blocks=125, scheduler_reserve_full_isl=True)
     bench.add("n", 1900)
     bench.steps(18)
@@ -272,7 +271,7 @@ def test_prompts_leave_nothing_to_an_urgent_one_that_does_not_come() -> None:
     assert bench.steps(8) == [{"n": 64}] * 8
 
 
-def test_nor_to_one_that_comes_when_they_have_been_at_it_for_too_long() -> None:
+def test_no_tokens_are_kept_for_urgent_prompts_by_an_overdue_prefill() -> None:
     bench = Bench(laned(normal_max_wait_s=1.0))
     bench.add("n", 1900)
     for number in range(10):
@@ -284,7 +283,7 @@ def test_nor_to_one_that_comes_when_they_have_been_at_it_for_too_long() -> None:
         assert bench.step() == {"n": 64}
 
 
-def test_nor_to_an_overdue_one_that_does_not_come() -> None:
+def test_no_tokens_are_kept_for_an_overdue_prompt_without_room() -> None:
     bench = Bench(laned(normal_max_wait_s=1.0), num_blocks=125, scheduler_reserve_full_isl=True)
     bench.add("u", 1900, lane="urgent")
     bench.steps(18)
@@ -294,19 +293,19 @@ def test_nor_to_an_overdue_one_that_does_not_come() -> None:
     assert bench.steps(8) == [{"u": 64}] * 8
 
 
-def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None:
+def test_batch_prompts_get_batch_share_while_other_lanes_are_active() -> None:
     bench = Bench(laned(batch_share=0.25, reserve_slots=0))
     bench.add("b1", 640, lane="batch")
     bench.add("b2", 640, lane="batch")
     assert bench.step() == {"b1": 64}
     bench.add("n", 100)
-    # A prompt of others has its step to itself; beside their decodes batch has its part.
+    # Another lane's prompt has the whole step; beside its decodes batch has its share.
     assert bench.step() == {"n": 64}
     assert bench.step() == {"n": 36}
     assert bench.step() == {"n": 1, "b1": 16}
 
 
-def test_others_count_as_about_for_a_moment_after_they_left() -> None:
+def test_other_lanes_count_as_active_for_recent_s_after_they_left() -> None:
     bench = Bench(laned(batch_share=0.25, recent_s=5.0))
     bench.add("n", 10, output=1)
     bench.step()
@@ -318,7 +317,7 @@ def test_others_count_as_about_for_a_moment_after_they_left() -> None:
     assert bench.step() == {"b": 64}
 
 
-def test_an_overdue_prompt_is_computed_beside_others() -> None:
+def test_overdue_prompt_is_computed_beside_others() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0), long_prefill_token_threshold=32)
     bench.add("u", 1900, lane="urgent")
     bench.step()
@@ -336,20 +335,18 @@ LESSER = [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
 
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
 @pytest.mark.parametrize(("lane", "key"), LESSER)
-def test_an_overdue_prompt_begins_in_the_next_step_whatever_is_computed(
-    lane: str | None, key: str, kind: type
-) -> None:
+def test_overdue_prompt_begins_in_the_next_step(lane: str | None, key: str, kind: type) -> None:
     bench = Bench(laned(**{key: 5.0}), scheduler_cls=kind, async_scheduling=kind is PolicyScheduler)
     bench.add("u", 1900, lane="urgent")
     bench.step()
     bench.add("late", 300, lane=lane, output=1)
     assert bench.steps(2) == [{"u": 64}] * 2
     bench.now += 5
-    # And goes on beside it: those who come when it is done would take the next of its steps.
+    # The urgent prompt continues beside it.
     assert bench.steps(10) == [{"u": 32, "late": 32}] * 9 + [{"late": 12, "u": 52}]
 
 
-def test_an_urgent_one_that_takes_its_turn_keeps_nobody_waiting_for_what_others_read() -> None:
+def test_overdue_urgent_prompt_shares_steps_with_overdue_prompts() -> None:
     bench = Bench(laned(urgent_max_wait_s=4.0, normal_max_wait_s=5.0, batch_max_wait_s=5.0))
     bench.add("u", 1900, lane="urgent")
     bench.step()
@@ -358,13 +355,13 @@ def test_an_urgent_one_that_takes_its_turn_keeps_nobody_waiting_for_what_others_
     bench.add("v", 1900, lane="urgent")
     bench.now += 5
     assert bench.steps(3) == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
-    # The overdue have one half together, the older first.
+    # Overdue prompts share one half, the older first.
     assert bench.steps(6) == [{"n": 32, "u": 32}] * 6
     assert bench.steps(2) == [{"n": 12, "b": 20, "u": 32}, {"b": 32, "u": 32}]
 
 
 @pytest.mark.parametrize(("lane", "key"), LESSER)
-def test_who_comes_while_an_overdue_prompt_is_read_finds_half_of_the_step(
+def test_urgent_prompt_gets_half_of_the_step_beside_an_overdue_prompt(
     lane: str | None, key: str
 ) -> None:
     bench = Bench(laned(**{key: 5.0}))
@@ -377,7 +374,7 @@ def test_who_comes_while_an_overdue_prompt_is_read_finds_half_of_the_step(
     assert bench.steps(2) == [{"late": 32, "v": 32}] * 2
 
 
-def test_beside_an_overdue_prompt_and_a_normal_one_an_urgent_one_finds_half_of_the_step() -> None:
+def test_urgent_prompt_gets_half_beside_an_overdue_and_a_normal_prompt() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0, normal_max_wait_s=60.0))
     bench.add("n", 1900)
     bench.step()
@@ -388,7 +385,7 @@ def test_beside_an_overdue_prompt_and_a_normal_one_an_urgent_one_finds_half_of_t
     assert bench.steps(2) == [{"b": 32, "u": 32}, {"b": 32, "u": 8, "n": 24}]
 
 
-def test_overdue_prompts_one_after_the_other_leave_an_urgent_one_half_of_each_step() -> None:
+def test_successive_overdue_prompts_leave_an_urgent_prompt_half_of_each_step() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0))
     bench.add("u", 1900, lane="urgent")
     bench.step()
@@ -401,7 +398,7 @@ def test_overdue_prompts_one_after_the_other_leave_an_urgent_one_half_of_each_st
     assert sum(tokens for step in steps for name, tokens in step.items() if name != "u") > 500
 
 
-def test_batch_goes_on_beside_one_that_finds_no_room() -> None:
+def test_batch_continues_until_an_urgent_request_has_room() -> None:
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=64)
     bench.add("b", 400, lane="batch", output=30)
     bench.step()
@@ -415,7 +412,7 @@ def test_batch_goes_on_beside_one_that_finds_no_room() -> None:
     bench.drain()
 
 
-def test_alone_batch_has_the_whole_step() -> None:
+def test_batch_alone_has_the_whole_step() -> None:
     bench = Bench(laned(batch_share=0.25))
     bench.add("b", 640, lane="batch")
     assert bench.steps(2) == [{"b": 64}, {"b": 64}]
@@ -424,7 +421,7 @@ def test_alone_batch_has_the_whole_step() -> None:
 @pytest.mark.parametrize(
     ("lane", "key"), [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
 )
-def test_the_front_of_a_lane_waits_no_longer_than_its_bound(lane: str | None, key: str) -> None:
+def test_head_of_a_lane_waits_at_most_its_bound(lane: str | None, key: str) -> None:
     bench = Bench(laned(**{key: 5.0}), max_num_seqs=4)
     for number in range(4):
         bench.add(f"u{number}", 10, lane="urgent", output=20)
@@ -435,7 +432,7 @@ def test_the_front_of_a_lane_waits_no_longer_than_its_bound(lane: str | None, ke
         bench.step(0.1)
         if "held" in bench.running:
             break
-    # The bound, and the time until the next slot was free.
+    # The bound, and the time until the next free slot.
     assert 5.0 <= bench.now - 1000 <= 5.0 + 2.2
     assert bench["lanes"].counters()["starvation_releases"] == 1
 
@@ -450,14 +447,14 @@ def test_the_front_of_a_lane_waits_no_longer_than_its_bound(lane: str | None, ke
     ],
     ids="+".join,
 )
-def test_overdue_ones_of_a_lane_are_released_one_at_a_time(
+def test_overdue_requests_of_a_lane_are_released_one_at_a_time(
     beside: dict[str, dict[str, object]],
 ) -> None:
     bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0) | beside, max_num_seqs=4)
     for number in range(4):
         bench.add(f"u{number}", 10, lane="urgent", output=10)
     bench.step()
-    # With a second policy a lane has several fronts: of lengths that differ.
+    # With a second policy a lane has several heads, of different lengths.
     for number in range(12):
         bench.add(f"b{number}", 900 if number % 4 == 1 else 10, lane="batch", output=10)
     bench.now += 6
@@ -474,7 +471,7 @@ def test_overdue_ones_of_a_lane_are_released_one_at_a_time(
     assert bench["lanes"].counters()["starvation_releases"] == entered
 
 
-def test_a_prompt_too_long_in_prefill_is_computed_before_the_urgent() -> None:
+def test_overdue_prefill_is_computed_before_urgent_prompts() -> None:
     bench = Bench(laned(normal_max_wait_s=1.0), budget=64, max_num_seqs=16)
     bench.add("n", 1900)
     bench.step()
@@ -482,11 +479,11 @@ def test_a_prompt_too_long_in_prefill_is_computed_before_the_urgent() -> None:
         bench.add(f"u{number}", 1900, lane="urgent")
     assert bench.steps(10)[1:] == [{"u0": 64}] * 9
     bench.now += 2
-    bench.step()  # in which it is seen how late it is
+    bench.step()  # this step finds that it is overdue
     assert bench.steps(3) == [{"n": 64}] * 3
 
 
-def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:
+def test_preempted_released_request_does_not_wait_again() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0), max_num_seqs=2)
     for number in range(2):
         bench.add(f"u{number}", 10, lane="urgent", output=3)
@@ -503,7 +500,7 @@ def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:
 
 
 @pytest.mark.parametrize("priorities", [False, True])
-def test_a_released_one_that_stands_behind_others_stops_nobody(priorities: bool) -> None:
+def test_released_request_behind_others_blocks_no_request(priorities: bool) -> None:
     policies = laned(batch_max_wait_s=5.0, reserve_slots=0)
     bench = Bench(policies, max_num_seqs=3, priority=priorities)
     earlier = bench.add("earlier", 10, lane="batch", output=200)
@@ -532,7 +529,7 @@ def test_a_released_one_that_stands_behind_others_stops_nobody(priorities: bool)
     assert {"earlier", "released"} <= bench.running
 
 
-def test_who_runs_and_waits_is_shown_by_lane() -> None:
+def test_gauges_count_running_and_waiting_by_lane() -> None:
     bench = Bench(laned(), max_num_seqs=2)
     for name, lane in (("u", "urgent"), ("n", None), ("n2", None), ("b", "batch")):
         bench.add(name, 10, lane=lane)
@@ -547,7 +544,7 @@ def test_who_runs_and_waits_is_shown_by_lane() -> None:
     }
 
 
-def test_nothing_is_kept_of_those_who_left() -> None:
+def test_finished_requests_leave_no_state() -> None:
     bench = Bench(laned(), max_num_seqs=2)
     for number in range(6):
         bench.add(str(number), 10, lane="batch" if number % 2 else "urgent")
@@ -562,7 +559,7 @@ def test_nothing_is_kept_of_those_who_left() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_overdue_ones_that_take_every_slot_let_an_urgent_one_in(slots: int) -> None:
+def test_overdue_requests_in_every_slot_let_an_urgent_request_enter(slots: int) -> None:
     bench = Bench(
         laned(batch_max_wait_s=5.0, normal_max_wait_s=5.0, urgent_max_wait_s=2.0, reserve_slots=0),
         max_num_seqs=slots,
@@ -586,11 +583,11 @@ def test_overdue_ones_that_take_every_slot_let_an_urgent_one_in(slots: int) -> N
 
 
 @pytest.mark.parametrize("load", [1.04, 1.25])
-def test_urgent_ones_that_come_faster_than_they_are_served_shut_nobody_out(load: float) -> None:
+def test_urgent_overload_does_not_starve_other_lanes(load: float) -> None:
     bench = Bench(
         laned(urgent_max_wait_s=2.0, normal_max_wait_s=5.0, batch_max_wait_s=15.0), max_num_seqs=4
     )
-    served, count = 2.0, 0  # seconds that one is at work
+    served, count = 2.0, 0  # seconds that a request runs
     entered: dict[str, float] = {}
 
     def flood(until: float) -> None:
@@ -603,7 +600,7 @@ def test_urgent_ones_that_come_faster_than_they_are_served_shut_nobody_out(load:
             bench.step(0.1)
             entered.update(dict.fromkeys(bench.running - before, bench.now))
 
-    # Their front has waited for longer than its bound by then, and ever after.
+    # From then on the urgent head is always overdue.
     flood(1000 + 1.5 * served * load / (load - 1))
     since = bench.now
     bench.add("n", 10, output=20)
@@ -614,7 +611,7 @@ def test_urgent_ones_that_come_faster_than_they_are_served_shut_nobody_out(load:
     assert any(name.startswith("u") and at > entered["b"] for name, at in entered.items())
 
 
-def test_batch_prompts_go_on_beside_one_that_cannot_begin() -> None:
+def test_batch_prompt_continues_beside_a_blocked_prompt() -> None:
     bench = Bench(laned(batch_share=0.5, reserve_slots=0))
     bench.add("b", 1500, lane="batch")
     bench.steps(2)

@@ -1,4 +1,4 @@
-"""Prefill first: a new prompt whole and at once, decodes wait."""
+"""Prefill first: a new prompt is computed at once, and decodes wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def first(**settings: object) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_decodes_wait_until_the_new_prompt_is_computed(asynchronous: bool) -> None:
+def test_decodes_wait_until_a_new_prompt_is_computed(asynchronous: bool) -> None:
     bench = Bench(first(), scheduler_cls=PolicyScheduler, async_scheduling=asynchronous)
     bench.add("old", 10)
     bench.steps(2)
@@ -29,7 +29,7 @@ def test_prompts_are_computed_one_after_the_other() -> None:
     assert bench.steps(4) == [{"a": 64}, {"a": 36, "b": 28}, {"b": 64}, {"b": 8}]
 
 
-def test_prefills_go_before_decodes_where_those_do_not_pause() -> None:
+def test_prefills_precede_decodes_if_decodes_do_not_pause() -> None:
     bench = Bench(first(pause_decodes=False))
     bench.add("old", 10)
     bench.steps(2)
@@ -39,7 +39,7 @@ def test_prefills_go_before_decodes_where_those_do_not_pause() -> None:
 
 
 @pytest.mark.parametrize("pause", [True, False])
-def test_a_stream_of_prompts_leaves_decodes_a_step_now_and_then(pause: bool) -> None:
+def test_decodes_pause_at_most_max_pause_s_under_a_stream_of_prompts(pause: bool) -> None:
     bench = Bench(first(pause_decodes=pause, max_pause_s=1.0), max_num_seqs=64)
     bench.add("old", 10, output=1000)
     bench.steps(2)
@@ -55,7 +55,7 @@ def test_a_stream_of_prompts_leaves_decodes_a_step_now_and_then(pause: bool) -> 
     assert bench["prefill_first"].counters()["starvation_releases"] >= 4
 
 
-def test_decodes_do_not_wait_for_one_who_finds_no_room() -> None:
+def test_decodes_do_not_wait_for_a_prompt_without_room() -> None:
     bench = Bench(first(), num_blocks=21, budget=256)
     bench.add("old", 200, output=100)
     bench.step()
@@ -65,7 +65,7 @@ def test_decodes_do_not_wait_for_one_who_finds_no_room() -> None:
     bench.drain()
 
 
-def test_decodes_do_not_wait_for_one_who_finds_no_slot() -> None:
+def test_decodes_do_not_wait_for_a_prompt_without_a_slot() -> None:
     bench = Bench(first(), max_num_seqs=1)
     bench.add("old", 10, output=5)
     bench.step()
@@ -73,7 +73,7 @@ def test_decodes_do_not_wait_for_one_who_finds_no_slot() -> None:
     assert bench.step() == {"old": 1}
 
 
-def test_whether_decodes_wait_is_shown() -> None:
+def test_gauge_shows_whether_decodes_wait() -> None:
     bench = Bench(first())
     bench.add("old", 10)
     bench.steps(2)
@@ -85,7 +85,7 @@ def test_whether_decodes_wait_is_shown() -> None:
     assert bench["prefill_first"].gauges() == {"decodes_paused": 0}
 
 
-def test_decodes_do_not_pause_for_one_that_cannot_begin() -> None:
+def test_decodes_do_not_wait_for_a_blocked_prompt() -> None:
     bench = Bench({"prefill_first": {}})
     bench.add("d", 10, output=500)
     bench.step()

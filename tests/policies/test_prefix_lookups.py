@@ -1,11 +1,11 @@
-"""What was found of held prompts' prefixes stands for a time that goes by how much there was."""
+"""Cached prefix lookups stay valid for a time that grows with the cached tokens."""
 
 from __future__ import annotations
 
 from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, PrefixLookups
 
 
-def test_it_stands_while_nothing_changes() -> None:
+def test_lookup_stays_valid_while_nothing_changes() -> None:
     found = PrefixLookups()
     assert not found.holds("a", 0.0)
     found.add("a", 0, 0.0)
@@ -13,7 +13,7 @@ def test_it_stands_while_nothing_changes() -> None:
     assert not found.holds("b", 0.0)
 
 
-def test_with_nothing_cached_every_change_counts() -> None:
+def test_lookup_of_nothing_cached_expires_with_every_change() -> None:
     found = PrefixLookups()
     found.add("a", 0, 5.0)
     found.changed(5.0)
@@ -21,21 +21,21 @@ def test_with_nothing_cached_every_change_counts() -> None:
     assert "a" not in found
 
 
-def test_with_much_cached_a_change_counts_when_it_is_time_to_look_again() -> None:
+def test_lookup_of_many_cached_tokens_expires_after_a_delay() -> None:
     found = PrefixLookups()
     found.add("a", 1000, 5.0)
     due = 5.0 + 1000 * LOOK_AGAIN_S
-    found.changed(5.0)  # the last there is
+    found.changed(5.0)  # the last change
     assert found.holds("a", due - 1e-9)
     assert not found.holds("a", due)
-    # Until it is looked up it is what it was found to be.
+    # An expired lookup is kept until the next one.
     assert "a" in found
     found.discard("a")
     assert "a" not in found
     assert not found.holds("a", 5.0)
 
 
-def test_who_is_gone_is_forgotten() -> None:
+def test_expired_lookups_are_removed() -> None:
     found = PrefixLookups()
     for number in range(100):
         found.add(str(number), number, 0.0)

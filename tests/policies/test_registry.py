@@ -1,4 +1,4 @@
-"""Names and settings from outside."""
+"""Policy names and settings of the command line and of `additional_config`."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ def test_build_resolves_the_threshold() -> None:
     assert policy.resolved()["long_prefill_token_threshold"] == 655  # 4 % of 16,384
 
 
-def test_a_prompt_that_fits_a_step_is_not_long_unless_so_set() -> None:
+def test_default_threshold_is_at_least_the_step_budget() -> None:
     facts = replace(FACTS, max_num_batched_tokens=8192)
     (policy,) = registry.build({"long_prompt": {}}, facts)
     assert policy.resolved()["long_prefill_token_threshold"] == 8192
-    asked = {"long_prompt": {"long_prefill_token_threshold": 327}}
-    (policy,) = registry.build(asked, facts)
+    (policy,) = registry.build({"long_prompt": {"long_prefill_token_threshold": 327}}, facts)
     assert policy.resolved()["long_prefill_token_threshold"] == 327
 
 
-def test_settings_that_a_policy_shows_configure_the_same_policy() -> None:
+def test_resolved_settings_configure_the_same_policy() -> None:
     (policy,) = registry.build({"long_prompt": {}}, FACTS)
     (again,) = registry.build({"long_prompt": policy.resolved()}, FACTS)
     (as_in_v0,) = registry.build({"long_prompt": {"max_num_partial_prefills": 4}}, FACTS)
-    assert [vars(each)["_shorts_share"] for each in (policy, again, as_in_v0)] == [
+    assert [vars(built)["_shorts_share"] for built in (policy, again, as_in_v0)] == [
         False,
         False,
         True,
     ]
 
 
-def test_a_whole_number_will_do_where_any_is_meant() -> None:
+def test_integers_are_accepted_for_float_settings() -> None:
     policies = {"lanes": {"reserve_kv": 0}, "long_prompt": {"long_prefill_share": 1}}
     assert len(registry.build(policies, FACTS)) == 2
 
@@ -83,7 +82,7 @@ def test_nothing_configured_builds_nothing() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(
+def test_invalid_input_is_refused_in_one_line_that_names_it(
     names: list[str], sets: list[str], words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -95,17 +94,17 @@ def test_bad_input_is_one_line_that_names_it(
 
 
 @pytest.mark.parametrize("given", [[], "long_prompt", 3, {"long_prompt": 3}, {"nosuch": {}}])
-def test_bad_configuration_from_additional_config(given: object) -> None:
+def test_invalid_additional_config_is_refused(given: object) -> None:
     with pytest.raises(UsageError):
         registry.build(given, FACTS)
 
 
-def test_a_threshold_beyond_the_context_is_refused() -> None:
+def test_threshold_beyond_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="exceeds max_model_len=16384"):
         registry.build({"long_prompt": {"long_prefill_token_threshold": 20_000}}, FACTS)
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_description() -> None:
     for policy in registry.POLICIES.values():
         for name, field in policy.settings_type.model_fields.items():
             assert field.description, f"{policy.name}.{name}"

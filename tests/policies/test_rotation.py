@@ -1,4 +1,4 @@
-"""Rotation: A1 B1 C1 A2 ..., newcomers in turn."""
+"""Rotation: A1 B1 C1 A2 ..., new prompts in turn."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ def rotating(**settings: object) -> dict[str, dict[str, object]]:
     return {"rotation": settings}
 
 
-def served(bench: Bench, count: int) -> list[str]:
-    """Name who prefilled in each of so many steps."""
+def scheduled_names(bench: Bench, count: int) -> list[str]:
+    """Run steps; return the names of the requests in each."""
     return ["".join(sorted(tokens)) for tokens in bench.steps(count)]
 
 
-def test_chunks_go_round() -> None:
+def test_chunks_rotate() -> None:
     bench = Bench(rotating())
     for name in "ABC":
         bench.add(name, 64 * 3)
-    assert served(bench, 6) == ["A", "B", "C", "A", "B", "C"]
-    # The first to be done decodes in the step of the next one's last chunk.
+    assert scheduled_names(bench, 6) == ["A", "B", "C", "A", "B", "C"]
+    # The first finished prompt decodes in the step of the next one's last chunk.
     assert bench.steps(2) == [{"A": 64}, {"A": 1, "B": 63}]
 
 
-def test_one_that_arrives_comes_before_those_who_had_a_chunk_since() -> None:
+def test_new_prompt_precedes_prompts_with_a_later_chunk() -> None:
     bench = Bench(rotating())
     bench.add("A", 640)
     bench.add("B", 640)
-    assert served(bench, 3) == ["A", "B", "A"]
+    assert scheduled_names(bench, 3) == ["A", "B", "A"]
     bench.now += 0.001
     bench.add("C", 640)  # A has its chunk until now, B had its own before
-    assert served(bench, 6) == ["B", "C", "A", "B", "C", "A"]
+    assert scheduled_names(bench, 6) == ["B", "C", "A", "B", "C", "A"]
 
 
-def test_alone_it_has_every_step() -> None:
+def test_single_prompt_has_every_step() -> None:
     bench = Bench(rotating(chunk=10))
     bench.add("A", 640)
     assert bench.steps(2) == [{"A": 64}, {"A": 64}]
 
 
-def test_with_a_chunk_a_step_has_several_turns_and_none_is_half_empty() -> None:
+def test_chunk_setting_splits_a_step_into_full_turns() -> None:
     bench = Bench(rotating(chunk=16))
     for name in "ABCDEF":
         bench.add(name, 96)
@@ -57,14 +57,14 @@ def test_with_a_chunk_a_step_has_several_turns_and_none_is_half_empty() -> None:
     assert got[2] == dict.fromkeys("CDEF", 16)
 
 
-def test_what_a_turn_leaves_is_for_the_next_in_line() -> None:
+def test_rest_of_a_turn_goes_to_the_next_prompt() -> None:
     bench = Bench(rotating())
     bench.add("A", 40)
     bench.add("B", 100)
     assert bench.step() == {"A": 40, "B": 24}
 
 
-def test_a_newcomer_takes_no_more_of_a_turn_than_it_needs() -> None:
+def test_new_prompt_takes_only_the_tokens_that_it_needs() -> None:
     bench = Bench(rotating())
     bench.add("A", 640)
     bench.step()
@@ -72,7 +72,7 @@ def test_a_newcomer_takes_no_more_of_a_turn_than_it_needs() -> None:
     assert bench.step() == {"A": 44, "s": 20}
 
 
-def test_decodes_have_their_tokens_first() -> None:
+def test_decodes_get_their_tokens_first() -> None:
     bench = Bench(rotating())
     bench.add("d", 10)
     bench.step()
@@ -81,26 +81,26 @@ def test_decodes_have_their_tokens_first() -> None:
     assert bench.steps(2) == [{"d": 1, "A": 63}, {"d": 1, "B": 63}]
 
 
-def test_the_shortest_goes_first_if_so_asked() -> None:
+def test_order_shortest_serves_the_shortest_rest_first() -> None:
     bench = Bench(rotating(order="shortest"))
     bench.add("A", 640)
     bench.add("B", 320)
     bench.add("C", 192)
-    # Among those that wait and those in prefill alike: what is left decides.
-    assert served(bench, 9) == ["C"] * 3 + ["BC"] * 5 + ["ABC"]
+    # The remaining tokens decide, for waiting and running prompts.
+    assert scheduled_names(bench, 9) == ["C"] * 3 + ["BC"] * 5 + ["ABC"]
 
 
-def test_a_shorter_one_that_arrives_goes_first_and_a_longer_one_does_not() -> None:
+def test_order_shortest_admits_a_shorter_prompt_first() -> None:
     bench = Bench(rotating(order="shortest"))
     bench.add("B", 64 * 4)
-    assert served(bench, 1) == ["B"]
+    assert scheduled_names(bench, 1) == ["B"]
     bench.add("A", 640)
-    assert served(bench, 1) == ["B"]
+    assert scheduled_names(bench, 1) == ["B"]
     bench.add("s", 20)
     assert bench.step() == {"s": 20, "B": 44}
 
 
-def test_nobody_waits_beyond_the_bound_for_shorter_ones() -> None:
+def test_order_shortest_bounds_the_wait_of_a_long_prompt() -> None:
     bench = Bench(rotating(order="shortest", max_wait_s=1.0), max_num_seqs=64)
     bench.add("long", 1900)
     times = []
@@ -112,7 +112,7 @@ def test_nobody_waits_beyond_the_bound_for_shorter_ones() -> None:
     assert bench["rotation"].counters()["starvation_releases"] >= 4
 
 
-def test_a_steady_stream_of_newcomers_does_not_stop_the_round() -> None:
+def test_stream_of_new_prompts_does_not_stop_the_rotation() -> None:
     bench = Bench(rotating(), max_num_seqs=64)
     bench.add("A", 1900)
     got = []
@@ -123,7 +123,7 @@ def test_a_steady_stream_of_newcomers_does_not_stop_the_round() -> None:
 
 
 @pytest.mark.parametrize("order", ["rotate", "shortest"])
-def test_one_that_cannot_begin_stops_nobody(order: str) -> None:
+def test_blocked_prompt_stops_no_other_prompt(order: str) -> None:
     bench = Bench(rotating(order=order))
     bench.add("d", 10, output=500)
     bench.step()
@@ -135,7 +135,7 @@ def test_one_that_cannot_begin_stops_nobody(order: str) -> None:
     assert "lora" not in bench.running
 
 
-def test_who_is_overdue_has_its_turn_however_many_wait() -> None:
+def test_overdue_prompt_has_turns_while_many_wait() -> None:
     bench = Bench(rotating(max_wait_s=1.0), max_num_seqs=64)
     bench.add("A", 1400, output=2)
     bench.step()
@@ -144,28 +144,28 @@ def test_who_is_overdue_has_its_turn_however_many_wait() -> None:
     assert sum(bench.step(0.1).get("A", 0) for _ in range(60)) >= 4 * 64
 
 
-def test_a_chunk_that_has_no_turn_is_not_made_whole_for_its_blocks() -> None:
-    """Hybrid models keep their state at block boundaries, and chunks are aligned to them."""
+def test_block_alignment_adds_no_chunk_without_a_turn() -> None:
+    """Hybrid models align chunks to the block boundaries of their state."""
     bench = Bench(rotating())
     bench.scheduler.need_mamba_block_aligned_split = True
     bench.scheduler._mamba_block_aligned_split = lambda _, tokens, *__: tokens // 16 * 16
     for name in "AB":
         bench.add(name, 64 * 3)
-    assert served(bench, 6) == ["A", "B"] * 3
+    assert scheduled_names(bench, 6) == ["A", "B"] * 3
 
 
-def test_a_prompt_whose_blocks_those_in_prefill_will_take_waits() -> None:
+def test_prompt_waits_for_blocks_that_running_prefills_need() -> None:
     bench = Bench(rotating(), num_blocks=63)  # 62 blocks of 16 hold 992 tokens
     for name in "AB":
         bench.add(name, 600, output=4)
-    assert served(bench, 9) == ["A"] * 9
+    assert scheduled_names(bench, 9) == ["A"] * 9
     assert bench["rotation"].held_reason("") == "kv_of_prefills"
     bench.drain()
     assert bench.scheduler.kv_cache_manager.usage == 0
 
 
-def test_a_prompt_that_was_held_for_long_stops_those_that_pass_it() -> None:
-    """Of another lane, they'd go on for ever to leave it no blocks."""
+def test_overdue_prompt_stops_the_prompts_that_pass_it() -> None:
+    """Otherwise prompts of another lane would take its blocks forever."""
     bench = Bench(
         {
             "long_prompt": {
@@ -197,7 +197,7 @@ def test_a_prompt_that_was_held_for_long_stops_those_that_pass_it() -> None:
     assert bench["rotation"].counters()["starvation_releases"] == 1
 
 
-def test_spread_and_makespan_of_eight_equal_prompts() -> None:
+def test_rotation_halves_the_spread_of_eight_equal_prompts() -> None:
     def firsts(rotate: bool) -> list[int]:
         scheduler = make_scheduler(rotating() if rotate else None)
         for name in range(8):
@@ -211,12 +211,12 @@ def test_spread_and_makespan_of_eight_equal_prompts() -> None:
         assert len(seen) == 8
         return sorted(seen.values())
 
-    ours, theirs = firsts(True), firsts(False)
-    assert ours[-1] - ours[0] <= (theirs[-1] - theirs[0]) / 2
-    assert ours[-1] <= theirs[-1] * 1.05
+    rotated, plain = firsts(True), firsts(False)
+    assert rotated[-1] - rotated[0] <= (plain[-1] - plain[0]) / 2
+    assert rotated[-1] <= plain[-1] * 1.05
 
 
-def test_who_is_in_the_round_is_shown() -> None:
+def test_gauges_show_the_prompts_in_rotation() -> None:
     bench = Bench(rotating(chunk=16))
     for name in "ABC":
         bench.add(name, 300)
@@ -225,13 +225,13 @@ def test_who_is_in_the_round_is_shown() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5000])
-def test_with_nobody_in_prefill_the_gate_is_open(tokens: int) -> None:
+def test_gate_is_open_without_prefills(tokens: int) -> None:
     bench = Bench(rotating())
     head = make_request(tokens)
     assert bench["rotation"].gate("", head, 0.0) is Gate.OPEN
 
 
-def test_nothing_is_kept_of_one_that_left_while_it_was_waited_for() -> None:
+def test_aborted_overdue_prompt_leaves_no_state() -> None:
     bench = Bench(rotating(max_wait_s=1.0), num_blocks=110, scheduler_reserve_full_isl=True)
     bench.add("A", 1300, output=200)
     bench.steps(10)
@@ -243,7 +243,7 @@ def test_nothing_is_kept_of_one_that_left_while_it_was_waited_for() -> None:
     assert not bench["rotation"]._let_in
 
 
-def test_the_shortest_is_the_one_with_the_fewest_uncached_tokens() -> None:
+def test_order_shortest_counts_uncached_tokens() -> None:
     bench = Bench(rotating(order="shortest"), prefix_caching=True, max_model_len=20_000)
     document = list(range(10, 4810))
     bench.add("first", document, output=1)
@@ -252,12 +252,12 @@ def test_the_shortest_is_the_one_with_the_fewest_uncached_tokens() -> None:
     bench.step()
     bench.add("medium", 600)
     bench.add("cached", [*document, *[3] * 20])
-    # 20 tokens and the rest of a block are left of it: it comes before the others.
+    # Only 20 tokens and the rest of a block are uncached.
     assert bench.step()["cached"] <= 36
     assert "medium" not in bench.running
 
 
-def test_room_is_kept_for_the_uncached_tokens_alone() -> None:
+def test_room_is_kept_for_uncached_tokens_only() -> None:
     bench = Bench(rotating(order="shortest"), prefix_caching=True, max_model_len=20_000)
     document = list(range(10, 4810))
     bench.add("first", document, output=1)
@@ -265,11 +265,11 @@ def test_room_is_kept_for_the_uncached_tokens_alone() -> None:
     bench.add("running", 1000)
     bench.step()
     bench.add("cached", [*document, *[3] * 20])
-    # All of the step is used.
+    # The whole step is used.
     assert sum(bench.step().values()) == 64
 
 
-def test_a_waiting_prompt_moves_forward_once_its_prefix_is_cached() -> None:
+def test_waiting_prompt_moves_forward_once_its_prefix_is_cached() -> None:
     bench = Bench(
         rotating(order="shortest"), prefix_caching=True, max_model_len=20_000, max_num_seqs=1
     )

@@ -1,4 +1,4 @@
-"""Static batching: a batch forms, runs to its end, then the next."""
+"""Static batching: each batch forms and runs to its end before the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def batching(**settings: object) -> dict[str, dict[str, object]]:
     return {"static_batching": settings}
 
 
-def test_the_next_batch_begins_when_the_last_member_is_done() -> None:
+def test_next_batch_begins_after_the_last_member() -> None:
     bench = Bench(batching(), max_num_seqs=2)
     bench.add("short", 10, output=2)
     bench.add("long", 10, output=6)
@@ -24,7 +24,7 @@ def test_the_next_batch_begins_when_the_last_member_is_done() -> None:
     bench.drain()
 
 
-def test_a_slot_that_is_free_stays_empty_while_the_batch_runs() -> None:
+def test_free_slot_stays_empty_while_the_batch_runs() -> None:
     bench = Bench(batching())
     bench.add("a", 10, output=5)
     bench.step()
@@ -35,7 +35,7 @@ def test_a_slot_that_is_free_stays_empty_while_the_batch_runs() -> None:
     assert bench.step() == {"late": 10}
 
 
-def test_a_batch_forms_over_as_many_steps_as_its_prompts_need() -> None:
+def test_batch_forms_over_several_steps() -> None:
     bench = Bench(batching(), budget=64)
     for name, tokens in zip("abcd", (100, 30, 100, 20), strict=True):
         bench.add(name, tokens, output=20)
@@ -44,7 +44,7 @@ def test_a_batch_forms_over_as_many_steps_as_its_prompts_need() -> None:
     assert bench["static_batching"].gauges()["batch_members"] == 4
 
 
-def test_the_step_that_admits_nobody_closes_the_batch() -> None:
+def test_step_without_admissions_closes_the_batch() -> None:
     bench = Bench(batching())
     bench.add("a", 10)
     bench.step()
@@ -59,7 +59,7 @@ def test_the_step_that_admits_nobody_closes_the_batch() -> None:
     assert bench["static_batching"].held_reason("next") == "batch_running"
 
 
-def test_size_bounds_the_batch() -> None:
+def test_size_setting_bounds_the_batch() -> None:
     bench = Bench(batching(size=2))
     for name in "abc":
         bench.add(name, 10, output=3)
@@ -69,11 +69,11 @@ def test_size_bounds_the_batch() -> None:
     assert bench.running == {"c"}
 
 
-def test_without_a_size_the_slots_bound_it() -> None:
+def test_default_size_is_the_number_of_slots() -> None:
     assert Bench(batching(), max_num_seqs=7)["static_batching"].resolved()["size"] == 7
 
 
-def test_one_that_finds_no_room_closes_the_batch() -> None:
+def test_request_without_room_closes_the_batch() -> None:
     bench = Bench(batching(), num_blocks=41, budget=1000)
     bench.add("a", 320, output=5)
     bench.add("b", 400, output=5)
@@ -84,7 +84,7 @@ def test_one_that_finds_no_room_closes_the_batch() -> None:
     bench.drain()
 
 
-def test_a_member_that_was_preempted_comes_back() -> None:
+def test_members_preempted_by_a_cache_reset_return() -> None:
     bench = Bench(batching())
     bench.add("a", 10, output=50)
     bench.add("b", 10, output=50)
@@ -96,7 +96,7 @@ def test_a_member_that_was_preempted_comes_back() -> None:
     assert bench.running == {"a", "b"}
 
 
-def test_a_preempted_member_comes_back_while_others_run() -> None:
+def test_preempted_member_returns_while_others_run() -> None:
     bench = Bench(batching())
     bench.add("a", 10, output=50)
     victim = bench.add("b", 10, output=50)
@@ -108,7 +108,7 @@ def test_a_preempted_member_comes_back_while_others_run() -> None:
     assert bench.running == {"a", "b"}
 
 
-def test_the_wait_for_a_batch_is_bounded() -> None:
+def test_wait_for_a_batch_is_bounded() -> None:
     bench = Bench(batching(max_wait_s=5))
     bench.add("a", 10, output=1000)
     bench.steps(3)
@@ -122,7 +122,7 @@ def test_the_wait_for_a_batch_is_bounded() -> None:
     assert bench["static_batching"].counters() == {"starvation_releases": 1}
 
 
-def test_one_that_holds_kv_blocks_joins_and_is_no_release() -> None:
+def test_request_with_kv_blocks_joins_the_batch_without_a_release() -> None:
     bench = Bench(batching())
     bench.add("a", 10, output=30)
     bench.steps(3)

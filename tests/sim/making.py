@@ -1,4 +1,4 @@
-"""Workers, jobs and fleets to play with."""
+"""Workers, jobs and fleets for simulator tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.fleet.models import of_profile, worker_models
 from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
 
-# 10 ms a step and a hundred tokens of prefill in another 10.
+# A step takes 10 ms, and 100 tokens of prefill another 10 ms.
 EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
 
 
 class Listed(TrafficSource):
-    """These requests at these times."""
+    """A source of the given requests."""
 
     name, timed, rate = "listed", True, 1.0
 
@@ -28,12 +28,12 @@ class Listed(TrafficSource):
         self.count = len(requests)
 
     def requests(self, rng: Any) -> Iterator[Request]:  # noqa: ARG002
-        """Give them."""
+        """Yield the requests."""
         yield from self._requests
 
 
 def worker(time: StepTime = EVEN, **changes: Any) -> WorkerModel:
-    """Describe a plain worker, without asynchronous scheduling."""
+    """Return a worker model without asynchronous scheduling."""
     settings: dict[str, Any] = {
         "name": "w0", "time": time, "max_model_len": 4096, "kv_tokens": 65_536,
         "async_scheduling": False, "max_num_seqs": 16, "max_num_batched_tokens": 512,
@@ -42,31 +42,31 @@ def worker(time: StepTime = EVEN, **changes: Any) -> WorkerModel:
 
 
 def job(name: str, prompt: int = 100, output: int = 4, **changes: Any) -> Job:
-    """Describe a request unlike any other."""
+    """Return a job with a unique text."""
     return replace(Job(name, prompt, output, text=crc32(name.encode())), **changes)
 
 
 def drain(engine: Engine, until: float = float("inf")) -> list[Event]:
-    """Let an engine run until it has nothing to do, or until then."""
+    """Run an engine until it is idle, or until this time; return its events."""
     events: list[Event] = []
     for _ in range(1_000_000):
         if not (at := engine.next_at()) <= until or at == float("inf"):
             return events
         events += engine.advance(at)
-    raise AssertionError("it never comes to rest")
+    raise AssertionError("the engine never becomes idle")
 
 
 def run(engine: Engine, arrivals: Iterable[tuple[float, Job]]) -> list[Event]:
-    """Submit jobs at their times and let the engine run to its end."""
+    """Submit jobs at their times and run the engine to its end; return its events."""
     events: list[Event] = []
-    for at, each in arrivals:
+    for at, new_job in arrivals:
         events += drain(engine, at)
-        engine.submit(each, at)
+        engine.submit(new_job, at)
     return events + drain(engine)
 
 
 def ends(events: Iterable[Event]) -> dict[str, float]:
-    """Say when each job finished; none does twice."""
+    """Return the finish time of each job; check that none finishes twice."""
     found: dict[str, float] = {}
     for event in events:
         if event.finished:
@@ -76,7 +76,7 @@ def ends(events: Iterable[Event]) -> dict[str, float]:
 
 
 def firsts(events: Iterable[Event]) -> dict[str, float]:
-    """Say when each job's first token came."""
+    """Return the time of each job's first token."""
     found: dict[str, float] = {}
     for event in events:
         if event.tokens:
@@ -87,12 +87,12 @@ def firsts(events: Iterable[Event]) -> dict[str, float]:
 def fleet_of(
     *workers: dict[str, Any], profile: str = "h100-8b", **blocks: Any
 ) -> tuple[FleetConfig, dict[str, WorkerModel]]:
-    """Make a fleet of workers that hold 32,000 tokens, unless they say otherwise."""
-    each = [
+    """Return a fleet of workers with contexts of 32,000 tokens by default."""
+    entries = [
         {"name": f"w{number}", "profile": profile, "max_model_len": 32_000, **given}
         for number, given in enumerate(workers)
     ]
-    config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
+    config = FleetConfig.model_validate({"model": "m", "workers": entries, **blocks})
     return config, worker_models(config, Path("fleet.yaml"))
 
 

@@ -1,8 +1,7 @@
-"""Run pytest several times, each in a fork of this process: vLLM is imported once for all.
+"""Run pytest several times, each in a fork of this process, so that vLLM is imported once.
 
-Reads, as JSON, a list of runs: pytest's arguments, the working directory and a file for what is
-printed. Prints the exit statuses, in their order. Nothing here imports the package `tests`, which
-is upstream's in a run.
+Reads a JSON list of runs: pytest's arguments, the working directory and an output file. Prints the
+exit codes in order. Nothing here imports the package `tests`, which is upstream's in a run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import vllm_sched.engine.scheduler  # noqa: F401 - all that takes long
 
 
 def start(run: dict[str, Any]) -> int:
-    """Fork, and return the process that runs it."""
+    """Fork a process for this run, and return its id."""
     if process := os.fork():
         return process
     status = 70
@@ -40,7 +39,7 @@ def start(run: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder
-    gc.freeze()  # what is imported by now is never looked at again
+    gc.freeze()  # exclude imported modules from collections
     processes = [start(run) for run in json.load(sys.stdin)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in processes]
     sys.stdout.write(f"{json.dumps(statuses)}\n")

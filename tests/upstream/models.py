@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# OPT-125m, and what the others copy for their text half.
+# OPT-125m, and the text config of the other models.
 OPT: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -27,8 +27,8 @@ OPT: dict[str, Any] = {
     "pad_token_id": 1,
     "torch_dtype": "float16",
 }
-# Llava's 576 tokens an image and its context, in the one image architecture of vLLM's that
-# imports without torchvision, which no CPU-only set-up can be sure of.
+# Llava's 576 tokens per image and its context, in an image architecture that vLLM imports without
+# torchvision, which a CPU-only setup may lack.
 IMAGE_TOKENS = 576
 IMAGE_SIDE = 28
 IMAGE: dict[str, Any] = {
@@ -61,7 +61,7 @@ STAND_INS = {
 
 
 def write_redirects(folder: Path) -> Path:
-    """Write the stand-ins and return the file that `VLLM_MODEL_REDIRECT_PATH` wants."""
+    """Write the stand-ins; return the file for `VLLM_MODEL_REDIRECT_PATH`."""
     _write(folder / "text", {"config.json": OPT})
     _write(folder / "hybrid", {"config.json": HYBRID})
     _write(

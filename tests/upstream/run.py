@@ -1,6 +1,6 @@
-"""Run files or cases of vLLM's own tests with given scheduler classes, in processes of their own.
+"""Run files or cases of vLLM's own tests with given scheduler classes, in separate processes.
 
-Upstream's package is called `tests` like ours, so the process gets its tree first on the path.
+Upstream's package is also called `tests`, so the process gets its tree first on the path.
 vLLM itself is the installed one: the tree has no `vllm` folder.
 """
 
@@ -24,7 +24,7 @@ TIME_LIMIT = 1800.0
 
 
 class Classes(NamedTuple):
-    """What stands in for `Scheduler` and for `AsyncScheduler`, each as `module:Class`."""
+    """The replacements of `Scheduler` and `AsyncScheduler`, each as `module:Class`."""
 
     sync: str
     asynchronous: str
@@ -42,7 +42,7 @@ UPSTREAM = Classes(
 
 @dataclass(frozen=True)
 class Account:
-    """What came of a run. Cases go by pytest's id, files by their path from the tree."""
+    """The outcomes of a run. Cases have pytest's ids, files their path from the tree."""
 
     exit_code: int
     output: str
@@ -53,32 +53,32 @@ class Account:
     built: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def cases_of(self, what: str) -> list[str]:
-        """Return the cases that were collected for this file, or this case."""
+        """Return the collected cases of this file or case."""
         return [case for case in self.collected if case == what or case.startswith(f"{what}::")]
 
     def not_passed(self, what: str) -> list[str]:
-        """Return the cases of it that failed, were skipped, or never reported."""
+        """Return the cases that failed, were skipped, or never reported."""
         return [case for case in self.cases_of(what) if self.outcomes.get(case) != "passed"]
 
     def fails_for(self, case: str, reason: str) -> bool:
-        """Tell whether the case failed with this text near the end of its report."""
+        """Return whether the case failed with this text near the end of its report."""
         return self.outcomes.get(case) == "failed" and reason in self.reasons[case]
 
 
 class Run(NamedTuple):
-    """Files or cases, named from the tree's root, and the classes they are to build."""
+    """Files or cases by their path from the tree's root, and the scheduler classes."""
 
     what: Sequence[str]
     classes: Classes
 
 
 def run_upstream(runs: Sequence[Run], workspace: Path) -> list[Account]:
-    """Run them side by side, in an empty workspace."""
+    """Run all runs concurrently, in an empty workspace."""
     tree = upstream_tests()
     folders = [workspace / f"run {number}" for number in range(len(runs))]
     for folder in folders:
         (folder / "scratch").mkdir(parents=True)  # some tests write into the working directory
-    asked = [
+    requests = [
         {
             "arguments": _arguments(run, tree, folder / "report.json"),
             "folder": str(folder / "scratch"),
@@ -88,7 +88,7 @@ def run_upstream(runs: Sequence[Run], workspace: Path) -> list[Account]:
     ]
     done = subprocess.run(
         [sys.executable, HERE / "forks.py"],
-        input=json.dumps(asked),
+        input=json.dumps(requests),
         env=_environment(tree, write_redirects(workspace / "models")),
         capture_output=True,
         text=True,
@@ -110,15 +110,15 @@ def _arguments(run: Run, tree: Path, report: Path) -> list[str]:
 
 def _account(status: int, folder: Path) -> Account:
     output, report = (folder / "output").read_text(), folder / "report.json"
-    told = json.loads(report.read_text()) if report.exists() else {}
-    return Account(status, output, **told)
+    report_fields = json.loads(report.read_text()) if report.exists() else {}
+    return Account(status, output, **report_fields)
 
 
 def _environment(tree: Path, redirects: Path) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    ours = Path(vllm_sched.__file__).parents[1]
+    own = Path(vllm_sched.__file__).parents[1]
     return environment | {
-        "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, ours))),
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, own))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_MODEL_REDIRECT_PATH": str(redirects),
     }

@@ -1,4 +1,4 @@
-"""A pytest plugin for vLLM's own tests: every scheduler they build is one of ours.
+"""A pytest plugin that replaces the schedulers of vLLM's own tests.
 
 It runs in the process that runs upstream's tests, under its own name (`-p scheduler_swap`): the
 package `tests` there is upstream's. The names `Scheduler` and `AsyncScheduler` are rebound in
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    # Before upstream's conftest, which may import anything.
+    # Before upstream's conftest, which may import vLLM.
     options = early_config.known_args_namespace
     swap = Swap({SYNC: options.scheduler_sync, ASYNC: options.scheduler_async})
     early_config.pluginmanager.register(Account(swap), "scheduler-account")
@@ -45,7 +45,7 @@ def load(name: str) -> type[Any]:
 
 
 class Swap:
-    """The rebinding, and what was built since."""
+    """The replacement of the classes, and the count of built schedulers."""
 
     def __init__(self, stand_ins: dict[str, str]) -> None:
         self.file = ""
@@ -78,7 +78,7 @@ class Swap:
 
 
 class Account:
-    """Counts the run and writes it down; a run which built none of ours has failed."""
+    """The report of a run; a run without replaced schedulers fails."""
 
     def __init__(self, swap: Swap) -> None:
         self.swap = swap
@@ -88,17 +88,17 @@ class Account:
         self.collection_errors: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        # Upstream's own marker: no case here needs the GPU cleaned up, 0.4 s each.
+        # Upstream's marker: no case needs the GPU cleanup of 0.4 s.
         for item in items:
             item.add_marker("skip_global_cleanup")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        # So that a case which never reports is missed.
+        # So that a case without a report is found.
         self.collected = [item.nodeid for item in session.items]
-        gc.freeze()  # schedulers are made of many objects: not to be looked at with all modules
+        gc.freeze()  # collections during tests skip all imported objects
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        # A module that cannot be imported has no cases to miss.
+        # A module that cannot be imported has no cases.
         if report.failed:
             self.collection_errors.append(f"{report.nodeid}: {report.longreprtext[-2000:]}")
 

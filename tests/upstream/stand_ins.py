@@ -1,7 +1,4 @@
-"""A class for the run's own process, which finds this module by its bare name.
-
-The package `tests` is upstream's there.
-"""
+"""A scheduler class for upstream's runs, which import this module by its bare name."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 
 class Careless(AsyncScheduler):  # type: ignore[misc]
-    """Serves those who run in the wrong order: a fault that upstream's tests must notice."""
+    """Serves running requests in the wrong order, a fault that upstream's tests must detect."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Fetching vLLM's source release: what is kept, and what a failure leaves behind."""
+"""Fetching vLLM's source release."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_only_tests_and_settings_are_kept(cache: Path, monkeypatch: pytest.Monke
     assert list(cache.iterdir()) == [tree]
 
     monkeypatch.setattr(source, "_download", None)
-    assert source.upstream_tests() == tree  # the second time it is there already
+    assert source.upstream_tests() == tree  # the second time it is cached
 
 
-def test_failure_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fetch_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_download", lambda _, folder: write_archive(folder, "setup.py"))
     with pytest.raises(source.SourceError, match="holds no tests"):
         source.upstream_tests()

@@ -1,7 +1,7 @@
-"""With every policy off our schedulers are upstream's: upstream's own tests can't tell.
+"""Without policies, our schedulers pass vLLM's own scheduler tests.
 
-vLLM's scheduler tests run with our classes wherever upstream's would be built. A case that is
-skipped or never reports fails here like one that fails.
+The tests run with our classes in place of upstream's. A case that is skipped or never reports
+counts as failed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ CORE = "tests/v1/core"
 BLAST = f"{CORE}/test_priority_scheduler_random.py::test_priority_scheduling_blast"
 CONNECTOR = "tests/v1/kv_connector/unit"
 
-# The files (and cases, of a file that takes minutes), and the fewest cases there must be over the
-# tested range of vLLM: a run that collects next to nothing proves nothing.
+# The files (or cases of slow files), and their minimum number of cases in the tested range of vLLM.
 SUITE = {
     f"{CORE}/test_scheduler.py": 190,
     f"{CORE}/test_async_scheduler.py": 19,
@@ -45,14 +44,14 @@ SUITE = {
     "tests/v1/spec_decode/test_dynamic_sd.py": 17,
     "tests/v1/streaming_input/test_scheduler_streaming.py": 9,
 }
-# Cases that may fail on a machine without a GPU: with this text, and with upstream's classes too.
+# Cases that may fail without a GPU: with this text, and with upstream's classes too.
 EXCUSED = {
     f"{CORE}/test_scheduler.py"
     "::test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": (
         "Async scheduling is not supported by the V1 model runner with pipeline parallelism"
     ),
 }
-# Some cases are about upstream's schedulers for diffusion models and build those by name.
+# Some cases build upstream's schedulers for diffusion models by name.
 ALSO_BUILT = {
     f"vllm.v1.core.sched.diffusion_scheduler:{name}"
     for name in ("DiffusionScheduler", "DiffusionAsyncScheduler")
@@ -65,49 +64,49 @@ FAULTY = Classes(UPSTREAM.sync, "stand_ins:Careless")
 
 @pytest.fixture(scope="module")
 def accounts(tmp_path_factory: pytest.TempPathFactory) -> list[Account]:
-    """Run everything with our classes, and beside it one file with a faulty class."""
+    """Run everything with our classes, and one file with a faulty class."""
     runs = [Run(list(SUITE), OURS), Run([FAULTY_FILE], FAULTY)]
     return run_upstream(runs, tmp_path_factory.mktemp("upstream"))
 
 
 @pytest.fixture
 def account(accounts: list[Account]) -> Account:
-    """Give what came of everything with our classes."""
+    """Return the outcomes with our classes."""
     return accounts[0]
 
 
-# The tests are few: so the runner of tests leaves all to one process, which needs one run.
+# Few tests, so that one process of the test runner gets all of them.
 
 
-def test_all_pass_whole(account: Account, tmp_path: Path) -> None:
+def test_all_cases_pass_with_our_schedulers(account: Account, tmp_path: Path) -> None:
     for what, least in SUITE.items():
         assert len(account.cases_of(what)) >= least, (what, account.output[-4000:])
     if failed := [case for what in SUITE for case in account.not_passed(what)]:
-        # Once more, with upstream's own classes.
+        # Control run with upstream's own classes.
         (control,) = run_upstream([Run(failed, UPSTREAM)], tmp_path)
         verdicts = [_verdict(case, account, control) for case in failed]
         assert not any(verdicts), "\n".join(filter(None, verdicts))
 
 
-def test_all_build_our_schedulers(account: Account) -> None:
+def test_every_file_builds_our_schedulers(account: Account) -> None:
     for file in {what.partition("::")[0] for what in SUITE}:
         built = set(account.built.get(file, ()))
         assert built & set(OURS), file
         assert built <= {*OURS, *ALSO_BUILT}, file
 
 
-def test_run_ends_well(account: Account) -> None:
+def test_run_has_no_errors(account: Account) -> None:
     assert account.errors == []
     all_passed = not any(map(account.not_passed, SUITE))
     assert account.exit_code == (pytest.ExitCode.OK if all_passed else pytest.ExitCode.TESTS_FAILED)
 
 
-def test_fault_is_noticed(accounts: list[Account]) -> None:
+def test_faulty_scheduler_is_detected(accounts: list[Account]) -> None:
     account = accounts[1]
     assert account.built[FAULTY_FILE].keys() == {FAULTY.asynchronous}
     assert account.not_passed(FAULTY_FILE)
     assert account.exit_code != 0
-    # And a run in which a stand-in never stood in is refused.
+    # A run that never builds a stand-in is refused.
     assert account.errors == [f"never built: {FAULTY.sync}"]
 
 

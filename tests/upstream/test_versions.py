@@ -1,4 +1,4 @@
-"""The runner of several vLLM versions: an environment's files, and the table of outcomes."""
+"""The runner of several vLLM versions: environments, and the table of outcomes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_every_minor_version_of_the_range_has_a_tested_release() -> None:
     assert minors == {f"{major}.{minor}" for minor in range(first, end)}
 
 
-def test_an_environment_has_its_own_vllm_and_shares_the_rest(
+def test_environment_has_its_own_vllm_and_shares_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    fetched = []
 
     def unpack(version: str, kept: Collection[str], folder: Path) -> None:
-        asked.append((version, kept))
+        fetched.append((version, kept))
         (folder / "vllm").mkdir()
         (folder / "vllm" / "__init__.py").write_text("from ._version import __version__\n")
         (folder / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.33.0\n\n")
@@ -45,12 +45,12 @@ def test_an_environment_has_its_own_vllm_and_shares_the_rest(
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    version, metadata, vllm, ours = done.stdout.splitlines()
+    version, metadata, vllm, own = done.stdout.splitlines()
     assert version == metadata == "0.33.0+cpu"
     assert Path(vllm).is_relative_to(tmp_path)
-    assert Path(ours).is_relative_to(versions.ROOT)
+    assert Path(own).is_relative_to(versions.ROOT)
     assert versions.environment("0.33.0", tmp_path) == python
-    assert asked == [("0.33.0", ("vllm", "PKG-INFO"))]
+    assert fetched == [("0.33.0", ("vllm", "PKG-INFO"))]
 
 
 def test_outcomes_are_counted_by_suite(tmp_path: Path) -> None:

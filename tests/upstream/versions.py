@@ -1,4 +1,4 @@
-"""Run the engine half's tests and vLLM's scheduler suites on each tested vLLM, and print a table.
+"""Run the engine's tests and vLLM's scheduler suites on each tested vLLM, and print a table.
 
     python -m tests.upstream.versions           # all of seams.TESTED_RELEASES
     python -m tests.upstream.versions 0.33.0
@@ -35,7 +35,7 @@ Counts = dict[str, Counter[str]]  # outcomes, by suite
 
 
 def environment(version: str, folder: Path = FOLDER) -> Path:
-    """Return the Python of this version's environment, made first where there is none."""
+    """Return the Python of this version's environment, created if necessary."""
     home = folder / version
     python = home / "bin" / "python"
     ready = home / ".ready"
@@ -54,7 +54,7 @@ def environment(version: str, folder: Path = FOLDER) -> Path:
 
 
 def _name_cpu_build(version: str, site: Path) -> None:
-    """Give the unpacked release the metadata of a CPU build: vLLM's platform depends on it."""
+    """Write the metadata of a CPU build, on which vLLM's platform depends."""
     local = f"{version}+cpu"
     (site / "vllm" / "_version.py").write_text(
         f"__version__ = version = {local!r}\n"
@@ -70,7 +70,7 @@ def _name_cpu_build(version: str, site: Path) -> None:
 
 
 def run(version: str, suites: Sequence[str] = SUITES, folder: Path = FOLDER) -> Counts:
-    """Run the suites on this version; what pytest prints is in a log beside the environment."""
+    """Run the suites on this version; pytest's output is in a log beside the environment."""
     python = environment(version, folder)
     report, log = folder / f"{version}.xml", folder / f"{version}.log"
     report.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def passes(counts: Counts, suites: Iterable[str] = SUITES) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all versions, or those named, and return the exit status."""
+    """Run all versions, or the named ones, and return the exit code."""
     results = {}
     for version in arguments or TESTED_RELEASES:
         sys.stderr.write(f"vLLM {version}: running; its log is {FOLDER}/{version}.log\n")

@@ -1,4 +1,4 @@
-"""Stands in for vLLM's server: takes its flags, answers /health and /v1/models, dies of --die."""
+"""A fake vLLM server: takes its flags, answers /health and /v1/models, exits on --die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
             self.wfile.write(page or b"")
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     http.server.ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
 

@@ -1,4 +1,4 @@
-"""Fake servers for the tests of launching: a few lines of Python instead of vLLM."""
+"""Fake servers for launch tests: a few lines of Python instead of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_sched.workers.launch import Worker, free_port
 
-# A family like vLLM's: a server that answers /health, and a child that would outlive it.
+# Processes like vLLM's: a server that answers /health, and a child that would outlive it.
 FAMILY = """
 import http.server, os, pathlib, signal, subprocess, sys
 port, pids, deaf = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf"
@@ -28,25 +28,25 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 
 
 def script(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs some Python."""
+    """Return the command that runs Python code."""
     return [sys.executable, "-c", textwrap.dedent(code), *arguments]
 
 
 def family(pids: Path, *, deaf: bool = False, grace_s: float = 5.0) -> Worker:
-    """Describe such a family; it writes its process ids to a file."""
+    """Return a worker with a child process; it writes its process ids to a file."""
     port = free_port()
     command = script(FAMILY, str(port), str(pids), "deaf" if deaf else "polite")
     return Worker(command, port=port, deadline_s=60.0, grace_s=grace_s)
 
 
 def members(pids: Path) -> list[int]:
-    """Return the process ids of a family, once it has written them."""
+    """Return the process ids of the family, after it has written them."""
     eventually(pids.exists)
     return [int(pid) for pid in pids.read_text().split()]
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -54,12 +54,12 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def eventually(what: object, seconds: float = 60.0) -> None:
-    """Wait until something holds."""
-    assert callable(what)
+def eventually(condition: object, seconds: float = 60.0) -> None:
+    """Wait until a condition is true."""
+    assert callable(condition)
     give_up = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < give_up, "still not so"
+    while not condition():
+        assert time.monotonic() < give_up, "condition is still false"
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""What keeps the two ends of a transfer apart."""
+"""Differences between the two workers of a transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_sched.workers.transfer import wiring
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CPU build installed."""
+    """Pretend that a CPU build is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
 
 
@@ -22,12 +22,12 @@ CACHE, BACKEND = "--kv-cache-dtype", "--attention-backend"
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "on_cpu", "apart"),
+    ("first", "second", "on_cpu", "apart"),
     [
         ([], [], True, []),
         (["--dtype=float32", BLOCK, "64"], [DTYPE, "float32"], True, [BLOCK]),
         (["--block_size=64"], [BLOCK, "64"], True, []),
-        # What one says, and the other has all the same.
+        # An explicit flag equals the other's default.
         (["--block-size=128"], [], True, []),
         (["--block-size=128"], [], False, [BLOCK]),
         (["--block-size=16"], [], False, []),
@@ -36,40 +36,40 @@ CACHE, BACKEND = "--kv-cache-dtype", "--attention-backend"
         ([CACHE, "auto"], [], False, []),
         ([CACHE, "fp8"], [], False, [CACHE]),
         ([DTYPE, "float32"], [], True, []),
-        ([DTYPE, "float32"], [], False, [DTYPE]),  # auto is bfloat16 as a rule
+        ([DTYPE, "float32"], [], False, [DTYPE]),  # auto is usually bfloat16
         ([DTYPE, "auto"], [], False, []),
         ([DTYPE, "auto"], [], True, [DTYPE]),
         (["--attention-backend=auto"], [], False, []),
         (["--attention-backend=FLASHINFER"], [], False, [BACKEND]),
-        # One thing in two words, and in two places.
+        # Aliases of one value.
         ([DTYPE, "half"], [DTYPE, "float16"], False, []),
         ([DTYPE, "float"], [], True, []),
         ([DTYPE, "half"], [DTYPE, "bfloat16"], False, [DTYPE]),
-        ([CACHE, "fp8"], [CACHE, "fp8_e4m3"], False, [CACHE]),  # to NIXL they are two
+        ([CACHE, "fp8"], [CACHE, "fp8_e4m3"], False, [CACHE]),  # NIXL treats them as different
         ([BACKEND, "flash_attn"], [BACKEND, "FLASH_ATTN"], False, []),
         ([BACKEND, "FLASH_ATTN"], ["--attention-config.backend=FLASH_ATTN"], False, []),
         (["-ac", '{"backend": "FLASHINFER"}'], [BACKEND, "FLASH_ATTN"], False, [BACKEND]),
         ([BLOCK, "64", CACHE, "fp8"], [], True, [BLOCK, CACHE]),
     ],
 )
-def test_what_keeps_two_ends_apart(
+def test_layout_flags_that_differ(
     monkeypatch: pytest.MonkeyPatch,
-    ours: list[str],
-    theirs: list[str],
+    first: list[str],
+    second: list[str],
     on_cpu: bool,
     apart: list[str],
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
-    assert [flag for flag, _, _ in ends.differences(ours, theirs)] == apart
-    assert [flag for flag, _, _ in ends.differences(theirs, ours)] == apart
+    assert [flag for flag, _, _ in ends.differences(first, second)] == apart
+    assert [flag for flag, _, _ in ends.differences(second, first)] == apart
 
 
-def test_a_difference_is_told_as_it_was_written() -> None:
-    told = [*ends.differences([BLOCK, "64"], [DTYPE, "float"])]
-    assert told == [(BLOCK, "64", "")]
+def test_difference_is_reported_as_written() -> None:
+    found = [*ends.differences([BLOCK, "64"], [DTYPE, "float"])]
+    assert found == [(BLOCK, "64", "")]
 
 
-def test_where_no_vllm_is_installed_either_default_may_be_meant(
+def test_both_defaults_are_accepted_without_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none() -> bool:
@@ -81,8 +81,8 @@ def test_where_no_vllm_is_installed_either_default_may_be_meant(
     assert [*ends.differences([BLOCK, "64"], [])] == [(BLOCK, "64", "")]
 
 
-def test_the_defaults_are_those_that_workers_are_started_with() -> None:
-    """Of the last of several values, which is the one that counts."""
+def test_defaults_match_the_launch_flags() -> None:
+    """The last of several values counts."""
     flags = [*launch.CPU_FLAGS, *wiring("nixl", "prefill").flags]
     assert last(flags, BLOCK) == ends.LAYOUT_FLAGS[BLOCK][True]
     assert last(flags, DTYPE) == ends.LAYOUT_FLAGS[DTYPE][True]
@@ -99,7 +99,7 @@ DRAFT = "--speculative-config"
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "apart"),
+    ("first", "second", "apart"),
     [
         (["--revision=abc"], ["--revision", "def"], ["--revision"]),
         (["--revision=abc"], [], ["--revision"]),
@@ -139,31 +139,31 @@ DRAFT = "--speculative-config"
         (["-sc.method=deepseek_mtp", "-sc.model=org/m"], ["--spec-method", "mtp"], []),
         (["-sc.model=org/small"], [], [DRAFT]),
         (["-sc.model=org/small"], ["-sc.model=org/small", "--spec-method=draft_model"], []),
-        (["-sc.model=org/m"], [], [DRAFT]),  # the model itself, as a whole one
+        (["-sc.model=org/m"], [], [DRAFT]),  # the model itself as draft model
         (["-sc.model=org/m"], ["-sc.model=org/m", "--spec-method=draft_model"], []),
         (["-sc.model=org/m"], ["--spec-method=mtp"], [DRAFT]),
         (["--spec-method=ngram", "-sc.prompt_lookup_max=4"], [], []),
         (["-sc.model=ngram"], ["--spec-method=suffix"], []),
         ([DRAFT, "{}"], [], []),
-        ([DRAFT, '{"method": ["ngram"]}'], [], [DRAFT]),  # vLLM will refuse it
+        ([DRAFT, '{"method": ["ngram"]}'], [], [DRAFT]),  # vLLM refuses it
         (["--lora-modules", "a=/a", "b=/b"], ["--lora_modules", "b=/b", "a=/a"], []),
         (["--lora-modules", "a=/a"], ["--lora-modules=a=/other"], ["--lora-modules"]),
         (["--lora-modules", "a=/a", "b=/b", "-tp", "2"], ["--lora-modules", "a=/a"],
          ["--lora-modules"]),
         (["--lora-modules", '{"name": "a", "path": "/a"}'], ["--lora-modules", "a=/a"], []),
         (["--lora-modules", "a=/x", "--lora-modules", "a=/a"], ["--lora-modules", "a=/a"], []),
-        # What no prompt and no weight depends on.
+        # Flags that change neither prompts nor weights.
         (["--max-num-seqs=9", "--seed=1", "-tp", "2"], ["--max-num-batched-tokens=512"], []),
     ],
 )  # fmt: skip
-def test_weights_and_prompts_that_differ(
-    ours: list[str], theirs: list[str], apart: list[str]
+def test_weight_and_prompt_flags_that_differ(
+    first: list[str], second: list[str], apart: list[str]
 ) -> None:
-    for one, other in ((ours, theirs), (theirs, ours)):
+    for one, other in ((first, second), (second, first)):
         assert [flag for flag, _, _ in ends.differences(one, other, model="org/m")] == apart
 
 
-def test_what_a_file_says_is_compared_too(tmp_path: Path) -> None:
+def test_flags_of_config_files_are_compared(tmp_path: Path) -> None:
     file, other = tmp_path / "p.yaml", tmp_path / "d.yaml"
     file.write_text(
         "revision: abc\nmax-num-seqs: 9\ntrust-request-chat-template: true\n"
@@ -178,15 +178,15 @@ def test_what_a_file_says_is_compared_too(tmp_path: Path) -> None:
     assert apart == ["--hf-overrides", TRUST, "--lora-modules"]
 
 
-def test_files_that_can_not_be_read_from_here_should_be_one(tmp_path: Path) -> None:
+def test_unreadable_config_files_differ_by_path(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     for text in ("- a list", "a: [", "\0"):
         broken.write_text(text)
-        told = [*ends.differences(["--config", str(broken)], ["--config=/elsewhere/d.yaml"])]
-        assert told == [("--config", str(broken), "/elsewhere/d.yaml")]
+        found = [*ends.differences(["--config", str(broken)], ["--config=/elsewhere/d.yaml"])]
+        assert found == [("--config", str(broken), "/elsewhere/d.yaml")]
     assert [*ends.differences(["--config", "/x.yaml"], ["--config=/x.yaml"])] == []
 
 
-def test_an_object_and_a_switch_are_told_as_they_can_be_written() -> None:
-    told = [*ends.differences(["--hf-overrides.a=1", TRUST], [])]
-    assert told == [("--hf-overrides", '{"a": 1}', ""), (TRUST, "yes", "")]
+def test_differences_of_objects_and_switches_are_shown_as_flags() -> None:
+    found = [*ends.differences(["--hf-overrides.a=1", TRUST], [])]
+    assert found == [("--hf-overrides", '{"a": 1}', ""), (TRUST, "yes", "")]

@@ -1,4 +1,4 @@
-"""vLLM's command line in its spellings."""
+"""The parser of vLLM's command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_sched.workers.flags import key, last, names, number, parse
 from vllm_sched.workers.flags_file import readable
 
 
-def test_what_is_parsed_can_be_put_together_again() -> None:
+def test_parsed_flags_keep_all_words() -> None:
     words = ["model", "--a-b", "1", "--c_d=2", "--switch", "--e", "x", "y"]
     flags = list(parse(words))
     assert [word for flag in flags for word in flag.words] == words
@@ -20,12 +20,12 @@ def test_what_is_parsed_can_be_put_together_again() -> None:
     assert names(words) == {"--a-b", "--c-d", "--switch", "--e"}
 
 
-def test_a_key_belongs_to_its_flag() -> None:
+def test_dotted_key_belongs_to_its_flag() -> None:
     words = ["model", "--a.b_c", "1", "--d_e.f.g=2", "--a-b", "3.5", "x.y"]
     assert [flag.whole for flag in parse(words)] == ["", "--a", "--d-e", "--a-b", ""]
 
 
-def test_the_last_of_several_counts() -> None:
+def test_last_of_several_values_counts() -> None:
     words = ["--max-model-len", "10", "--max_model_len=20"]
     assert last(words, "--max-model-len") == "20"
     assert number(words, "--max-model-len") == 20
@@ -34,7 +34,7 @@ def test_the_last_of_several_counts() -> None:
     assert number(["--max-model-len", "9" * 5000], "--max-model-len") is None
 
 
-def test_short_names_are_known() -> None:
+def test_short_names_are_expanded() -> None:
     words = ["--enforce-eager", "-tp", "4", "-pp=2", "--seed", "-1"]
     flags = list(parse(words))
     assert [word for flag in flags for word in flag.words] == words
@@ -44,7 +44,7 @@ def test_short_names_are_known() -> None:
     ]  # fmt: skip
 
 
-def test_a_short_name_is_one_in_all_spellings_and_no_flags_value() -> None:
+def test_short_names_in_all_spellings_are_no_values() -> None:
     words = ["--enforce-eager", "-O3", "--seed", "-.5", "-sc.num_x=3", "-cc.mode", "3", "-q", "-n"]
     flags = list(parse(words))
     assert [word for flag in flags for word in flag.words] == words
@@ -67,11 +67,11 @@ def test_a_short_name_is_one_in_all_spellings_and_no_flags_value() -> None:
         ([], None),
     ],
 )
-def test_a_key_of_an_object(words: list[str], method: str | None) -> None:
+def test_key_of_an_object_flag(words: list[str], method: str | None) -> None:
     assert key(words, "--spec", "method") == method
 
 
-def test_a_file_of_flags_is_named_as_vllm_reads_it(
+def test_config_option_is_rewritten_as_vllm_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "flags.yaml"

@@ -1,4 +1,4 @@
-"""Starting and stopping, with fake servers: a few lines of Python instead of vLLM."""
+"""Starting and stopping workers, with fake servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fake(code: str, *arguments: str, deadline_s: float = 60.0, grace_s: float = 
     )
 
 
-def test_it_serves_inside_the_block_and_nothing_is_left_after(tmp_path: Path) -> None:
+def test_worker_serves_inside_the_block_and_leaves_nothing(tmp_path: Path) -> None:
     with family(tmp_path / "pids") as running:
         pids = members(tmp_path / "pids")
         assert running.healthy()
@@ -39,19 +39,19 @@ def test_it_serves_inside_the_block_and_nothing_is_left_after(tmp_path: Path) ->
         running.check()
     assert_gone(pids)
     assert not folder.exists()
-    running.stop()  # again, which is nothing
+    running.stop()  # a second stop does nothing
     with pytest.raises(WorkerError, match="not running"):
         running.check()
 
 
-async def test_the_async_form_does_the_same(tmp_path: Path) -> None:
+async def test_async_worker_serves_inside_the_block_and_leaves_nothing(tmp_path: Path) -> None:
     async with family(tmp_path / "pids") as running:
         pids = members(tmp_path / "pids")
         assert await asyncio.to_thread(running.healthy)
     assert_gone(pids)
 
 
-def test_one_that_dies_at_once_is_told_with_the_end_of_its_log() -> None:
+def test_worker_that_dies_at_start_is_reported_with_its_log() -> None:
     dying = fake("import sys\nfor i in range(40): print('line', i)\nsys.exit(3)")
     with pytest.raises(WorkerError, match="exit code 3") as caught, dying:
         pytest.fail("entered")
@@ -60,7 +60,7 @@ def test_one_that_dies_at_once_is_told_with_the_end_of_its_log() -> None:
     assert len(lines) == 1 + launch.LOG_TAIL_LINES
 
 
-def test_the_end_of_a_log_is_that_which_says_something() -> None:
+def test_log_tail_skips_noise() -> None:
     noise = ["nanobind: leaked 3 types!", ' - leaked type "x"', " - ... skipped remainder"]
     code = f"print('x' * 200_000); print('boom'); print(*{noise!r}, sep='\\n'); exit(1)"
     with pytest.raises(WorkerError) as caught, fake(code):
@@ -70,7 +70,7 @@ def test_the_end_of_a_log_is_that_which_says_something() -> None:
     assert len(lines[1]) < 100_000
 
 
-def test_one_that_never_gets_healthy_is_given_up_and_killed(tmp_path: Path) -> None:
+def test_worker_that_never_gets_healthy_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
     slow = fake(f"{code}; print('loading', flush=True); time.sleep(600)", str(pids), deadline_s=0.5)
@@ -83,7 +83,7 @@ def test_one_that_never_gets_healthy_is_given_up_and_killed(tmp_path: Path) -> N
     assert_gone(members(pids))
 
 
-def test_a_command_that_does_not_exist_leaves_nothing() -> None:
+def test_missing_command_leaves_nothing() -> None:
     nothing = Worker(["/no/such/program"], port=free_port())
     with pytest.raises(FileNotFoundError), nothing:
         pytest.fail("entered")
@@ -91,13 +91,13 @@ def test_a_command_that_does_not_exist_leaves_nothing() -> None:
         _ = nothing.log
 
 
-def test_a_family_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
+def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     with family(tmp_path / "pids", deaf=True, grace_s=0.2):
         pids = members(tmp_path / "pids")
     assert_gone(pids)
 
 
-def test_children_of_a_killed_server_do_not_stay(tmp_path: Path) -> None:
+def test_children_of_a_killed_server_are_killed(tmp_path: Path) -> None:
     with family(tmp_path / "pids") as running:
         pids = members(tmp_path / "pids")
         os.kill(pids[0], signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_children_of_a_killed_server_do_not_stay(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_the_family_dies_with_a_parent_that_could_not_say_goodbye(tmp_path: Path) -> None:
+def test_worker_dies_with_a_killed_parent(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     like = family(pids)
     code = """
@@ -130,7 +130,7 @@ def test_the_family_dies_with_a_parent_that_could_not_say_goodbye(tmp_path: Path
     eventually(lambda: not folder.exists())
 
 
-async def test_a_cancelled_wait_stops_it(tmp_path: Path) -> None:
+async def test_cancelled_wait_stops_the_worker(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
     slow = fake(f"{code}; time.sleep(600)", str(pids))
@@ -142,7 +142,7 @@ async def test_a_cancelled_wait_stops_it(tmp_path: Path) -> None:
     assert_gone(members(pids))
 
 
-def test_it_runs_in_a_folder_of_its_own() -> None:
+def test_worker_runs_in_its_own_folder() -> None:
     with pytest.raises(WorkerError) as caught, fake("import os; print(os.getcwd()); exit(1)"):
         pytest.fail("entered")
     assert Path(str(caught.value).splitlines()[-1]) != Path.cwd()
@@ -152,7 +152,7 @@ def test_ports_are_free_and_not_offered_twice() -> None:
     assert len({free_port() for _ in range(50)}) == 50
 
 
-def test_ports_are_none_that_an_outgoing_connection_may_have_by_then(
+def test_ports_are_outside_the_ephemeral_range(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as outgoing:
@@ -171,7 +171,7 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_the_command_is_the_servers_with_extra_flags_last() -> None:
+def test_command_has_extra_flags_last() -> None:
     side = Side.parse("none", extra=["--max-num-seqs=3"])
     made = worker(side, model="m", flags=["--max-num-seqs", "9"])
     assert made.command[:3] == (sys.executable, "-m", launch.SERVER_MODULE)
@@ -186,14 +186,14 @@ def test_the_command_is_the_servers_with_extra_flags_last() -> None:
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_what_a_cpu_needs_overrules_no_flag_and_no_file(tmp_path: Path) -> None:
+def test_cpu_defaults_override_no_flag_and_no_file(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("block-size: 64\nno-enforce-eager: true\n")
     command = worker(model="m", flags=["--config", str(file), "--dtype=half"]).command
     assert not {"--block-size", "--dtype", "--enforce-eager"} & {*command}
 
 
-def test_the_scheduler_is_of_the_kind_that_all_flags_together_ask_for(
+def test_scheduler_class_depends_on_all_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
@@ -201,13 +201,13 @@ def test_the_scheduler_is_of_the_kind_that_all_flags_together_ask_for(
     assert "vllm_sched.SyncPolicyScheduler" in command
 
 
-def test_off_the_cpu_nothing_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_worker_is_not_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     assert "--enforce-eager" not in worker(model="m").command
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_the_environment_of_the_caller_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['DO_NOT_TRACK']); exit(1)"
     made = worker(model="m", env={"EXTRA": "1"})
@@ -224,7 +224,7 @@ def test_the_environment_of_the_caller_wins(monkeypatch: pytest.MonkeyPatch) -> 
         (False, ["--no-async-scheduling"], "SyncPolicyScheduler"),
     ],
 )
-def test_the_scheduler_is_of_the_kind_that_vllm_runs_there(
+def test_scheduler_class_depends_on_build_and_flags(
     monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str, *, cpu: bool
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
@@ -233,7 +233,7 @@ def test_the_scheduler_is_of_the_kind_that_vllm_runs_there(
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_sides_as_flags() -> None:
+def test_side_becomes_flags() -> None:
     assert Side.parse("default").flags() == []
     assert Side.parse("none").flags() == ["--scheduler-cls", "vllm_sched.SyncPolicyScheduler"]
     side = Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"], extra=["--x"])
@@ -244,13 +244,13 @@ def test_sides_as_flags() -> None:
 
 
 @pytest.mark.parametrize("text", ["fast", "long_prompt+fast", "long_prompt+", ""])
-def test_an_unknown_side_names_the_valid_ones(text: str) -> None:
+def test_unknown_side_error_names_the_valid_ones(text: str) -> None:
     with pytest.raises(UsageError, match=r"valid: .*long_prompt.*default or none"):
         Side.parse(text)
 
 
 @pytest.mark.parametrize("text", ["default", "none"])
-def test_a_setting_without_its_policy_is_refused(text: str) -> None:
+def test_setting_without_its_policy_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="long_prompt"):
         Side.parse(text, sets=["long_prompt.max_wait_s=5"])
 
@@ -264,7 +264,7 @@ def test_a_setting_without_its_policy_is_refused(text: str) -> None:
         ({}, None),
     ],
 )
-def test_the_build_is_known_from_what_is_installed(
+def test_build_is_detected_from_installed_packages(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool | None
 ) -> None:
     def version(name: str) -> str:
@@ -282,7 +282,7 @@ def test_the_build_is_known_from_what_is_installed(
         assert ask() is expected
 
 
-def test_the_family_is_bound_to_its_processors(tmp_path: Path) -> None:
+def test_worker_and_child_are_bound_to_their_processors(tmp_path: Path) -> None:
     cpu = max(os.sched_getaffinity(0))
     like = family(tmp_path / "pids")
     with Worker(like.command, port=like.port, cpus=[cpu]):
@@ -290,7 +290,7 @@ def test_the_family_is_bound_to_its_processors(tmp_path: Path) -> None:
             assert os.sched_getaffinity(pid) == {cpu}
 
 
-def test_a_processor_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+def test_missing_processor_leaves_nothing(tmp_path: Path) -> None:
     like = family(tmp_path / "pids")
     bound = Worker(like.command, port=like.port, cpus=[1_000_000])
     with pytest.raises(OSError, match="Invalid argument"), bound:
@@ -298,7 +298,7 @@ def test_a_processor_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     assert bound.pid is None
 
 
-def test_a_log_of_ones_own_is_kept_and_continued(tmp_path: Path) -> None:
+def test_given_log_file_is_kept_and_appended(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     dying = Worker(script("print('here'); exit(1)"), port=free_port(), log=log)
     for _ in range(2):
@@ -308,14 +308,14 @@ def test_a_log_of_ones_own_is_kept_and_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_a_worker_at_a_given_place() -> None:
+def test_worker_at_a_given_host_and_port() -> None:
     made = worker(model="m", host="::1", port=1234)
     assert made.url == "http://[::1]:1234"
     assert made.command[made.command.index("--host") :][:4] == ("--host", "::1", "--port", "1234")
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_sides_from_policies() -> None:
+def test_side_of_policies() -> None:
     assert Side.of({}).flags() == []
     side = Side.of({"long_prompt": {"max_wait_s": 5}})
     assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
@@ -330,30 +330,30 @@ def counting(**variables: str) -> Worker:
     return Worker(command, port=1, env=without | variables, shows_metrics=True)
 
 
-def said(worker: Worker) -> Path:
-    """Wait for the folder that it was told to count in."""
+def metrics_folder_of(worker: Worker) -> Path:
+    """Return the metrics folder that the worker printed."""
     eventually(lambda: worker.log.read_text().strip())
     return Path(worker.log.read_text().strip())
 
 
-def test_the_folder_it_counts_in_goes_with_it() -> None:
-    each = counting()
-    each.start()
+def test_metrics_folder_is_removed_with_the_worker() -> None:
+    running = counting()
+    running.start()
     try:
-        folder = said(each)
+        folder = metrics_folder_of(running)
         assert [*folder.iterdir()] == []
     finally:
-        each.stop()
+        running.stop()
     assert not folder.exists()
 
 
-def test_the_folder_it_counts_in_goes_when_we_die() -> None:
+def test_metrics_folder_is_removed_when_the_parent_dies() -> None:
     code = """
         import time
-        from tests.workers.test_launch import counting, said
-        each = counting()
-        each.start()
-        print(said(each), flush=True)
+            from tests.workers.test_launch import counting, metrics_folder_of
+        worker = counting()
+        worker.start()
+        print(metrics_folder_of(worker), flush=True)
         time.sleep(600)
     """
     with subprocess.Popen(script(code), stdout=subprocess.PIPE, cwd=ROOT) as parent:
@@ -364,11 +364,11 @@ def test_the_folder_it_counts_in_goes_when_we_die() -> None:
     eventually(lambda: not folder.exists())
 
 
-def test_a_folder_to_count_in_that_is_named_is_its_owners(tmp_path: Path) -> None:
-    each = counting(**{METRICS_VARIABLE: str(tmp_path)})
-    each.start()
+def test_given_metrics_folder_is_kept(tmp_path: Path) -> None:
+    running = counting(**{METRICS_VARIABLE: str(tmp_path)})
+    running.start()
     try:
-        assert said(each) == tmp_path
+        assert metrics_folder_of(running) == tmp_path
     finally:
-        each.stop()
+        running.stop()
     assert tmp_path.is_dir()

@@ -1,4 +1,4 @@
-"""Keeping workers alive: the rules on a clock of our own, the threads on cheap real servers."""
+"""Supervision of workers: the rules on a fake clock, the threads with cheap servers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_sched.workers.supervise import KeeperNews, KeeperState, Supervisor, Wo
 LOAD_S = 20.0
 
 
-class World:
-    """A clock that moves when somebody waits, and ends the test's run at a given time."""
+class FakeClock:
+    """A clock that advances with each wait, and ends the run at a given time."""
 
     def __init__(self, end: float) -> None:
         self.now = 0.0
@@ -29,11 +29,11 @@ class World:
         return self.now >= self.end
 
 
-class Mortal:
-    """A worker whose lives last as long as the test says; None: for ever."""
+class MortalWorker:
+    """A worker with given lifetimes; None: unlimited."""
 
     def __init__(
-        self, world: World, lives: list[float | None], *, silent_after: float = float("inf")
+        self, world: FakeClock, lives: list[float | None], *, silent_after: float = float("inf")
     ) -> None:
         self.name = "w"
         self.world = world
@@ -66,91 +66,91 @@ class Mortal:
         self.calls.append("stop")
 
 
-def kept(worker: Mortal) -> list[KeeperNews]:
-    """Keep a worker until its world ends, and return what was told."""
-    told: list[KeeperNews] = []
+def kept(worker: MortalWorker) -> list[KeeperNews]:
+    """Keep a worker until its clock ends; return the events."""
+    events: list[KeeperNews] = []
     world = worker.world
-    WorkerKeeper(worker, told.append, wait=world.wait, clock=lambda: world.now).run()
-    return told
+    WorkerKeeper(worker, events.append, wait=world.wait, clock=lambda: world.now).run()
+    return events
 
 
-def deaths(told: list[KeeperNews]) -> list[KeeperNews]:
-    return [news for news in told if news.state is KeeperState.DIED]
+def deaths(events: list[KeeperNews]) -> list[KeeperNews]:
+    return [news for news in events if news.state is KeeperState.DIED]
 
 
-def test_a_worker_that_lives_is_started_once_and_stopped_at_the_end() -> None:
-    worker = Mortal(World(1000), [None])
-    told = kept(worker)
-    assert [news.state for news in told] == ["queued", "starting", "ready", "stopped"]
-    assert told[2].seconds == pytest.approx(LOAD_S)
+def test_live_worker_is_started_once_and_stopped_at_the_end() -> None:
+    worker = MortalWorker(FakeClock(1000), [None])
+    events = kept(worker)
+    assert [news.state for news in events] == ["queued", "starting", "ready", "stopped"]
+    assert events[2].seconds == pytest.approx(LOAD_S)
     assert worker.calls == ["start", "stop"]
 
 
-def test_one_that_dies_is_cleared_away_and_started_again() -> None:
-    worker = Mortal(World(1000), [100, None])
-    told = kept(worker)
-    (death,) = deaths(told)
+def test_dead_worker_is_stopped_and_restarted() -> None:
+    worker = MortalWorker(FakeClock(1000), [100, None])
+    events = kept(worker)
+    (death,) = deaths(events)
     assert death.seconds == pytest.approx(100, abs=2)
     assert death.error.endswith("boom")
     assert (death.deaths, death.again_s) == (1, 1)
-    assert told[-2].state is KeeperState.READY
+    assert events[-2].state is KeeperState.READY
     assert worker.calls == ["start", "stop", "start", "stop"]
 
 
-def test_the_pauses_double_up_to_a_limit() -> None:
-    told = deaths(kept(Mortal(World(2000), [5.0] * 1000)))
-    assert [news.again_s for news in told[:7]] == [1, 2, 4, 8, 16, 30, 30]
-    assert [news.deaths for news in told[:7]] == [1, 2, 3, 4, 5, 6, 7]
+def test_restart_pauses_double_up_to_a_limit() -> None:
+    events = deaths(kept(MortalWorker(FakeClock(2000), [5.0] * 1000)))
+    assert [news.again_s for news in events[:7]] == [1, 2, 4, 8, 16, 30, 30]
+    assert [news.deaths for news in events[:7]] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_crash_loop_may_last_for_weeks() -> None:
-    told = deaths(kept(Mortal(World(60_000), [0.0] * 3000)))
-    assert len(told) > 1500
-    assert told[-1].again_s == 30
+def test_crash_loop_may_last_for_hours() -> None:
+    events = deaths(kept(MortalWorker(FakeClock(60_000), [0.0] * 3000)))
+    assert len(events) > 1500
+    assert events[-1].again_s == 30
 
 
 @pytest.mark.parametrize(("ready_for", "expected"), [(50, [1, 2, 4, 8]), (70, [1, 1, 1, 1])])
-def test_a_minute_of_health_ends_the_row(ready_for: float, expected: list[float]) -> None:
-    told = deaths(kept(Mortal(World(5000), [LOAD_S + ready_for] * 5 + [None])))
-    assert [news.again_s for news in told[:4]] == expected
+def test_a_minute_of_health_resets_the_pauses(ready_for: float, expected: list[float]) -> None:
+    events = deaths(kept(MortalWorker(FakeClock(5000), [LOAD_S + ready_for] * 5 + [None])))
+    assert [news.again_s for news in events[:4]] == expected
 
 
-def test_a_program_that_is_not_there_is_a_death_too() -> None:
-    told = deaths(kept(Mortal(World(100), [-1, None])))
-    assert [news.error for news in told] == ["no such program"]
+def test_missing_program_counts_as_a_death() -> None:
+    events = deaths(kept(MortalWorker(FakeClock(100), [-1, None])))
+    assert [news.error for news in events] == ["no such program"]
 
 
-def test_one_that_hangs_is_started_again() -> None:
-    worker = Mortal(World(220), [None, None], silent_after=100)
+def test_hanging_worker_is_restarted() -> None:
+    worker = MortalWorker(FakeClock(220), [None, None], silent_after=100)
     (death,) = deaths(kept(worker))
     assert death.error == "w has not answered /health for 60 s"
     assert 150 <= death.seconds <= 175
 
 
 @pytest.mark.parametrize("end", [0.0, 5.0, 60.0, 105.5])
-def test_it_stops_wherever_it_is(end: float) -> None:
-    """In turn: before the start, while it loads, while it serves, in the pause after a death."""
-    worker = Mortal(World(end), [105, None])
-    told = kept(worker)
-    assert told[-1].state is KeeperState.STOPPED
+def test_keeper_stops_in_every_phase(end: float) -> None:
+    """Before the start, while it loads, while it serves, and in the pause after a death."""
+    worker = MortalWorker(FakeClock(end), [105, None])
+    events = kept(worker)
+    assert events[-1].state is KeeperState.STOPPED
     assert worker.calls[-1] == "stop"
     assert worker.calls.count("start") <= 1
 
 
-class Diary:
-    """Keeps news from several threads and lets a test wait for some."""
+class EventLog:
+    """Collects events from several threads; a test can wait for an event."""
 
     def __init__(self) -> None:
-        self.told: list[KeeperNews] = []
+        self.events: list[KeeperNews] = []
         self._changed = threading.Condition()
 
     def __call__(self, news: KeeperNews) -> None:
         with self._changed:
-            self.told.append(news)
+            self.events.append(news)
             self._changed.notify_all()
 
     def states(self, worker: str) -> list[KeeperState]:
-        return [news.state for news in self.told if news.worker == worker]
+        return [news.state for news in self.events if news.worker == worker]
 
     def until(self, state: KeeperState, worker: str, times: int = 1) -> None:
         with self._changed:
@@ -167,8 +167,10 @@ def pair(tmp_path: Path) -> Iterator[list[Worker]]:
         worker.stop()
 
 
-def test_real_servers_come_up_and_nothing_is_left(pair: list[Worker], tmp_path: Path) -> None:
-    diary = Diary()
+def test_supervised_servers_become_ready_and_leave_nothing(
+    pair: list[Worker], tmp_path: Path
+) -> None:
+    diary = EventLog()
     with Supervisor(pair, diary):
         for name in ("a", "b"):
             diary.until(KeeperState.READY, name)
@@ -178,8 +180,8 @@ def test_real_servers_come_up_and_nothing_is_left(pair: list[Worker], tmp_path: 
     assert_gone(pids)
 
 
-def test_a_killed_server_comes_back_and_the_other_stays(pair: list[Worker], tmp_path: Path) -> None:
-    diary = Diary()
+def test_killed_server_is_restarted_and_the_other_stays(pair: list[Worker], tmp_path: Path) -> None:
+    diary = EventLog()
     with Supervisor(pair, diary):
         for name in ("a", "b"):
             diary.until(KeeperState.READY, name)
@@ -189,27 +191,27 @@ def test_a_killed_server_comes_back_and_the_other_stays(pair: list[Worker], tmp_
         assert_gone(first)
         assert pair[0].healthy()
         assert all(alive(pid) for pid in other)
-    (death,) = deaths(diary.told)
+    (death,) = deaths(diary.events)
     assert death.worker == "a"
     assert "exit code -9" in death.error
 
 
-def test_it_stops_while_they_still_load(tmp_path: Path) -> None:
+def test_supervisor_stops_while_workers_load(tmp_path: Path) -> None:
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
     worker = Worker(script(f"{code}; time.sleep(600)", str(tmp_path / "pid")), port=free_port())
-    diary = Diary()
+    diary = EventLog()
     with Supervisor([worker], diary):
         pids = members(tmp_path / "pid")
     assert_gone(pids)
     assert diary.states("worker") == ["queued", "starting", "stopped"]
 
 
-def test_stopping_what_was_not_started_is_nothing(pair: list[Worker]) -> None:
-    Supervisor(pair, Diary()).stop()
+def test_stop_before_start_does_nothing(pair: list[Worker]) -> None:
+    Supervisor(pair, EventLog()).stop()
 
 
-class Loading:
-    """A worker that loads until the test lets it, and knows who else does."""
+class LoadingWorker:
+    """A worker that loads until the test ends it, and records the loading workers."""
 
     loading: set[str]
 
@@ -227,7 +229,7 @@ class Loading:
         self.loading.discard(self.name)
 
     def check(self) -> None:
-        """Do not complain: it lives."""
+        """Succeed, as for a live worker."""
 
     def healthy(self) -> bool:
         return True
@@ -236,10 +238,10 @@ class Loading:
         self.loading.discard(self.name)
 
 
-def test_two_on_one_device_load_one_after_the_other() -> None:
+def test_workers_on_one_device_load_sequentially() -> None:
     loading: set[str] = set()
-    workers = [Loading(name, loading) for name in ("a", "b", "c")]
-    diary = Diary()
+    workers = [LoadingWorker(name, loading) for name in ("a", "b", "c")]
+    diary = EventLog()
     with Supervisor(workers, diary, devices=["0", "0", "1"]):
         diary.until(KeeperState.STARTING, "c")
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""The tiny model: the same bytes wherever and whenever it is made."""
+"""The tiny model: the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from vllm_sched.workers import tiny_model
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Hash every file."""
+    """Return the hash of every file."""
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def test_two_machines_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_identical_on_two_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
     for machine in ("one", "two"):
         monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / machine))
@@ -28,17 +30,15 @@ def test_two_machines_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= digest(made[0]).keys()
 
 
-def test_it_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
     first = tiny_model.tiny_model()
-    monkeypatch.setattr(tiny_model, "_write_weights", None)  # a second making would fail
+    monkeypatch.setattr(tiny_model, "_write_weights", None)  # a second write would fail
     assert tiny_model.tiny_model() == first
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
-def test_it_is_found_from_wherever_a_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VLLM_SCHED_CACHE", "cache")
     monkeypatch.setattr(tiny_model, "_write_weights", lambda _: None)
@@ -47,7 +47,9 @@ def test_it_is_found_from_wherever_a_worker_starts(
     assert tiny_model.loadable("some/model") == "some/model"
 
 
-def test_another_recipe_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_recipe_gets_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
     first = tiny_model.tiny_model()
     monkeypatch.setitem(tiny_model.RECIPE, "seed", 1)
@@ -55,7 +57,7 @@ def test_another_recipe_is_another_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert digest(first)["model.safetensors"] != digest(second)["model.safetensors"]
 
 
-def test_a_failed_making_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
     monkeypatch.setattr(tiny_model, "_write_weights", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -63,7 +65,7 @@ def test_a_failed_making_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def test_the_tokenizer_uses_the_whole_vocabulary_and_gives_text_back() -> None:
+def test_tokenizer_uses_the_whole_vocabulary_and_round_trips() -> None:
     folder = tiny_model.tiny_model()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -76,7 +78,7 @@ def test_the_tokenizer_uses_the_whole_vocabulary_and_gives_text_back() -> None:
     assert chat == "<|user|>hi<|end|><|assistant|>"
 
 
-def test_where_it_can_not_be_kept_a_line_says_what_to_set(
+def test_unwritable_cache_is_reported_with_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -87,7 +89,7 @@ def test_where_it_can_not_be_kept_a_line_says_what_to_set(
     assert line.endswith("set VLLM_SCHED_CACHE to a writable folder")
 
 
-def test_whoever_has_no_home_is_told_so_too(
+def test_missing_home_directory_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def homeless() -> Path:

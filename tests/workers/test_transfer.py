@@ -1,4 +1,4 @@
-"""What the two ends of a transfer are started with."""
+"""The launch settings of prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_sched.workers.transfer import SIDE_HOST, SIDE_PORT, Wiring, wiring
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CPU build installed, whose vLLM has all connectors."""
+    """Pretend that a CPU build of vLLM with all connectors is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
@@ -31,14 +31,14 @@ def value(made: Wiring, flag: str) -> str:
     return made.flags[made.flags.index(flag) + 1]
 
 
-def test_the_two_ends_of_nixl_on_a_cpu() -> None:
+def test_nixl_workers_on_a_cpu() -> None:
     prefill, decode = wiring("nixl", "prefill"), wiring("nixl", "decode", host="10.0.0.7")
-    assert [config_of(each)["kv_role"] for each in (prefill, decode)] == [
+    assert [config_of(made)["kv_role"] for made in (prefill, decode)] == [
         "kv_producer",
         "kv_consumer",
     ]
-    for each in (prefill, decode):
-        config = config_of(each)
+    for made in (prefill, decode):
+        config = config_of(made)
         assert config["kv_connector"] == "NixlConnector"
         assert config["kv_buffer_device"] == "cpu"
         assert config["kv_load_failure_policy"] == "recompute"
@@ -46,24 +46,24 @@ def test_the_two_ends_of_nixl_on_a_cpu() -> None:
         assert config["kv_connector_extra_config"] == {
             "kv_lease_duration": transfer.DEFAULT_LEASE_S
         }
-        assert value(each, "--block-size") == "128"
-        assert "--enable-prompt-tokens-details" in each.flags
+        assert value(made, "--block-size") == "128"
+        assert "--enable-prompt-tokens-details" in made.flags
     assert (prefill.env[SIDE_HOST], decode.env[SIDE_HOST]) == ("127.0.0.1", "10.0.0.7")
     assert prefill.env[SIDE_PORT] != decode.env[SIDE_PORT]
     assert decode.env[SIDE_PORT] in decode.said
 
 
-def test_a_lease_outlives_some_heartbeats() -> None:
-    # vLLM sends one each sixth of it, in whole seconds, and adds two thirds of it with each.
+def test_lease_outlives_three_missed_heartbeats() -> None:
+    # vLLM sends a heartbeat every sixth of the lease, and each adds two thirds of it.
     assert transfer.DEFAULT_LEASE_S // 6 >= 1
     assert transfer.DEFAULT_LEASE_S * 2 // 3 > 3 * (transfer.DEFAULT_LEASE_S // 6)
 
 
-def test_push_is_another_class() -> None:
+def test_push_mode_uses_its_own_connector_class() -> None:
     assert config_of(wiring("nixl", "decode", mode="push"))["kv_connector"] == "NixlPushConnector"
 
 
-def test_on_an_accelerator_vllm_chooses_block_and_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_worker_leaves_block_size_and_buffer_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     made = wiring("nixl", "prefill")
     assert "--block-size" not in made.flags
@@ -72,17 +72,17 @@ def test_on_an_accelerator_vllm_chooses_block_and_buffer(monkeypatch: pytest.Mon
     assert bound["kv_connector_module_path"] == transfer.NIXL_MODULE
 
 
-def test_what_an_own_configuration_lacks_is_said() -> None:
+def test_missing_key_of_an_own_configuration_is_reported() -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"%s}'
     bare = wiring("nixl", "prefill", args=["--kv-transfer-config", own % ""])
     assert f'set "kv_connector_module_path": "{transfer.NIXL_MODULE}"' in bare.said
     assert bare.said.endswith("blocks of 128")
     whole = own % f', "kv_connector_module_path": "{transfer.NIXL_MODULE}"'
-    said = wiring("nixl", "prefill", args=["--kv-transfer-config", whole]).said
-    assert said == "--kv-transfer-config as given, blocks of 128"
+    description = wiring("nixl", "prefill", args=["--kv-transfer-config", whole]).said
+    assert description == "--kv-transfer-config as given, blocks of 128"
 
 
-def test_what_the_user_says_wins() -> None:
+def test_users_flags_and_environment_win() -> None:
     own = '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     made = wiring(
         "nixl", "prefill", args=["--block_size=64", own], env={SIDE_PORT: "5999", SIDE_HOST: "h"}
@@ -92,7 +92,7 @@ def test_what_the_user_says_wins() -> None:
     assert dict(made.env) == {SIDE_HOST: "h", SIDE_PORT: "5999"}
 
 
-def test_so_does_what_the_users_file_says(tmp_path: Path) -> None:
+def test_users_config_file_wins(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text(
         "block-size: 64\nkv-transfer-config: {kv_connector: NixlConnector, kv_role: kv_both}\n"
@@ -105,14 +105,14 @@ def test_so_does_what_the_users_file_says(tmp_path: Path) -> None:
     assert transfer.own_config(args) == own
 
 
-def test_connectors_that_are_told_where_to_listen() -> None:
+def test_connectors_with_an_address() -> None:
     mooncake = wiring("mooncake", "prefill", address="http://10.0.0.1:9001")
     assert mooncake.env == {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
     assert wiring("mooncake", "decode").env == {}
     assert config_of(wiring("lmcache", "prefill"))["kv_connector"] == "LMCacheConnectorV1"
 
 
-def test_shared_storage_has_a_folder_and_no_sides_and_no_chunks() -> None:
+def test_shared_storage_has_a_path_one_role_and_no_chunks() -> None:
     made = wiring("shared-storage", "prefill", path="/kv")
     config = config_of(made)
     assert "--no-enable-chunked-prefill" in made.flags
@@ -120,7 +120,7 @@ def test_shared_storage_has_a_folder_and_no_sides_and_no_chunks() -> None:
     assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv"}
 
 
-def test_what_is_installed_is_read_off_vllms_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not transfer.missing("nixl")
     assert not transfer.missing("nixl", "push")
     assert transfer.missing("mooncake") == "the package mooncake is not installed here"
@@ -129,7 +129,7 @@ def test_what_is_installed_is_read_off_vllms_own_list(monkeypatch: pytest.Monkey
     assert transfer.missing("nixl").endswith("has no NixlConnector")
 
 
-def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_list_of_connectors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pytest.importorskip("vllm")
     assert not transfer.missing("nixl")
@@ -138,12 +138,12 @@ def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("text", "read"), [(None, None), ("{", {}), ("[1]", {}), ('{"a": 1}', {"a": 1})]
 )
-def test_the_users_own_configuration(text: str | None, read: dict[str, Any] | None) -> None:
+def test_own_configuration_is_parsed(text: str | None, read: dict[str, Any] | None) -> None:
     args = [] if text is None else ["--kv-transfer-config", text]
     assert transfer.own_config(args) == read
 
 
-def test_one_key_of_it_is_all_of_it() -> None:
+def test_own_configuration_by_single_keys_is_merged() -> None:
     args = [
         "--kv_transfer_config.kv_buffer_device=cpu",
         "--kv-transfer-config.kv_connector_extra_config.kv_lease_duration", "90",
@@ -153,10 +153,8 @@ def test_one_key_of_it_is_all_of_it() -> None:
     assert transfer.own_config(["--kv-transfer-config", '{"a": 1}', *args]) == {"a": 1, **own}
 
 
-@pytest.mark.parametrize(("told", "given"), [(None, 60), (30.0, 60), (6, 12), (45.5, 91)])
-def test_workers_keep_blocks_for_longer_than_the_router_is_told(
-    told: float | None, given: int
-) -> None:
-    """A lease that ends too early gives a reader others' blocks, a late one costs memory."""
-    config = config_of(wiring("nixl", "prefill", lease_s=told))
+@pytest.mark.parametrize(("lease_s", "given"), [(None, 60), (30.0, 60), (6, 12), (45.5, 91)])
+def test_worker_lease_is_longer_than_the_routers(lease_s: float | None, given: int) -> None:
+    """A lease that ends early exposes reused blocks; a late end costs memory."""
+    config = config_of(wiring("nixl", "prefill", lease_s=lease_s))
     assert config["kv_connector_extra_config"]["kv_lease_duration"] == given

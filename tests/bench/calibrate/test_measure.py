@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, result: Comparison) -> Calls:
     return seen
 
 
-def test_the_words_become_sides_and_a_plan(
+def test_arguments_become_sides_and_a_plan(
     calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--baseline none --candidate default --rounds 5 --longs 3 --seed 9"
@@ -65,7 +65,7 @@ def test_the_words_become_sides_and_a_plan(
     assert "short prompts" in capsys.readouterr().out
 
 
-def test_a_model_in_a_folder_is_named_so_that_workers_find_it(
+def test_model_folder_is_passed_as_an_absolute_path(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,7 @@ def test_a_model_in_a_folder_is_named_so_that_workers_find_it(
     assert [plan.model for _, _, plan in calls] == [str(tmp_path / "mine"), str(tiny_model())]
 
 
-def test_it_saves_and_draws(calls: Calls, tmp_path: Path) -> None:
+def test_compare_writes_json_and_plot(calls: Calls, tmp_path: Path) -> None:
     saved, drawn = tmp_path / "out.json", tmp_path / "out.html"
     assert run("--save", str(saved), "--plot", str(drawn)) == 0
     assert len(calls) == 1
@@ -85,7 +85,7 @@ def test_it_saves_and_draws(calls: Calls, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_a_full_disk_is_said_in_a_line_after_the_figures(
+def test_full_disk_is_reported_in_one_line_after_the_figures(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "full.svg"
@@ -96,7 +96,7 @@ def test_a_full_disk_is_said_in_a_line_after_the_figures(
 
 
 @pytest.mark.usefixtures("calls")
-def test_failed_requests_are_shown_and_make_the_exit_code_1(
+def test_failed_requests_are_shown_and_exit_code_is_1(
     result: Comparison, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for record in (*result.candidate.rounds[0].records, *result.candidate.rounds[0].lone):
@@ -109,7 +109,7 @@ def test_failed_requests_are_shown_and_make_the_exit_code_1(
 
 
 @pytest.mark.usefixtures("calls")
-def test_a_busy_machine_is_mentioned(
+def test_stalled_round_is_reported_as_disturbed(
     result: Comparison, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result.baseline.rounds[0] = replace(result.baseline.rounds[0], stall=0.5)
@@ -117,7 +117,7 @@ def test_a_busy_machine_is_mentioned(
     assert "disturbed" in capsys.readouterr().out
 
 
-def test_a_worker_that_fails_is_told_with_its_log(
+def test_failed_worker_is_reported_with_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def compare(*_: object, **__: object) -> Comparison:
@@ -128,7 +128,7 @@ def test_a_worker_that_fails_is_told_with_its_log(
     assert "boom" in capsys.readouterr().err
 
 
-def test_an_interruption_is_one_line(
+def test_interrupt_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(coroutine: object) -> Comparison:
@@ -154,7 +154,7 @@ def test_an_interruption_is_one_line(
         (["--trace", "nowhere/out.json"], r"no folder nowhere"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_invalid_input_is_refused_before_any_worker_starts(
     calls: Calls, words: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:

@@ -25,7 +25,7 @@ from vllm_sched.bench.traffic.types import Request
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool) -> None:
+async def test_prompts_have_the_requested_tokens(path: str, *, tokenizer: bool) -> None:
     async with serving(FakeOpenAI(tokenizer=tokenizer)) as fake:
         endpoint = await learn(EndpointOptions(fake.url, path=path))
     template = TEMPLATE_TOKENS if path == CHAT else 0
@@ -39,7 +39,7 @@ async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool
     assert body["stream_options"] == {"include_usage": True}
 
 
-async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
+async def test_ignore_eos_is_omitted_for_an_endpoint_that_rejects_it() -> None:
     async with serving(FakeOpenAI(knows_ignore_eos=False)) as fake:
         endpoint = await learn(EndpointOptions(fake.url))
         wanted = await learn(EndpointOptions(fake.url, ignore_eos=False))
@@ -49,24 +49,24 @@ async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
     assert wanted.doubts == ()
 
 
-async def test_who_counts_no_tokens_is_said_to() -> None:
+async def test_endpoint_without_token_counts_is_reported() -> None:
     async with serving(FakeOpenAI(tokenizer=False, tells_usage=False)) as fake:
         endpoint = await learn(EndpointOptions(fake.url))
-    assert endpoint.measure == Measure()  # a word is a token: nobody knows better
+    assert endpoint.measure == Measure()  # one token per word is assumed
     assert endpoint.doubts == (NO_COUNT,)
     async with serving(FakeOpenAI(tells_usage=False)) as fake:
         assert (await learn(EndpointOptions(fake.url))).doubts == ()
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
-async def test_who_counts_the_same_of_every_prompt_is_said_to(*, tokenizer: bool) -> None:
+async def test_endpoint_with_constant_token_counts_is_reported(*, tokenizer: bool) -> None:
     async with serving(FakeOpenAI(tokenizer=tokenizer, counts=10)) as fake:
         endpoint = await learn(EndpointOptions(fake.url))
     assert endpoint.measure == Measure()
     assert endpoint.doubts == (SAME_COUNT,)
 
 
-async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
+async def test_api_key_is_sent_with_every_request_and_not_shown() -> None:
     async with serving(FakeOpenAI(key="secret")) as fake:
         endpoint = await learn(EndpointOptions(fake.url, key="secret", explain=True))
         with pytest.raises(EndpointError, match=r"HTTP 401: .*bad key.*rejects this key"):
@@ -79,7 +79,7 @@ async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
     assert "secret" not in repr(endpoint) + repr(EndpointOptions(fake.url, key="secret"))
 
 
-async def test_a_model_of_somebodys_choosing() -> None:
+async def test_model_option_selects_the_model() -> None:
     async with serving(FakeOpenAI()) as fake:
         assert (await learn(EndpointOptions(fake.url, "other"))).model == "other"
         with pytest.raises(EndpointError, match=r"--model third: .*choose from fake, other"):
@@ -94,14 +94,14 @@ async def test_a_model_of_somebodys_choosing() -> None:
             await learn(EndpointOptions(fake.url, "any"))
 
 
-async def test_nobody_there_is_said_in_a_line() -> None:
+async def test_refused_connection_is_reported_in_one_line() -> None:
     with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9: .*refused") as caught:
         await learn(EndpointOptions("http://127.0.0.1:9"))
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("127.0.0.1:9:") == 1
 
 
-async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
+async def test_other_service_is_reported_in_one_line() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
         with pytest.raises(
@@ -113,15 +113,17 @@ async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
             await learn(EndpointOptions(fake.url))
 
 
-@pytest.mark.parametrize(("asked", "served"), [(COMPLETIONS, CHAT), (CHAT, COMPLETIONS)])
-async def test_an_api_that_it_has_not_is_said_with_the_other(asked: str, served: str) -> None:
+@pytest.mark.parametrize(("missing", "served"), [(COMPLETIONS, CHAT), (CHAT, COMPLETIONS)])
+async def test_missing_api_is_reported_with_the_other_one(missing: str, served: str) -> None:
     async with serving(FakeOpenAI(paths=(served,))) as fake:
-        with pytest.raises(EndpointError, match=rf"{asked}: HTTP 404: .*use --endpoint {served}$"):
-            await learn(EndpointOptions(fake.url, path=asked))
+        with pytest.raises(
+            EndpointError, match=rf"{missing}: HTTP 404: .*use --endpoint {served}$"
+        ):
+            await learn(EndpointOptions(fake.url, path=missing))
         assert (await learn(EndpointOptions(fake.url, path=served))).path == served
 
 
-async def test_over_tls_who_is_not_trusted_is_said_with_what_would_help(
+async def test_untrusted_certificate_is_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority, known = trustme.CA(), tmp_path / "ca.pem"
@@ -139,10 +141,10 @@ async def test_over_tls_who_is_not_trusted_is_said_with_what_would_help(
         elsewhere = fake.url.replace("127.0.0.1", "localhost")
         with pytest.raises(EndpointError, match="not trusted: ") as caught:
             await learn(EndpointOptions(elsewhere))
-    assert "SSL_CERT_FILE" not in str(caught.value)  # another name: no authority mends that
+    assert "SSL_CERT_FILE" not in str(caught.value)  # no authority can fix a wrong name
 
 
-def test_odd_names_are_escaped() -> None:
+def test_special_characters_in_names_are_escaped() -> None:
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.client.wire import Address
 

@@ -11,7 +11,7 @@ from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.results.outcome import Outcome
 
 USAGE = b"data: " + dumped({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
-LAST_WORD = b"data: [DONE]\n\n"
+END = b"data: [DONE]\n\n"
 ANSWER = b"".join(
     (
         b": ping\n\n",
@@ -22,7 +22,7 @@ ANSWER = b"".join(
         event({"delta": {"content": "role"}, "finish_reason": "length"}),
         event({"delta": {}, "finish_reason": "stop"}),
         USAGE + b"\n\n",
-        LAST_WORD,
+        END,
     )
 )
 
@@ -36,7 +36,7 @@ def read(*chunks: bytes) -> tuple[Outcome, bool]:
 
 
 @given(st.sets(st.integers(0, len(ANSWER)), max_size=12), st.booleans())
-def test_tokens_are_found_wherever_an_answer_is_cut(cuts: set[int], crlf: bool) -> None:
+def test_tokens_are_counted_however_the_answer_is_split(cuts: set[int], crlf: bool) -> None:
     answer = ANSWER.replace(b"\n", b"\r\n") if crlf else ANSWER
     edges = [0, *sorted(cuts), len(answer)]
     outcome, done = read(*(answer[a:b] for a, b in pairwise(edges)))
@@ -56,19 +56,19 @@ def test_tokens_are_found_wherever_an_answer_is_cut(cuts: set[int], crlf: bool) 
         ({"delta": {"tool_calls": [{"index": 0}]}}, 1),
     ],
 )
-def test_what_counts_as_a_token(choice: dict[str, object], ticks: int) -> None:
+def test_choices_that_count_as_a_token(choice: dict[str, object], ticks: int) -> None:
     assert len(read(event(choice))[0].ticks) == ticks
 
 
-def test_usage_beside_a_token_counts_too() -> None:
+def test_usage_in_a_token_event_counts() -> None:
     both = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
     outcome, _ = read(both)
     assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (1, 1, 1)
 
 
-def test_a_usage_needs_no_choices_beside_it() -> None:
+def test_usage_event_without_choices_counts() -> None:
     alone = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":2}}\n\n'
-    outcome, done = read(event({"text": "a"}), event({"text": "b"}), alone, LAST_WORD)
+    outcome, done = read(event({"text": "a"}), event({"text": "b"}), alone, END)
     assert (outcome.error, len(outcome.ticks), done) == ("", 2, True)
     assert (outcome.completed, outcome.prompt_tokens) == (2, 9)
 
@@ -76,7 +76,7 @@ def test_a_usage_needs_no_choices_beside_it() -> None:
 @pytest.mark.parametrize(
     "end", [b"data:[DONE]\n\n", b"data: [DONE] \n\n", b"id: 7\nevent: done\ndata: [DONE]\n\n"]
 )
-def test_an_answer_may_end_in_other_words(end: bytes) -> None:
+def test_other_spellings_of_the_end_are_accepted(end: bytes) -> None:
     usage = b"event: usage\n" + USAGE + b"\nretry: 10\n\n"
     outcome, done = read(event({"text": "a"}), b"retry: 10\n\n", usage, end)
     assert (outcome.error, done, outcome.completed) == ("", True, 4)
@@ -84,16 +84,16 @@ def test_an_answer_may_end_in_other_words(end: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"{}", b'{"type": "ping"}', b"2026-11-23 01:00"])
 @pytest.mark.parametrize("name", [b"event: ping\n", b"event:ping\r\n"])
-def test_a_named_ping_is_no_error(name: bytes, data: bytes) -> None:
+def test_ping_event_is_no_error(name: bytes, data: bytes) -> None:
     ping = name + b"data: " + data + b"\n\n"
-    outcome, done = read(ping, event({"text": "a"}), ping, event({"text": "b"}), LAST_WORD)
+    outcome, done = read(ping, event({"text": "a"}), ping, event({"text": "b"}), END)
     assert (outcome.error, len(outcome.ticks), done) == ("", 2, True)
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\r"])
-@pytest.mark.parametrize("cut", range(1, len(LAST_WORD)))
-def test_the_last_word_needs_no_empty_line(end: bytes, cut: int) -> None:
-    text, word = event({"text": "[DONE]"}), LAST_WORD.rstrip() + end
+@pytest.mark.parametrize("cut", range(1, len(END)))
+def test_end_needs_no_empty_line(end: bytes, cut: int) -> None:
+    text, word = event({"text": "[DONE]"}), END.rstrip() + end
     assert read(text, word)[1]
     assert read(text + word[:cut], word[cut:])[1]
     assert read(text, b"event: end\n" + word)[1]
@@ -110,14 +110,14 @@ PAYLOADS = [
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("named", [b"", b"event: error\n"])
-def test_an_error_in_the_stream_is_kept(payload: bytes, named: bytes) -> None:
+def test_error_event_is_recorded(payload: bytes, named: bytes) -> None:
     outcome, _ = read(event({"text": "a"}), named + b"data: " + payload + b"\n\n")
     assert payload.decode()[:9] in outcome.error
     assert len(outcome.ticks) == 1
 
 
-def test_a_usage_that_is_no_number_counts_for_nothing() -> None:
+def test_usage_that_is_not_a_number_is_ignored() -> None:
     usage = {"prompt_tokens": "9", "completion_tokens": [4]}
-    said = b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n"
-    outcome, _ = read(event({"text": "a"}), said)
+    usage_event = b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n"
+    outcome, _ = read(event({"text": "a"}), usage_event)
     assert (outcome.error, outcome.completed, outcome.prompt_tokens) == ("", 0, 1)

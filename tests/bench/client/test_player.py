@@ -1,4 +1,4 @@
-"""The player against an endpoint whose latencies are known."""
+"""The player against an endpoint with known latencies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def schedule(workload: str = "20x4", **settings: Any) -> Schedule:
     return Schedule(source=find(workload), **settings)
 
 
-async def played(fake: FakeOpenAI, some: Schedule, asked: str = "", **settings: Any) -> PlayedRun:
+async def played(fake: FakeOpenAI, planned: Schedule, path: str = "", **settings: Any) -> PlayedRun:
     async with serving(fake):
-        endpoint = await learn(EndpointOptions(fake.url, **({"path": asked} if asked else {})))
-        return await play(endpoint, some, **settings)
+        endpoint = await learn(EndpointOptions(fake.url, **({"path": path} if path else {})))
+        return await play(endpoint, planned, **settings)
 
 
 @pytest.mark.parametrize("path", ["", CHAT])
-async def test_every_request_is_sent_and_answered_whole(path: str) -> None:
+async def test_every_request_is_sent_and_answered_completely(path: str) -> None:
     fake = FakeOpenAI()
     tally = RunProgress()
     result = await played(fake, schedule(rate=200, count=30), path, tally=tally)
@@ -35,41 +35,43 @@ async def test_every_request_is_sent_and_answered_whole(path: str) -> None:
     assert {(len(o.ticks), o.completed) for o in result.outcomes} == {(4, 4)}
     assert all(abs(o.prompt_tokens - 20) <= 1 for o in result.outcomes)
     assert len(fake.played) == 30
-    assert len({str(body) for body in fake.played}) == 30  # no prompt twice
+    assert len({str(body) for body in fake.played}) == 30  # all prompts differ
     assert (tally.sent, tally.done, tally.tokens, tally.in_flight) == (30, 30, 120, 0)
-    for each in result.outcomes:
-        assert each.at <= each.sent <= each.ticks[0] <= each.ticks[-1] <= result.duration
+    for outcome in result.outcomes:
+        assert (
+            outcome.at <= outcome.sent <= outcome.ticks[0] <= outcome.ticks[-1] <= result.duration
+        )
     assert not result.interrupted
     assert result.short == result.cut == 0
 
 
-async def test_latencies_are_those_of_the_server() -> None:
+async def test_measured_latencies_match_the_server() -> None:
     result = await played(FakeOpenAI(ttft_s=0.1, itl_s=0.03), schedule(rate=50, count=5))
-    for each in result.outcomes:
-        assert each.ttft >= 0.1
-        assert each.tpot is not None
-        assert each.tpot >= 0.03
-        assert each.latency >= 0.19
+    for outcome in result.outcomes:
+        assert outcome.ttft >= 0.1
+        assert outcome.tpot is not None
+        assert outcome.tpot >= 0.03
+        assert outcome.latency >= 0.19
 
 
-async def test_an_open_loop_does_not_wait_for_answers() -> None:
+async def test_open_loop_does_not_wait_for_answers() -> None:
     fake = FakeOpenAI(ttft_s=0.3)
     await played(fake, schedule(rate=1000, count=20))
     assert fake.most_under_way == 20
 
 
-def test_who_is_sent_a_little_early_is_not_late() -> None:
+def test_request_sent_slightly_early_is_not_late() -> None:
     early, late = (Outcome(1.0, "a", 10, 5, sent=sent) for sent in (0.9997, 1.5))
     assert PlayedRun((early, early), duration=1.0, busy=0.1, stall=0.0).late_p99 == 0.0
     assert PlayedRun((early, late), duration=1.0, busy=0.1, stall=0.0).late_p99 > 0.4
 
 
-async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> None:
+async def test_latency_counts_from_the_scheduled_time() -> None:
     async with serving(FakeOpenAI()) as fake:
         endpoint = await learn(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule(rate=20, count=10)))
         await fake.begun.wait()
-        time.sleep(0.6)  # noqa: ASYNC251 - this process, and with it the client, is held up
+        time.sleep(0.6)  # noqa: ASYNC251 - stalls the client
         result = await running
     late = [each for each in result.outcomes if each.late > 0.05]
     assert late
@@ -81,7 +83,7 @@ async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> 
     assert "had no CPU" in words
 
 
-async def test_a_closed_loop_keeps_so_many_under_way() -> None:
+async def test_closed_loop_keeps_the_concurrency() -> None:
     fake = FakeOpenAI(itl_s=0.005)
     result = await played(fake, schedule(concurrency=4, count=20))
     assert len(result.outcomes) == 20
@@ -89,35 +91,35 @@ async def test_a_closed_loop_keeps_so_many_under_way() -> None:
     assert all(each.late < 0.05 for each in result.outcomes)
 
 
-async def test_a_closed_loop_ends_by_time() -> None:
+async def test_closed_loop_ends_after_its_duration() -> None:
     result = await played(FakeOpenAI(itl_s=0.01), schedule(concurrency=2, duration_s=0.3))
     assert 4 <= len(result.outcomes) < 60
     assert all(each.at < 0.3 and each.good for each in result.outcomes)
 
 
-@pytest.mark.parametrize(("said", "least"), [("", 0.1), ("1", 1.0), ("tomorrow", 0.1)])
-async def test_a_closed_loop_waits_after_a_refusal(said: str, least: float) -> None:
-    fake = FakeOpenAI(failing=(1,), retry_after=said)
+@pytest.mark.parametrize(("retry_after", "min_wait_s"), [("", 0.1), ("1", 1.0), ("tomorrow", 0.1)])
+async def test_closed_loop_waits_after_a_refusal(retry_after: str, min_wait_s: float) -> None:
+    fake = FakeOpenAI(failing=(1,), retry_after=retry_after)
     result = await played(fake, schedule(concurrency=1, count=2))
     first, second = result.outcomes
     assert first.error
     assert second.good
-    assert second.at - first.at >= least
+    assert second.at - first.at >= min_wait_s
 
 
-async def test_a_closed_loop_does_not_storm_who_refuses() -> None:
+async def test_closed_loop_limits_its_retries() -> None:
     fake = FakeOpenAI(failing=tuple(range(100_000)))
     result = await played(fake, schedule(concurrency=2, duration_s=0.45))
     assert 2 <= len(result.outcomes) <= 10
 
 
-async def test_a_pause_does_not_go_beyond_the_end() -> None:
+async def test_retry_after_does_not_exceed_the_duration() -> None:
     fake = FakeOpenAI(failing=tuple(range(100_000)), retry_after="3600")
     result = await asyncio.wait_for(played(fake, schedule(concurrency=2, duration_s=5)), 60)
     assert len(result.outcomes) == 2
 
 
-async def test_a_failure_is_one_requests_own() -> None:
+async def test_failure_affects_one_request_only() -> None:
     tally = RunProgress()
     fake = FakeOpenAI(failing=(2, 5))
     result = await played(fake, schedule(rate=100, count=8), tally=tally)
@@ -126,12 +128,12 @@ async def test_a_failure_is_one_requests_own() -> None:
     assert (tally.done, tally.failed) == (6, 2)
 
 
-async def test_who_never_answers_is_given_up() -> None:
+async def test_request_without_answer_times_out() -> None:
     result = await played(FakeOpenAI(hangs=True), schedule(rate=100, count=3), timeout_s=0.1)
     assert [each.error for each in result.outcomes] == ["no complete response within 0.1 s"] * 3
 
 
-async def test_stopped_there_is_what_there_is() -> None:
+async def test_stopped_run_returns_partial_results() -> None:
     stop = asyncio.Event()
     async with serving(FakeOpenAI(hangs=True)) as fake:
         endpoint = await learn(EndpointOptions(fake.url))
@@ -144,7 +146,7 @@ async def test_stopped_there_is_what_there_is() -> None:
     assert all(each.interrupted and not each.error for each in result.outcomes)
 
 
-async def test_prompts_that_no_model_holds_are_cut_and_counted() -> None:
+async def test_prompts_beyond_the_context_are_cut_and_counted() -> None:
     fake = FakeOpenAI(max_model_len=200)
     result = await played(fake, schedule("5000x20", rate=100, count=4))
     assert result.cut == 4
@@ -154,7 +156,7 @@ async def test_prompts_that_no_model_holds_are_cut_and_counted() -> None:
 
 
 @pytest.mark.parametrize("path", ["", CHAT])
-async def test_where_no_usage_is_told_events_are_counted_and_that_is_said(path: str) -> None:
+async def test_events_are_counted_and_reported_without_usage(path: str) -> None:
     fake = FakeOpenAI(tells_usage=False)
     result = await played(fake, schedule(rate=200, count=3), path)
     assert [(each.error, each.completed) for each in result.outcomes] == [("", 4)] * 3
@@ -163,14 +165,14 @@ async def test_where_no_usage_is_told_events_are_counted_and_that_is_said(path: 
     assert (await played(FakeOpenAI(), schedule(rate=200, count=3), path)).uncounted == 0
 
 
-async def test_shared_prefixes_are_sent_as_such() -> None:
+async def test_shared_prefixes_are_sent() -> None:
     fake = FakeOpenAI()
     await played(fake, schedule("400x2", rate=500, count=20, prefix_hit=0.5))
     heads = [" ".join(body["prompt"].split()[:60]) for body in fake.played]
     assert len(set(heads)) < 15
 
 
-async def test_a_router_says_who_served_a_request() -> None:
+async def test_worker_is_read_from_x_route() -> None:
     fake = FakeOpenAI(workers=("s0", "l0"))
     async with serving(fake):
         endpoint = await learn(EndpointOptions(fake.url, explain=True))
@@ -178,7 +180,7 @@ async def test_a_router_says_who_served_a_request() -> None:
     assert {each.worker for each in result.outcomes} == {"s0", "l0"}
 
 
-async def test_another_salt_makes_other_words_and_the_same_lengths() -> None:
+async def test_salt_changes_words_and_keeps_lengths() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
         endpoint = await learn(EndpointOptions(fake.url))

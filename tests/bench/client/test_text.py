@@ -10,44 +10,42 @@ TEXTS = Texts(0)
 
 
 @given(st.integers(0, 3 * HEAD_WORDS), st.integers(1, 400), st.text(max_size=5))
-def test_a_text_begins_with_its_shorter_self(few: int, more: int, name: str) -> None:
+def test_longer_text_begins_with_the_shorter_one(few: int, more: int, name: str) -> None:
     short, long = TEXTS.text(name, few).split(), TEXTS.text(name, few + more).split()
     assert (len(short), len(long)) == (few, few + more)
     assert long[:few] == short
 
 
-def test_a_text_may_be_longer_than_the_pool() -> None:
+def test_text_may_be_longer_than_the_pool() -> None:
     words = TEXTS.text("long", 2 * POOL_WORDS + 100).split()
     assert len(words) == 2 * POOL_WORDS + 100
     assert set(words) <= set(WORDS)
 
 
-def test_texts_differ_at_once_by_name_and_by_seed() -> None:
+def test_texts_differ_from_their_first_words_by_name_and_seed() -> None:
     texts = [each.text(name, 40) for each in (TEXTS, Texts(1)) for name in range(500)]
     assert len({" ".join(text.split()[:HEAD_WORDS]) for text in texts}) == len(texts)
     assert Texts(0).text("a", 40) == TEXTS.text("a", 40)
 
 
-def test_there_is_nothing_to_escape_in_a_word() -> None:
+def test_words_need_no_escaping() -> None:
     assert len(set(WORDS)) == len(WORDS) > 256
     assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS)
 
 
 @given(st.integers(1, 5000), st.floats(0.5, 8), st.floats(0, 20))
-def test_a_prompt_has_as_many_words_as_make_its_tokens(
-    tokens: int, per_word: float, fixed: float
-) -> None:
+def test_prompt_has_the_words_for_its_tokens(tokens: int, per_word: float, fixed: float) -> None:
     measure = Measure(per_word, fixed)
     prompt = TEXTS.prompt(1, Request(0, "a", tokens, 1), measure)
     assert len(prompt.split()) == max(1, measure.words(tokens))
 
 
-def test_requests_share_what_they_are_meant_to_and_nothing_else() -> None:
+def test_requests_share_exactly_their_shared_blocks() -> None:
     measure = Measure(1.7, 3.0)
     blocks = tuple((name, 512) for name in range(8))
     first = Request(0, "a", 5000, 1, shared=(*blocks, ("x", 512)))
     second = Request(0, "a", 4300, 1, shared=blocks)
     one, two = (TEXTS.prompt(i, r, measure).split() for i, r in enumerate((first, second)))
-    alike = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    assert measure.words(8 * 512) <= alike < measure.words(8 * 512) + HEAD_WORDS
+    common = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    assert measure.words(8 * 512) <= common < measure.words(8 * 512) + HEAD_WORDS
     assert len(one) == measure.words(5000)

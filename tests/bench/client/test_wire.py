@@ -1,4 +1,4 @@
-"""The wire against servers that are raw sockets: the bytes are the point."""
+"""The bench client's HTTP wire against raw socket servers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answered(body: bytes) -> bytes:
 
 
 def once(sent: bytes, *, waits: bool = False) -> Handler:
-    """Send these bytes after a request, and close, at once or after the client has."""
+    """Return a handler that sends these bytes and closes, at once or after the client."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
@@ -56,7 +56,7 @@ def once(sent: bytes, *, waits: bool = False) -> Handler:
     return handler
 
 
-async def test_requests_share_a_connection_one_after_the_other() -> None:
+async def test_sequential_requests_share_a_connection() -> None:
     heads: list[str] = []
     connections = 0
 
@@ -75,24 +75,24 @@ async def test_requests_share_a_connection_one_after_the_other() -> None:
         assert await wire.ask("/a", b"1", 5) == b"<1>"
         assert await wire.get("/b", 5) == b"<>"
         assert connections == 1
-        # The next to take a connection may do so before the one before has woken up.
-        lanes = [asyncio.gather(*(wire.ask("/c", b"%d" % i, 5) for i in range(20)))]
-        lanes += [asyncio.gather(*(wire.ask("/d", b"%d" % i, 5) for i in range(20)))]
-        for lane in lanes:
-            assert await lane == [b"<%d>" % i for i in range(20)]
+        # A task may take a connection before its previous user has woken up.
+        batches = [asyncio.gather(*(wire.ask("/c", b"%d" % i, 5) for i in range(20)))]
+        batches += [asyncio.gather(*(wire.ask("/d", b"%d" % i, 5) for i in range(20)))]
+        for batch in batches:
+            assert await batch == [b"<%d>" % i for i in range(20)]
     assert heads[0].startswith("POST /root/a HTTP/1.1\r\n")
     assert heads[1].startswith("GET /root/b HTTP/1.1\r\n")
     assert "X-Key: k\r\n" in heads[0]
 
 
-async def test_a_connection_closed_while_idle_is_replaced() -> None:
+async def test_connection_closed_while_idle_is_replaced() -> None:
     connections = 0
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
         _, body = await request(reader)
-        writer.write(answered(body))  # and closes, though it did not say so
+        writer.write(answered(body))  # closes without `Connection: close`
 
     async with talking_to(handler) as wire:
         for i in range(3):
@@ -108,15 +108,15 @@ HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
     [(HINTS + answered(b"a"), True, b"a"), (OK + b"\r\nall there is", False, b"all there is")],
     ids=["after hints", "until the connection ends"],
 )
-async def test_a_whole_answer_is_found(sent: bytes, *, waits: bool, body: bytes) -> None:
+async def test_complete_answer_is_returned(sent: bytes, *, waits: bool, body: bytes) -> None:
     async with talking_to(once(sent, waits=waits)) as wire:
         assert await wire.ask("/", b"{}", 5) == body
 
 
-async def test_a_connection_that_is_closed_as_it_is_used_again_leaves_no_error_behind(
+async def test_connection_closed_on_reuse_logs_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with talking_to(once(answered(b"a") + b"what nobody asked for")) as wire:
+    async with talking_to(once(answered(b"a") + b"unexpected bytes")) as wire:
         for _ in range(20):
             assert await wire.ask("/", b"{}", 5) == b"a"
         await asyncio.sleep(0)
@@ -124,7 +124,7 @@ async def test_a_connection_that_is_closed_as_it_is_used_again_leaves_no_error_b
     assert "never retrieved" not in caplog.text
 
 
-async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
+async def test_stream_passes_headers_then_each_piece() -> None:
     seen: list[tuple[bytes, ...]] = []
     got_first = asyncio.Event()
 
@@ -149,7 +149,7 @@ async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "message"),
     [
         (b"", "closed with no answer"),
         (b"gibberish\r\n\r\n", "is not HTTP"),
@@ -160,14 +160,14 @@ async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 9\r\n\r\nno\nroom!!", "HTTP 503: no room!!"),
     ],
 )
-async def test_an_answer_that_is_not_whole_is_an_error_in_a_line(sent: bytes, said: str) -> None:
+async def test_incomplete_answer_is_a_one_line_error(sent: bytes, message: str) -> None:
     async with talking_to(once(sent)) as wire:
-        with pytest.raises(WireError, match=said) as caught:
+        with pytest.raises(WireError, match=message) as caught:
             await wire.ask("/", b"", 5)
     assert "\n" not in str(caught.value)
 
 
-async def test_who_takes_too_long_is_given_up() -> None:
+async def test_slow_answer_times_out_and_closes_the_connection() -> None:
     left = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -178,25 +178,25 @@ async def test_who_takes_too_long_is_given_up() -> None:
     async with talking_to(handler) as wire:
         with pytest.raises(WireError, match=r"no complete response within 0\.05 s"):
             await wire.ask("/", b"", 0.05)
-        await asyncio.wait_for(left.wait(), 5)  # the server is told: it can stop working
+        await asyncio.wait_for(left.wait(), 5)  # the server can stop working
 
 
-async def test_nobody_listening_is_an_error_in_a_line() -> None:
+async def test_refused_connection_is_a_one_line_error() -> None:
     with pytest.raises(WireError, match=r"^http://127\.0\.0\.1:9: .*refused"):
         await Wire(Address.parse("http://127.0.0.1:9"), {}).get("/", 5)
     with pytest.raises(WireError, match=r"nowhere\.invalid"):
         await Wire(Address.parse("http://nowhere.invalid"), {}).get("/", 5)
 
 
-async def test_a_port_that_speaks_no_tls_is_an_error_in_a_line() -> None:
+async def test_port_without_tls_is_a_one_line_error() -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 
     async with talking_to(handler) as wire:
         secure = Wire(Address("127.0.0.1", wire.address.port, tls=True, root=""), {})
-        speaks_none = r"^https://127\.0\.0\.1.*; does this port use TLS\?$"
-        with pytest.raises(WireError, match=speaks_none) as caught:
+        no_tls = r"^https://127\.0\.0\.1.*; does this port use TLS\?$"
+        with pytest.raises(WireError, match=no_tls) as caught:
             await secure.get("/", 5)
     assert "\n" not in str(caught.value)
 
@@ -210,7 +210,7 @@ async def test_a_port_that_speaks_no_tls_is_an_error_in_a_line() -> None:
         ("http://[::1]:7", Address("::1", 7, tls=False, root=""), "http://[::1]:7"),
     ],
 )
-def test_urls(url: str, address: Address, written: str) -> None:
+def test_urls_are_parsed(url: str, address: Address, written: str) -> None:
     assert Address.parse(url) == address
     assert str(address) == written
 
@@ -218,6 +218,6 @@ def test_urls(url: str, address: Address, written: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://[::1"]
 )
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is not a URL"):
         Address.parse(url)

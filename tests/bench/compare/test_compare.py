@@ -19,7 +19,7 @@ from vllm_sched.workers.launch import Side, WorkerError
 
 
 class FakeWorker(StillWorker):
-    """Starts and stops in name only."""
+    """A worker that records its start and stop."""
 
     def __init__(self, name: str, *, broken: bool = False) -> None:
         super().__init__(name=name)
@@ -52,7 +52,7 @@ def _either_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_either_build")
-async def test_workers_are_up_inside_and_stopped_after() -> None:
+async def test_workers_run_inside_and_stop_after() -> None:
     workers = fakes("a", "b")
     async with compare.running(workers, quiet()):
         assert [w.events for w in workers] == [["start", "ready"]] * 2
@@ -60,7 +60,7 @@ async def test_workers_are_up_inside_and_stopped_after() -> None:
 
 
 @pytest.mark.usefixtures("_either_build")
-async def test_one_that_fails_to_start_stops_them_all() -> None:
+async def test_failed_start_stops_all_workers() -> None:
     workers = fakes("a", "b", broken="b")
     with pytest.raises(WorkerError, match="b died"):
         async with compare.running(workers, quiet()):
@@ -69,7 +69,7 @@ async def test_one_that_fails_to_start_stops_them_all() -> None:
 
 
 @pytest.mark.usefixtures("_either_build")
-async def test_an_interruption_stops_them_all() -> None:
+async def test_cancellation_stops_all_workers() -> None:
     workers = fakes("a", "b")
 
     async def run() -> None:
@@ -92,11 +92,11 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
 
     async def rest(seconds: float) -> None:
         rests.append(seconds)
-        assert len(rests) == len(played) + 1  # before each: the other side spins for a while
+        assert len(rests) == len(played) + 1  # before each round: the other side still spins
 
     async def play(url: str, _: str, workload: Workload, number: int, **__: object) -> Round:
         played.append((url, number))
-        assert workload == long_blocks_short()  # the round that is thrown away has all of it too
+        assert workload == long_blocks_short()  # the warm-up round too
         return Round(number, ())
 
     monkeypatch.setattr(compare, "play", play)
@@ -112,7 +112,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
     assert [[r.number for r in side.rounds] for side in sides] == [[1, 2, 3]] * 2
 
 
-async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_worker_raises_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (dead,) = fakes("a")
 
     def check() -> None:
@@ -126,7 +126,7 @@ async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
         )
 
 
-def test_a_worker_that_shares_an_accelerator_gets_its_share(
+def test_workers_on_one_accelerator_share_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compare, "on_cpu", lambda: False)
@@ -134,10 +134,10 @@ def test_a_worker_that_shares_an_accelerator_gets_its_share(
     side = Side("default", {}, ("--gpu-memory-utilization=0.3",))
     command = compare.contender("a", side, ComparisonPlan("m", long_blocks_short())).worker.command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.42"
-    assert command[-1] == "--gpu-memory-utilization=0.3"  # what was asked for comes last
+    assert command[-1] == "--gpu-memory-utilization=0.3"  # the explicit flag comes last
 
 
-def test_the_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
+def test_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
     result = canned_comparison((2.0, 2.0), (0.5, 0.5))
     result.save(tmp_path / "out.json")
     saved = json.loads((tmp_path / "out.json").read_text())
@@ -151,26 +151,26 @@ def test_the_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
     assert ratio["ratio"] == pytest.approx(0.25)
 
 
-def test_a_pipe_gets_plain_lines_and_a_terminal_a_live_one() -> None:
+def test_progress_is_plain_lines_in_a_pipe_and_live_in_a_terminal() -> None:
     plain = io.StringIO()
-    with ProgressReporter(Console(file=plain)) as narrator:
-        narrator.step("round 1")
-        narrator.detail("3 requests done")
+    with ProgressReporter(Console(file=plain)) as reporter:
+        reporter.step("round 1")
+        reporter.detail("3 requests done")
     assert plain.getvalue() == "round 1\n"
     fancy = io.StringIO()
-    with ProgressReporter(Console(file=fancy, force_terminal=True)) as narrator:
-        narrator.step("round 1")
+    with ProgressReporter(Console(file=fancy, force_terminal=True)) as reporter:
+        reporter.step("round 1")
     assert fancy.getvalue() != "round 1\n"
 
 
-def test_the_round_drawn_is_the_median_one() -> None:
+def test_typical_round_is_the_median() -> None:
     result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
     assert result.typical() == 2
     result.candidate.rounds[2] = canned_round(3, 1.95)
     assert result.typical() == 1
 
 
-def test_a_busy_machine_is_owned_up_to_and_its_rounds_are_not_drawn() -> None:
+def test_disturbed_rounds_are_reported_and_not_drawn() -> None:
     result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
     assert result.warning() == ""
     result.baseline.rounds[2] = replace(result.baseline.rounds[2], stall=0.75)
@@ -180,4 +180,4 @@ def test_a_busy_machine_is_owned_up_to_and_its_rounds_are_not_drawn() -> None:
     assert result.typical() != 2
     for side in result.sides:
         side.rounds[:] = [replace(played, stall=0.2) for played in side.rounds]
-    assert result.typical() == 2  # when all were, there is no better one
+    assert result.typical() == 2  # all rounds are disturbed

@@ -1,4 +1,4 @@
-"""A table of more than two, from canned rounds."""
+"""Comparisons of three contenders, from canned rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_sched.bench.compare.contest import Contest
 
 @pytest.fixture
 def contest() -> Contest:
-    """Three: shorts wait 2 s with the first, 0.5 s with the second, 1 s with the third."""
+    """Return three contenders whose shorts wait 2 s, 0.5 s and 1 s."""
     two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
     first, second = two.sides
     third = other.candidate
@@ -21,13 +21,13 @@ def contest() -> Contest:
     return Contest(two.plan, (first, second, third))
 
 
-def test_each_is_measured_by_the_first(contest: Contest) -> None:
+def test_contenders_are_compared_with_the_first(contest: Contest) -> None:
     assert [pair.baseline.label for pair in contest.pairs] == ["default", "default"]
     assert [pair.candidate.label for pair in contest.pairs] == ["by length", "P/D"]
     assert not contest.failed
 
 
-def test_the_table_has_a_column_each(contest: Contest) -> None:
+def test_table_has_a_column_per_contender(contest: Contest) -> None:
     text = printed(contest.table(), 160)
     line = next(line for line in text.splitlines() if "short prompts" in line)
     assert "TTFT p50" in line
@@ -36,7 +36,7 @@ def test_the_table_has_a_column_each(contest: Contest) -> None:
     assert "1.00 s (0.50x)" in line
 
 
-def test_the_file_has_every_contender_once(contest: Contest, tmp_path: Path) -> None:
+def test_file_has_every_contender_once(contest: Contest, tmp_path: Path) -> None:
     contest.save(tmp_path / "c.json")
     saved = json.loads((tmp_path / "c.json").read_text())
     assert list(saved["sides"]) == ["baseline", "pools", "halves"]
@@ -44,7 +44,7 @@ def test_the_file_has_every_contender_once(contest: Contest, tmp_path: Path) -> 
     assert saved["sides"]["halves"]["per_round"]
 
 
-def test_failures_are_counted_for_whom_they_befell(contest: Contest) -> None:
+def test_failures_are_counted_per_contender(contest: Contest) -> None:
     contest.contenders[2].rounds[0].records[0].error = "gone"
     assert contest.failed
     text = printed(contest.table(), 160)

@@ -21,14 +21,14 @@ def test_percentiles_interpolate() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
-def test_a_percentile_lies_within_its_samples(samples: list[float], percent: float) -> None:
+def test_percentile_lies_within_its_samples(samples: list[float], percent: float) -> None:
     value = present(report.percentile(samples, percent))
     assert min(samples) <= value * (1 + 1e-9) + 1e-9
     assert value <= max(samples) * (1 + 1e-9)
     assert report.percentile(random.Random(0).sample(samples, len(samples)), percent) == value
 
 
-def test_samples_pool_over_rounds_and_leave_failures_out() -> None:
+def test_samples_are_pooled_over_rounds_without_failures() -> None:
     rounds = [canned_round(1, 1.0), canned_round(2, 2.0)]
     assert report.ttfts(rounds, "short") == pytest.approx([1.0, 1.0, 2.0, 2.0])
     rounds[0].records[2].error = "gone"
@@ -36,13 +36,13 @@ def test_samples_pool_over_rounds_and_leave_failures_out() -> None:
     assert report.ttfts(rounds, "lone") == pytest.approx([0.01, 0.02] * 2)
 
 
-def test_background_gaps_count_while_the_foreground_is_about() -> None:
+def test_background_gaps_count_while_the_foreground_runs() -> None:
     # The gap across the start and the one across the foreground's end count; the tail does not.
     gaps = report.itls([canned_round(1, 1.0)], "background")
     assert gaps == pytest.approx([1.1, 1.0, 1.0, 1.5])
 
 
-def test_rates() -> None:
+def test_class_and_total_rates() -> None:
     played = canned_round(1, 1.0)
     assert report.foreground_end(played) == 4.0
     assert report.class_rate(played, "long") == pytest.approx(12_002 / 4.0)
@@ -52,14 +52,14 @@ def test_rates() -> None:
     assert report.total_rate(played) == pytest.approx((5 + 12_002 + 204) / 4.6)
 
 
-def test_rates_of_nothing_are_none() -> None:
+def test_rates_of_an_empty_round_are_none() -> None:
     nothing = Round(1, ())
     assert report.total_rate(nothing) is None
     assert report.class_rate(nothing, "short") is None
     assert report.class_rate(nothing, "background") is None
 
 
-def test_figures_compare_and_the_rates_ratio_is_the_median_of_the_rounds() -> None:
+def test_figures_have_ratios_and_rates_use_the_median_round() -> None:
     baseline = [canned_round(i, wait) for i, wait in enumerate((1.0, 2.0, 9.0))]
     candidate = [canned_round(i, wait) for i, wait in enumerate((0.5, 0.5, 9.0))]
     lines = report.figures(baseline, candidate)
@@ -68,17 +68,17 @@ def test_figures_compare_and_the_rates_ratio_is_the_median_of_the_rounds() -> No
     assert short.ratio == pytest.approx(0.25)
     rate = report.figure(lines, "short", "tokens/s")
     assert rate.ratio == pytest.approx((1.0 + 0.3) / (0.5 + 0.3))
-    # A class that nobody sent has no lines.
+    # A class without requests has no lines.
     assert {line.group for line in lines} == set(report.GROUPS) - {"batch"}
 
 
-def test_what_is_compared_of_prompts_that_came_together_and_of_a_backlog() -> None:
+def test_spread_and_backlogged_rate_are_compared() -> None:
     longs = [record("long", 0.0, [first, 9.0], prompt=10) for first in (2.0, 3.5, 8.0)]
     batch = [record("batch", 0.0, [first, first + 1.0], prompt=10) for first in (1.0, 3.0)]
     played = Round(1, (*longs, *batch))
     assert report.spread(played, "long") == 6.0
     assert report.spread(played, "short") is None
-    # Until the last one begins: both prompts, and what was written by then.
+    # Until the last request begins: both prompts, and the output until then.
     assert report.backlogged_rate(played, "batch") == pytest.approx((20 + 2 + 1) / 3.0)
     assert report.backlogged_rate(played, "short") is None
     lines = report.figures([played], [played])
@@ -86,7 +86,7 @@ def test_what_is_compared_of_prompts_that_came_together_and_of_a_backlog() -> No
     assert report.figure(lines, "batch", "tokens/s").baseline == pytest.approx(23 / 3.0)
 
 
-def test_better_knows_which_way_is_up() -> None:
+def test_better_depends_on_the_unit() -> None:
     def figure(unit: str, ratio: float | None) -> bool | None:
         return report.Figure("all", "", unit, 1.0, 1.0, ratio).better
 
@@ -109,7 +109,7 @@ def test_better_knows_which_way_is_up() -> None:
         (None, "s", "-"),
     ],
 )
-def test_values_are_shown_for_people(value: float | None, unit: str, shown: str) -> None:
+def test_values_are_shown_with_units(value: float | None, unit: str, shown: str) -> None:
     assert report.show(value, unit) == shown
 
 
@@ -118,7 +118,7 @@ def rendered(failed: list[int], rounds: list[Round]) -> str:
     return printed(report.table(figures, ["default", "mine"], failed), 100)
 
 
-def test_the_table_names_sides_classes_and_failures() -> None:
+def test_table_names_sides_classes_and_failures() -> None:
     text = rendered([0, 2], [canned_round(1, 1.0)])
     for word in ("default", "mine", "short prompts", "running decodes", "a short alone", "1.00x"):
         assert word in text
@@ -126,13 +126,13 @@ def test_the_table_names_sides_classes_and_failures() -> None:
     assert "failed requests" not in rendered([0, 0], [canned_round(1, 1.0)])
 
 
-def test_the_table_survives_a_side_that_answered_nothing() -> None:
+def test_table_of_a_side_without_answers() -> None:
     broken = Round(1, (record("short", 0.1, []), record("long", 0.0, [])))
     text = rendered([2, 2], [broken])
     assert "-" in text
 
 
-def test_the_summary_speaks_the_serving_benchmarks_language() -> None:
+def test_summary_has_the_keys_of_vllm_bench_serve() -> None:
     rounds = [canned_round(1, 1.0), canned_round(2, 3.0)]
     rounds[1].records[3].error = "gone"
     summary = report.serve_summary(rounds, "short")

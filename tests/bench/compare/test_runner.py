@@ -1,4 +1,4 @@
-"""The runner against a fake server that speaks vLLM's stream, well and badly."""
+"""The runner against a fake server with valid and broken vLLM streams."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def streamed(request: web.Request, *chunks: bytes) -> web.StreamResponse:
     return response
 
 
-async def obliging(request: web.Request) -> web.StreamResponse:
+async def serve_requested_tokens(request: web.Request) -> web.StreamResponse:
     wanted = (await request.json())["max_tokens"]
     return await streamed(request, *[TOKEN] * wanted, usage(wanted), DONE)
 
@@ -73,11 +73,11 @@ async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> N
 
     async def handler(request: web.Request) -> web.StreamResponse:
         seen.append(await request.json())
-        return await obliging(request)
+        return await serve_requested_tokens(request)
 
-    some = workload(SHORT, PlannedRequest(0.02, "long", 50, 2))
+    planned = workload(SHORT, PlannedRequest(0.02, "long", 50, 2))
     done: list[RequestTimes] = []
-    played = await play(await start(handler), "m", some, 4, on_done=done.append)
+    played = await play(await start(handler), "m", planned, 4, on_done=done.append)
     assert [(r.klass, len(r.ticks), r.completed, r.error) for r in played.records] == [
         ("short", 3, 3, ""),
         ("long", 2, 2, ""),
@@ -85,15 +85,15 @@ async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> N
     assert played.number == 4
     assert not played.failed
     assert len(done) == 2
-    assert {tuple(body["prompt"]) for body in seen} == {tuple(p) for p in some.prompts(4)}
+    assert {tuple(body["prompt"]) for body in seen} == {tuple(p) for p in planned.prompts(4)}
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in seen)
-    for each in played.records:
-        assert each.ticks == sorted(each.ticks)
-        assert each.first_token is not None
-        assert 0 <= each.sent <= each.first_token
+    for record in played.records:
+        assert record.ticks == sorted(record.ticks)
+        assert record.first_token is not None
+        assert 0 <= record.sent <= record.first_token
 
 
-async def test_the_clock_starts_when_all_the_background_is_decoding(start: Start) -> None:
+async def test_clock_starts_when_the_background_decodes(start: Start) -> None:
     release = asyncio.Event()
     order: list[str] = []
 
@@ -109,65 +109,67 @@ async def test_the_clock_starts_when_all_the_background_is_decoding(start: Start
         await response.write(TOKEN * 3 + usage(4) + DONE)
         return response
 
-    some = workload(*[PlannedRequest(0.0, "background", 8, 4)] * 2, SHORT)
-    played = await play(await start(handler), "m", some, 1)
+    planned = workload(*[PlannedRequest(0.0, "background", 8, 4)] * 2, SHORT)
+    played = await play(await start(handler), "m", planned, 1)
     assert order == ["background", "background", "short"]
     assert not played.failed
-    for each in played.records[:2]:
-        assert each.sent < each.ticks[0] <= 0 < each.ticks[-1]
+    for record in played.records[:2]:
+        assert record.sent < record.ticks[0] <= 0 < record.ticks[-1]
     assert played.records[2].sent >= 0
 
 
-async def test_lone_requests_follow_one_by_one(start: Start) -> None:
-    at_once = most = 0
+async def test_lone_requests_run_sequentially(start: Start) -> None:
+    at_once = highest = 0
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        nonlocal at_once, most
+        nonlocal at_once, highest
         at_once += 1
-        most = max(most, at_once)
-        response = await obliging(request)
+        highest = max(highest, at_once)
+        response = await serve_requested_tokens(request)
         at_once -= 1
         return response
 
     played = await play(await start(handler), "m", workload(SHORT), 1, lone_samples=3)
-    assert most == 1
+    assert highest == 1
     assert [(r.klass, r.completed) for r in played.lone] == [("lone", 1)] * 3
 
 
-async def test_a_client_that_was_held_up_says_so(start: Start) -> None:
+async def test_client_stall_is_measured(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.05)
-        time.sleep(0.3)  # noqa: ASYNC251 - the fake server shares the client's loop: that is it
-        return await obliging(request)
+        time.sleep(0.3)  # noqa: ASYNC251 - the fake server shares the client's loop
+        return await serve_requested_tokens(request)
 
     played = await play(await start(handler), "m", workload(SHORT), 1)
     assert played.stall > 0.2
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-async def test_the_client_goes_first_where_it_may_and_for_the_round_only(
+async def test_client_has_real_time_priority_during_a_round_if_allowed(
     start: Start, monkeypatch: pytest.MonkeyPatch, *, allowed: bool
 ) -> None:
-    asked: list[int] = []
+    policies: list[int] = []
 
     def setscheduler(_: int, policy: int, __: os.sched_param) -> None:
-        asked.append(policy)
+        policies.append(policy)
         if not allowed:
             raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", setscheduler)
-    played = await play(await start(obliging), "m", workload(SHORT), 1)
+    played = await play(await start(serve_requested_tokens), "m", workload(SHORT), 1)
     assert not played.failed
     first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
-    assert asked == ([first, os.SCHED_OTHER] if allowed else [first])
+    assert policies == ([first, os.SCHED_OTHER] if allowed else [first])
 
 
-async def test_a_refusal_is_recorded_with_its_words(start: Start) -> None:
+async def test_refusal_is_recorded_with_its_message(start: Start) -> None:
     async def handler(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "prompt too long"}}, status=400)
 
-    some = workload(PlannedRequest(0.0, "background", 8, 4), SHORT)
-    played = await play(await start(handler), "m", some, 1)  # and the background hangs nobody
+    planned = workload(PlannedRequest(0.0, "background", 8, 4), SHORT)
+    played = await play(
+        await start(handler), "m", planned, 1
+    )  # the refused background does not block the round
     assert len(played.failed) == 2
     assert all("HTTP 400" in r.error and "prompt too long" in r.error for r in played.failed)
     assert all(r.ttft is None for r in played.failed)
@@ -187,7 +189,7 @@ SHORT_BY_ONE = "the stream ended after 2 of 3 tokens"
     ],
     ids=["an error event", "no end", "no usage", "too few"],
 )
-async def test_a_stream_that_is_not_whole_is_an_error(
+async def test_incomplete_stream_is_an_error(
     start: Start, chunks: tuple[bytes, ...], ticks: int, error: str
 ) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -198,7 +200,7 @@ async def test_a_stream_that_is_not_whole_is_an_error(
     assert len(played.records[0].ticks) == ticks
 
 
-async def test_a_dropped_connection_is_an_error(start: Start) -> None:
+async def test_dropped_connection_is_an_error(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = await streamed(request, TOKEN)
         present(request.transport).abort()
@@ -208,14 +210,14 @@ async def test_a_dropped_connection_is_an_error(start: Start) -> None:
     assert played.records[0].error
 
 
-async def test_nobody_listening_is_an_error() -> None:
+async def test_refused_connection_is_an_error() -> None:
     played = await play(f"http://127.0.0.1:{free_port()}", "m", workload(SHORT), 1, lone_samples=1)
     assert len(played.failed) == 2
 
 
-def test_the_body_asks_for_exactly_these_tokens() -> None:
+def test_request_body_has_the_prompt_tokens_and_lane() -> None:
     body = json.loads(request_body("m", [11, 12], 16))
     assert (body["prompt"], body["max_tokens"], body["stream"]) == ([11, 12], 16, True)
     assert "vllm_xargs" not in body
-    asked = json.loads(request_body("m", [11, 12], 16, "batch"))
-    assert asked == {**body, "vllm_xargs": {"lane": "batch"}}
+    with_lane = json.loads(request_body("m", [11, 12], 16, "batch"))
+    assert with_lane == {**body, "vllm_xargs": {"lane": "batch"}}

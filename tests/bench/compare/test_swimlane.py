@@ -22,7 +22,7 @@ def drawn(*rounds: Round) -> str:
 
 
 def elements(svg: str) -> list[str]:
-    """Element names in order; raises on anything that is not well formed."""
+    """Return the element names in order; raise if the SVG is not well formed."""
     names: list[str] = []
     parser = expat.ParserCreate()
     parser.StartElementHandler = lambda name, _: names.append(name)
@@ -30,24 +30,24 @@ def elements(svg: str) -> list[str]:
     return names
 
 
-def test_a_lane_per_request_and_a_tooltip_per_lane() -> None:
+def test_every_request_has_a_lane_with_a_tooltip() -> None:
     svg = drawn(canned_round(1, 2.0), canned_round(1, 0.5))
     assert svg.count('<g class="lane">') == svg.count("<title>") == 2 * 4
     assert "short 1, 100-token prompt, arrived at 0.30 s, first token after 2.00 s" in svg
 
 
-def test_the_wait_is_as_long_as_the_time_to_the_first_token() -> None:
+def test_wait_bar_is_as_long_as_the_ttft() -> None:
     svg = drawn(canned_round(1, 2.0), canned_round(1, 0.5))
     widths = [
         float(w) for w in re.findall(r'class="wait" x="[^"]*" y="[^"]*" width="([^"]*)"', svg)
     ]
-    # The legend's, then long, short, short of each panel; the axis is shared.
+    # The legend's box, then long, short, short of each panel; panels share the axis.
     _, long_a, short_a, _, long_b, short_b, _ = widths
     assert long_a == long_b
     assert short_a == pytest.approx(4 * short_b, rel=0.01)
 
 
-def test_pauses_are_marked_and_ordinary_gaps_are_not() -> None:
+def test_pauses_are_marked_and_normal_gaps_are_not() -> None:
     steady = [i / 20 for i in range(100)]
     paused = [tick + (1.0 if tick > 2.5 else 0.0) for tick in steady]
     marks = [
@@ -57,13 +57,13 @@ def test_pauses_are_marked_and_ordinary_gaps_are_not() -> None:
     assert marks == [1, 2]  # the first is the legend's
 
 
-def test_dense_ticks_do_not_make_a_large_file() -> None:
+def test_dense_ticks_keep_the_file_small() -> None:
     dense = record("background", -1.0, [i / 10_000 for i in range(50_000)])
     svg = drawn(Round(1, (dense, record("short", 0.0, [4.9, 5.0]))))
     assert len(svg) < 200_000
 
 
-def test_a_failed_request_says_so_and_waits_to_the_end() -> None:
+def test_failed_request_shows_its_error() -> None:
     failed = RequestTimes("short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
     svg = drawn(Round(1, (failed, record("long", 0.0, [3.0, 4.0]))))
     assert "failed: HTTP 500: &lt;boom&gt;" in svg
@@ -77,16 +77,16 @@ def test_a_failed_request_says_so_and_waits_to_the_end() -> None:
         ("long_prompt", "side: long_prompt<"),
     ],
 )
-def test_a_side_without_a_policy_is_named_in_words(label: str, title: str) -> None:
+def test_side_label_explains_its_scheduler(label: str, title: str) -> None:
     panel = swimlane.Panel("side", label, canned_round(1, 2.0))
     assert title in swimlane.swimlane([panel], title="one")
 
 
-def test_a_round_in_which_everything_failed_can_be_drawn() -> None:
+def test_round_with_only_failures_can_be_drawn() -> None:
     drawn(Round(1, (RequestTimes("short", 100, 16, error="no"),)), Round(1, ()))
 
 
-def test_text_is_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
+def test_page_escapes_text_and_loads_no_external_resource(tmp_path: Path) -> None:
     page = tmp_path / "pair.html"
     swimlane.write(canned_comparison(), page)
     html = page.read_text()
@@ -98,7 +98,7 @@ def test_text_is_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) ->
         assert loader not in html
 
 
-def test_the_page_has_both_schemes_the_figures_and_the_method(tmp_path: Path) -> None:
+def test_page_has_colour_schemes_figures_and_method(tmp_path: Path) -> None:
     page = tmp_path / "pair.html"
     swimlane.write(canned_comparison(), page)
     html = page.read_text()
@@ -108,7 +108,7 @@ def test_the_page_has_both_schemes_the_figures_and_the_method(tmp_path: Path) ->
     assert "1 round after a discarded one" in html
 
 
-def test_a_bare_svg_stands_alone(tmp_path: Path) -> None:
+def test_svg_is_self_contained(tmp_path: Path) -> None:
     picture = tmp_path / "pair.svg"
     swimlane.write(canned_comparison(), picture)
     svg = picture.read_text()
@@ -117,13 +117,13 @@ def test_a_bare_svg_stands_alone(tmp_path: Path) -> None:
     assert "round 1 of 1" in svg
 
 
-def test_another_ending_is_refused() -> None:
+def test_other_file_suffix_is_refused() -> None:
     with pytest.raises(UsageError, match=r"pair\.png.*\.html or \.svg"):
         swimlane.check_suffix(Path("pair.png"))
 
 
-def told(played: Round) -> str:
-    """Draw a round with what the engine says of its long prompt, whose clock is a second off."""
+def drawn_with_trace(played: Round) -> str:
+    """Return the SVG of a round with an engine trace, whose clock is shifted."""
     phases = [
         Phase("waiting", 11.0, 11.5),
         Phase("prefill", 11.5, 12.0, 6000),
@@ -139,9 +139,9 @@ def told(played: Round) -> str:
     return svg
 
 
-def test_the_engines_account_is_drawn_chunk_by_chunk() -> None:
-    svg = told(canned_round(1, 2.0))
-    # The legend's have their numbers in another order.
+def test_engine_trace_is_drawn_as_chunks() -> None:
+    svg = drawn_with_trace(canned_round(1, 2.0))
+    # The legend's boxes have their attributes in another order.
     boxes = re.findall(r'class="(chunk long|out)" x="([\d.]*)" y="[\d.]*" width="([\d.]*)"', svg)
     assert [name for name, _, _ in boxes] == ["chunk long", "chunk long", "out"]
     first, second = [(float(x), float(width)) for _, x, width in boxes[:2]]
@@ -150,13 +150,13 @@ def test_the_engines_account_is_drawn_chunk_by_chunk() -> None:
     assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 time," in svg
 
 
-def test_the_grey_ends_where_the_engine_began() -> None:
+def test_wait_bar_ends_where_the_engine_starts() -> None:
     widths = [
         [float(w) for w in re.findall(r'class="wait" x="[^"]*" y="[^"]*" width="([^"]*)"', svg)][1]
-        for svg in (told(canned_round(1, 2.0)), drawn(canned_round(1, 2.0)))
+        for svg in (drawn_with_trace(canned_round(1, 2.0)), drawn(canned_round(1, 2.0)))
     ]
     assert widths[0] == pytest.approx(widths[1] * 0.5 / 3.9, rel=0.01)
 
 
-def test_without_a_trace_nothing_is_said_of_chunks() -> None:
+def test_chunks_are_not_drawn_without_a_trace() -> None:
     assert "chunk" not in drawn(canned_round(1, 2.0)).split("</style>")[1]

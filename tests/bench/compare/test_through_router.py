@@ -1,4 +1,4 @@
-"""A run through the real router: who served what is known afterwards."""
+"""A benchmark run through the real router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 
 
-async def test_the_router_says_where_each_request_went(tmp_path: Path) -> None:
+async def test_outcomes_name_the_worker_of_each_request(tmp_path: Path) -> None:
     async with serving(FakeOpenAI(itl_s=0.005)) as one, serving(FakeOpenAI(itl_s=0.005)) as two:
         source = tmp_path / "fleet.yaml"
         source.write_text(
@@ -38,7 +38,7 @@ async def test_the_router_says_where_each_request_went(tmp_path: Path) -> None:
         finally:
             await router.stop()
     assert not [each.error for each in played.outcomes if each.error]
-    assert endpoint.measure.per_word == 2  # asked through the router
+    assert endpoint.measure.per_word == 2  # measured through the router
     workers, _, rows = sent_to_workers(played.outcomes)
     assert workers == ["s0", "s1"]
     assert all(any(row) for row in rows)

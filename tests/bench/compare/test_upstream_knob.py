@@ -30,7 +30,7 @@ def knob() -> ModuleType:
     return module
 
 
-def test_settings_are_the_knob_off_and_on_both_ways(knob: ModuleType) -> None:
+def test_settings_are_the_flag_off_fixed_and_adaptive(knob: ModuleType) -> None:
     flag = "--long-prefill-token-threshold"
     assert {name: side.extra for name, side in knob.settings([64, 128]).items()} == {
         "off": (),
@@ -41,7 +41,7 @@ def test_settings_are_the_knob_off_and_on_both_ways(knob: ModuleType) -> None:
     }
 
 
-async def test_ours_stays_up_and_meets_every_setting_under_every_load(
+async def test_survey_compares_every_setting_under_every_load(
     knob: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     up: list[str] = []
@@ -70,23 +70,23 @@ async def test_ours_stays_up_and_meets_every_setting_under_every_load(
     for name, fake in (("running", running), ("measure", measure), ("contender", contender)):
         monkeypatch.setattr(knob, name, fake)
     plans = [ComparisonPlan("m", long_blocks_short(), rounds) for rounds in (1, 2)]
-    narrator = ProgressReporter(Console(file=io.StringIO()))
-    duels = await knob.survey(Side.parse("long_prompt"), knob.settings([64]), plans, narrator)
+    reporter = ProgressReporter(Console(file=io.StringIO()))
+    duels = await knob.survey(Side.parse("long_prompt"), knob.settings([64]), plans, reporter)
     names = ["off", "64", "64 adaptive"]
     assert met == [(f"threshold {name}", rounds) for name in names for rounds in (1, 2)]
     assert [[duel.setting for duel in found] for found in duels] == [names, names]
     assert not up
 
 
-def test_a_contender_becomes_a_line(knob: ModuleType) -> None:
+def test_contender_becomes_a_table_line(knob: ModuleType) -> None:
     line = knob.summarise(canned_comparison((2.0,)).baseline)
     assert line.failed == 0
     assert (line.short_p50, line.long_mean, line.long_max) == pytest.approx((2.0, 3.9, 3.9))
     text = printed(knob.table("2 long prompts", "ours", [knob.Duel("64", line, line)]), 100)
-    assert text.count("2.00 s") == 4  # p50 and p99, of both
+    assert text.count("2.00 s") == 4  # p50 and p99 of both sides
 
 
-def test_nobody_served_is_worse_than_any_time(knob: ModuleType) -> None:
+def test_contender_without_answers_has_infinite_times(knob: ModuleType) -> None:
     contender = canned_comparison().baseline
     for record in contender.rounds[0].records:
         record.error = "gone"
@@ -94,7 +94,7 @@ def test_nobody_served_is_worse_than_any_time(knob: ModuleType) -> None:
     assert line.short_p99 == line.long_max == float("inf")
 
 
-def test_the_verdict_owns_up_to_a_loss(knob: ModuleType) -> None:
+def test_verdict_names_wins_and_losses(knob: ModuleType) -> None:
     ours: Any = knob.Result(0.1, 0.2, 3.0, 5.0, 4000, 0)
     duels = [
         knob.Duel("slower", replace(ours, short_p99=0.3), ours),

@@ -17,13 +17,13 @@ from vllm_sched.bench.compare.workloads import (
 from vllm_sched.errors import UsageError
 
 
-def test_the_crowd_is_as_described() -> None:
+def test_long_blocks_short_has_the_documented_requests() -> None:
     workload = long_blocks_short(longs=3)
     by_class = {
         klass: [a for a in workload.arrivals if a.klass == klass]
         for klass in (BACKGROUND, LONG, SHORT)
     }
-    assert [len(some) for some in by_class.values()] == [4, 3, 8]
+    assert [len(requests) for requests in by_class.values()] == [4, 3, 8]
     assert {a.prompt_tokens for a in by_class[LONG]} == {12_000}
     assert {a.at for a in by_class[LONG]} == {0.0}
     arrivals = [a.at for a in by_class[SHORT]]
@@ -32,14 +32,14 @@ def test_the_crowd_is_as_described() -> None:
     assert all(a.before_start == (a.klass == BACKGROUND) for a in workload.arrivals)
 
 
-def test_the_background_outlasts_four_times_the_steps_of_full_budgets() -> None:
+def test_background_lasts_four_times_the_long_prefills() -> None:
     for longs in (2, 8):
         workload = long_blocks_short(longs=longs)
         background = next(a for a in workload.arrivals if a.klass == BACKGROUND)
         assert background.output_tokens > 4 * longs * 12_000 / 512
 
 
-def test_prompts_depend_on_seed_and_round_alone() -> None:
+def test_prompts_depend_only_on_seed_and_round() -> None:
     workload = long_blocks_short(seed=7)
     assert workload.prompts(1) == long_blocks_short(seed=7).prompts(1)
     assert workload.lone_prompts(1, 3) == workload.lone_prompts(1, 3)
@@ -54,31 +54,31 @@ def test_every_prompt_is_unique_within_and_between_rounds() -> None:
         for prompt in workload.prompts(number) + workload.lone_prompts(number, 20)
     ]
     assert len(set(prompts)) == len(prompts)
-    # Also their beginnings: a shared first block would be a prefix cache's gain.
+    # First blocks differ too, so that the prefix cache has no hits.
     assert len({prompt[:16] for prompt in prompts}) == len(prompts)
 
 
-def test_prompts_have_their_length_and_ordinary_tokens() -> None:
+def test_prompts_have_their_length_and_valid_tokens() -> None:
     workload = long_blocks_short()
     prompts = workload.prompts(1)
     assert [len(p) for p in prompts] == [a.prompt_tokens for a in workload.arrivals]
     assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
 
 
-def test_an_unknown_name_lists_the_valid_ones() -> None:
+def test_unknown_workload_error_lists_the_valid_names() -> None:
     with pytest.raises(ValueError, match=r"'quake'.*long-blocks-short") as caught:
         build("quake")
     assert isinstance(caught.value, UsageError)
 
 
-def test_equal_prompts_come_together() -> None:
+def test_equal_prompts_arrive_together() -> None:
     arrivals = equal_prompts().arrivals
     assert len(arrivals) == 8
     assert len(set(arrivals)) == 1
     assert len(build("equal-prompts", longs=3, seed=1).arrivals) == 3
 
 
-def test_batch_is_there_first_and_asks_for_its_lane() -> None:
+def test_batch_requests_arrive_first_in_the_batch_lane() -> None:
     workload = chat_beside_batch()
     batch = [a for a in workload.arrivals if a.klass == BATCH]
     chats = [a for a in workload.arrivals if a.klass == SHORT]
@@ -89,12 +89,12 @@ def test_batch_is_there_first_and_asks_for_its_lane() -> None:
     assert min(a.at for a in chats) > 0
 
 
-def test_outputs_of_the_saturated_are_memoryless_and_fixed_by_the_seed() -> None:
+def test_saturated_outputs_are_exponential_and_fixed_by_the_seed() -> None:
     outputs = [a.output_tokens for a in saturated(longs=4000, mean_output=50).arrivals]
     assert 48 < sum(outputs) / len(outputs) < 52
     assert sum(o > 50 for o in outputs) / len(outputs) == pytest.approx(0.37, abs=0.03)
     assert saturated().arrivals == saturated().arrivals != saturated(seed=1).arrivals
 
 
-def test_what_is_not_given_is_the_workloads_own() -> None:
+def test_missing_option_uses_the_workloads_default() -> None:
     assert build("saturated", longs=None, seed=2) == saturated(seed=2)

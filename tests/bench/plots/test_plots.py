@@ -1,4 +1,4 @@
-"""Pictures by their structure: what an SVG says, and that a PNG is there."""
+"""The content of SVG plots, and the presence of PNG files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def marked(path: Path, name: str) -> list[ET.Element]:
 
 
 def dashes(lines: Sequence[ET.Element]) -> set[str]:
-    """Give what tells lines apart without colour."""
+    """Return the dash patterns of lines."""
     found = set()
     for line in lines:
         styles = [e.get("style", "") for e in line.iter(f"{SVG}path")]
@@ -75,23 +75,23 @@ def run(outcomes: list[Outcome]) -> BenchResult:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Draw a run, once for all tests that look at its pictures."""
+    """Draw a run once for all tests of its plots."""
     return [*draw_run(run(crowd()), tmp_path_factory.mktemp("run") / "new")]
 
 
 @pytest.fixture
 def picture(drawn: list[Path]) -> Callable[[str], Path]:
-    """Find a picture of that run by its name."""
+    """Return a function that finds a plot of the run by name."""
     return drawn[0].with_name
 
 
 @pytest.fixture
-def svg_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no PNG: the test reads what an SVG says."""
+def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw SVG files only."""
     monkeypatch.setattr(style, "files", lambda stem: [stem.with_name(f"{stem.name}.svg")])
 
 
-def test_a_run_is_drawn(drawn: list[Path]) -> None:
+def test_run_is_drawn_as_svg_and_png(drawn: list[Path]) -> None:
     assert [path.name for path in drawn] == [
         f"{name}.{kind}" for name in ("ttft", "itl", "tenants", "router") for kind in ("svg", "png")
     ]
@@ -100,7 +100,7 @@ def test_a_run_is_drawn(drawn: list[Path]) -> None:
             assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_is_not_finished_leaves_the_older_one(
+def test_interrupted_drawing_keeps_the_older_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
@@ -120,8 +120,8 @@ def test_a_picture_that_is_not_finished_leaves_the_older_one(
     assert sorted(tmp_path.iterdir()) == sorted(older)
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_steps_are_drawn_with_their_budget(tmp_path: Path) -> None:
     steps = [PlottedStep(n * 0.1, n * 0.1 + 0.1, 500.0 - n, float(n), 512.0) for n in range(20)]
     draw_steps(tmp_path / "steps", "Steps", [*steps, PlottedStep(9.0, 9.1, 0.0, 3.0, 512.0)])
     path = tmp_path / "steps.svg"
@@ -132,7 +132,7 @@ def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
     draw_steps(tmp_path / "none", "Steps", [])
 
 
-def test_very_many_steps_are_taken_together() -> None:
+def test_many_steps_are_merged_into_columns() -> None:
     steps = [PlottedStep(n * 0.01, n * 0.01 + 0.01, 100.0, 4.0, 512.0) for n in range(9000)]
     shown = columns(steps, 100)
     assert 90 <= len(shown) <= 101
@@ -155,20 +155,20 @@ def test_steps_are_read_from_a_trace() -> None:
 
 
 @pytest.mark.parametrize("name", ["TTFT", "ITL"])
-def test_tails(picture: Callable[[str], Path], name: str) -> None:
+def test_latency_tails_have_targets_and_classes(picture: Callable[[str], Path], name: str) -> None:
     path = picture(f"{name.lower()}.svg")
-    said = texts(path)
-    assert f"{name} (ms)" in said
-    assert "share of samples above" in said
-    assert any(text.startswith("target ") for text in said)
-    assert any(text.startswith("short (") for text in said)
-    assert {"100 %", "10 %"} <= set(said)
+    labels = texts(path)
+    assert f"{name} (ms)" in labels
+    assert "share of samples above" in labels
+    assert any(text.startswith("target ") for text in labels)
+    assert any(text.startswith("short (") for text in labels)
+    assert {"100 %", "10 %"} <= set(labels)
     lines = marked(path, "line")
     assert len(lines) == 2
     assert len(dashes(lines)) == 2
 
 
-def test_tenants_beyond_the_busiest_are_taken_together(picture: Callable[[str], Path]) -> None:
+def test_tenants_beyond_the_busiest_are_merged(picture: Callable[[str], Path]) -> None:
     path = picture("tenants.svg")
     assert {"seconds since the start", "tokens, prompt and output", "the others"} <= set(
         texts(path)
@@ -177,23 +177,23 @@ def test_tenants_beyond_the_busiest_are_taken_together(picture: Callable[[str], 
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_classes_beyond_the_commonest_are_taken_together(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_classes_beyond_the_commonest_are_merged(tmp_path: Path) -> None:
     outcomes = crowd()
-    for number, each in enumerate(outcomes):
-        each.klass = f"app-{number % 9}" if number < 40 else "app-0"
+    for number, outcome in enumerate(outcomes):
+        outcome.klass = f"app-{number % 9}" if number < 40 else "app-0"
     draw_run(run(outcomes), tmp_path)
     for name in ("ttft.svg", "itl.svg"):
         assert len(marked(tmp_path / name, "line")) == 6
-    said = texts(tmp_path / "ttft.svg")
-    assert {"app-0 (25)", "app-1 (5)", "the others (16)"} <= set(said)
+    labels = texts(tmp_path / "ttft.svg")
+    assert {"app-0 (25)", "app-1 (5)", "the others (16)"} <= set(labels)
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_name_with_a_leading_underscore_is_in_the_legend(tmp_path: Path) -> None:
     outcomes = crowd()
-    for each in outcomes:
-        each.klass, each.tenant = f"_{each.klass}", f"_{each.tenant}"
+    for outcome in outcomes:
+        outcome.klass, outcome.tenant = f"_{outcome.klass}", f"_{outcome.tenant}"
     draw_run(run(outcomes), tmp_path)
     assert {"_short (40)", "_long (20)"} <= set(texts(tmp_path / "ttft.svg"))
     assert "_tenant-1" in texts(tmp_path / "tenants.svg")
@@ -203,17 +203,17 @@ def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path: Path) 
         assert {"_short", "_long"} <= set(texts(tmp_path / f"{name}.svg"))
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_of_very_many_workers_some_are_named(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_only_some_of_many_workers_are_labelled(tmp_path: Path) -> None:
     outcomes = crowd()
-    for number, each in enumerate(outcomes):
-        each.worker = f"p{number % 12}>d{number % 5}"
+    for number, outcome in enumerate(outcomes):
+        outcome.worker = f"p{number % 12}>d{number % 5}"
     draw_run(run(outcomes), tmp_path)
     named = [text for text in texts(tmp_path / "router.svg") if ">" in text]
-    assert named == sorted({each.worker for each in outcomes})[::2]
+    assert named == sorted({outcome.worker for outcome in outcomes})[::2]
 
 
-def test_no_token_of_any_tenant_is_lost() -> None:
+def test_served_by_tenant_counts_every_token() -> None:
     outcomes = crowd()
     served = served_by_tenant(outcomes)
     assert len(served) == 6
@@ -222,35 +222,35 @@ def test_no_token_of_any_tenant_is_lost() -> None:
         assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(steps))
 
 
-def test_the_routers_strips(picture: Callable[[str], Path]) -> None:
-    said = set(texts(picture("router.svg")))
-    assert {"worker", "seconds since the start", "s0", "s1", "l0", "prompt tokens/s"} <= said
+def test_router_plot_shows_tokens_per_worker(picture: Callable[[str], Path]) -> None:
+    labels = set(texts(picture("router.svg")))
+    assert {"worker", "seconds since the start", "s0", "s1", "l0", "prompt tokens/s"} <= labels
     workers, seconds, rows = sent_to_workers(crowd())
     assert workers == ["l0", "s0", "s1"]
     assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_large_numbers_are_written_out(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_large_numbers_are_written_in_full(tmp_path: Path) -> None:
     outcomes = crowd()
-    for each in outcomes:
-        each.prompt_tokens = 100_000
+    for outcome in outcomes:
+        outcome.prompt_tokens = 100_000
     draw_run(run(outcomes), tmp_path)
     assert "1e6" not in "".join(texts(tmp_path / "tenants.svg"))
     for name in ("tenants", "router"):
         assert any(text.endswith("0,000") for text in texts(tmp_path / f"{name}.svg"))
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_a_plain_endpoint_has_two_pictures(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_endpoint_without_workers_and_tenants_has_two_plots(tmp_path: Path) -> None:
     outcomes = crowd()
-    for each in outcomes:
-        each.tenant = each.worker = ""
+    for outcome in outcomes:
+        outcome.tenant = outcome.worker = ""
     assert {path.stem for path in draw_run(run(outcomes), tmp_path)} == {"ttft", "itl"}
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_empty_run_can_be_drawn(tmp_path: Path) -> None:
     draw_run(run([]), tmp_path)
     assert marked(tmp_path / "ttft.svg", "line") == []
 
@@ -261,8 +261,8 @@ CURVES = {
 }
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_sweep_is_drawn(tmp_path: Path) -> None:
     drawn = draw_sweep(
         tmp_path, goodput=CURVES, ttft=CURVES, throughput=CURVES, targets={"ttft": 500, "itl": None}
     )
@@ -273,8 +273,8 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
         ("throughput", "concurrent requests", "tokens/s, prompt and output"),
     ):
         path = tmp_path / f"{name}.svg"
-        said = texts(path)
-        assert {x, y, "short", "long", "knee 2", "knee 1"} <= set(said)
+        labels = texts(path)
+        assert {x, y, "short", "long", "knee 2", "knee 1"} <= set(labels)
         assert len(marked(path, "knee")) == 2
     assert {"1", "2", "4"} <= set(texts(tmp_path / "throughput.svg"))
     assert "offered" in texts(tmp_path / "goodput.svg")
@@ -282,8 +282,8 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     assert not any("ITL" in text for text in texts(tmp_path / "goodput.svg"))
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_the_same_data_make_the_same_file_and_fonts_are_the_readers(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_same_data_gives_the_same_file_without_fonts_or_links(tmp_path: Path) -> None:
     for name in ("a", "b"):
         draw_sweep(tmp_path / name, throughput=CURVES)
     one, two = (tmp_path / name / "throughput.svg" for name in ("a", "b"))
@@ -295,7 +295,7 @@ def test_the_same_data_make_the_same_file_and_fonts_are_the_readers(tmp_path: Pa
 
 
 @given(st.lists(st.floats(0.001, 100), min_size=1, max_size=3000))
-def test_a_ccdf_falls_and_keeps_its_tail(samples: list[float]) -> None:
+def test_ccdf_falls_and_keeps_its_tail(samples: list[float]) -> None:
     ordered = sorted(samples)
     x, y = ccdf(ordered)
     assert x == sorted(x)
@@ -306,7 +306,7 @@ def test_a_ccdf_falls_and_keeps_its_tail(samples: list[float]) -> None:
         assert sum(sample >= value for sample in ordered) / len(ordered) >= share - 1e-9
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"pip install 'vllm-sched\[plots\]'"):
         style.check_available()

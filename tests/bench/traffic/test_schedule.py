@@ -1,4 +1,4 @@
-"""Who arrives when, in each of the loops."""
+"""Arrival times of open and closed loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def schedule(workload: str = "azure-conv", **settings: Any) -> Schedule:
 
 
 @given(st.floats(0.01, 1e4), st.floats(0.001, 1e3), st.integers(1, 200), st.integers(0, 2**32))
-def test_times_ascend_and_end_with_the_load_that_was_asked_for(
+def test_arrival_times_ascend_and_match_the_rate(
     rate: float, burstiness: float, count: int, seed: int
 ) -> None:
     times = gamma_times(rate, burstiness, count, random.Random(seed))
@@ -35,26 +35,26 @@ def test_times_ascend_and_end_with_the_load_that_was_asked_for(
 
 
 @pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_burstiness_is_the_gammas_shape(burstiness: float, cv: float) -> None:
+def test_burstiness_is_the_gamma_shape(burstiness: float, cv: float) -> None:
     times = gamma_times(5.0, burstiness, 20_000, random.Random(0))
     gaps = [b - a for a, b in pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.02)
     assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.05)
 
 
-def test_infinite_burstiness_is_a_metronome() -> None:
+def test_infinite_burstiness_gives_equal_gaps() -> None:
     assert list(gamma_times(2.0, float("inf"), 3, random.Random())) == [0.5, 1.0, 1.5]
 
 
-def test_the_same_seed_gives_the_same_requests_and_another_others() -> None:
-    some = schedule("mooncake-conv:1,azure-code:2", seed=5, rate=3, count=200, tenants=3)
-    assert list(some) == list(some)
+def test_seed_determines_the_requests() -> None:
+    planned = schedule("mooncake-conv:1,azure-code:2", seed=5, rate=3, count=200, tenants=3)
+    assert list(planned) == list(planned)
     others = list(schedule("mooncake-conv:1,azure-code:2", seed=6, rate=3, count=200, tenants=3))
-    assert [r.prompt_tokens for r in others] != [r.prompt_tokens for r in some]
-    assert [r.at for r in others] != [r.at for r in some]
+    assert [r.prompt_tokens for r in others] != [r.prompt_tokens for r in planned]
+    assert [r.at for r in others] != [r.at for r in planned]
 
 
-def test_how_many_there_are() -> None:
+def test_number_of_requests() -> None:
     assert len(list(schedule(rate=2, duration_s=10))) == 20
     assert len(list(schedule(rate=2, duration_s=10, count=7))) == 7
     assert len(list(schedule(rate=2))) == 120  # a minute
@@ -62,13 +62,13 @@ def test_how_many_there_are() -> None:
     assert len(list(schedule(concurrency=4, count=9))) == 9
 
 
-def test_a_closed_loop_by_time_never_runs_dry() -> None:
+def test_closed_loop_with_a_duration_is_endless() -> None:
     endless = schedule(concurrency=4, duration_s=1)
     assert len(list(islice(endless, 5000))) == 5000
     assert endless.ends_after_s == 1
 
 
-def test_a_source_with_times_keeps_them_until_another_rate_is_asked_for() -> None:
+def test_timed_source_keeps_its_times_without_a_rate() -> None:
     timed = schedule("long-blocks-short", duration_s=12)
     assert (timed.timed, len(list(timed)), max(r.at for r in timed)) == (True, 20, 7.35)
     drawn = schedule("long-blocks-short", rate=5, duration_s=4)
@@ -76,7 +76,7 @@ def test_a_source_with_times_keeps_them_until_another_rate_is_asked_for() -> Non
     assert [r.klass for r in drawn].count("long") == 4
 
 
-def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
+def test_trace_is_played_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     line = '{"timestamp": %d, "input_length": 10, "output_length": 2}\n'
     path.write_text("".join(line % (1000 * i) for i in range(90)))
@@ -87,26 +87,26 @@ def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
     assert len(list(schedule(str(path), concurrency=2))) == 90
 
 
-def test_a_trace_that_is_through_too_soon_says_so(tmp_path: Path) -> None:
+def test_trace_that_ends_too_soon_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 2}\n' * 60)
-    (told,) = schedule(str(path), rate=3000, duration_s=20).falls_short
-    assert told.startswith("t ended after 0.02 s: it has 60 requests, and 60,000 were wanted")
+    (warning,) = schedule(str(path), rate=3000, duration_s=20).falls_short
+    assert warning.startswith("t ended after 0.02 s: it has 60 requests, and 60,000 were wanted")
     assert schedule(str(path), rate=3, count=61).falls_short
     assert schedule(str(path), rate=1e308, duration_s=100).falls_short
-    for asked in ({"rate": 3, "duration_s": 20}, {"rate": 3, "count": 60}, {"rate": 3000}, {}):
-        assert not schedule(str(path), **asked).falls_short
+    for settings in ({"rate": 3, "duration_s": 20}, {"rate": 3, "count": 60}, {"rate": 3000}, {}):
+        assert not schedule(str(path), **settings).falls_short
     assert not schedule(rate=3000, duration_s=20).falls_short
 
 
-def test_lengths_are_scaled_and_prefixes_too() -> None:
+def test_scale_applies_to_lengths_and_prefixes() -> None:
     whole, tenth = (list(schedule("mooncake-conv", count=50, scale=s)) for s in (1, 0.1))
     for large, small in zip(whole, tenth, strict=True):
         assert small.prompt_tokens == max(1, round(large.prompt_tokens / 10))
         assert small.shared_tokens == pytest.approx(large.shared_tokens / 10, abs=1)
 
 
-def test_prefixes_can_be_asked_for_and_forbidden() -> None:
+def test_prefix_hit_adds_and_removes_shared_prefixes() -> None:
     def share(requests: list[Request]) -> int:
         names = [name for r in requests for name, _ in r.shared]
         return len(names) - len(set(names))
@@ -118,7 +118,7 @@ def test_prefixes_can_be_asked_for_and_forbidden() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rate": 0}, "--request-rate 0"),
         ({"rate": float("nan")}, "--request-rate nan"),
@@ -138,12 +138,12 @@ def test_prefixes_can_be_asked_for_and_forbidden() -> None:
         ({"concurrency": 10**400}, "--concurrency: must be at most 10,000,000"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         schedule(**settings)
 
 
-def test_a_duration_too_short_for_a_request_says_so() -> None:
+def test_duration_too_short_for_a_request_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--duration 0.1: at 1 requests/s no request arrives"):
         list(schedule(rate=1, duration_s=0.1))
 
@@ -152,11 +152,11 @@ def test_a_duration_too_short_for_a_request_says_so() -> None:
     "settings",
     [{"duration_s": 1e9}, {"count": 10**9}, {"rate": 1e300, "duration_s": 1e300}],
 )
-def test_no_run_has_more_requests_than_could_be_drawn(settings: dict[str, Any]) -> None:
+def test_too_many_requests_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r": (a run has|must be) at most 10,000,000; give a"):
         next(iter(schedule(**settings)))
 
 
-def test_a_long_duration_may_have_few_requests() -> None:
+def test_long_duration_with_few_requests_is_accepted() -> None:
     assert schedule(rate=2, duration_s=1e9, count=7).arrivals() == 7
     assert schedule(rate=1e-8, duration_s=1e9).arrivals() == 10

@@ -1,4 +1,4 @@
-"""Mixtures, tenants, prefixes, fixed lengths, and finding all of them by name."""
+"""Traffic sources by name: mixtures, tenants, prefixes and fixed lengths."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def drawn(workload: str, count: int, seed: int = 0) -> list[Request]:
     return list(islice(find(workload).requests(random.Random(seed)), count))
 
 
-def test_every_name_in_the_list_is_found() -> None:
+def test_every_listed_source_is_found() -> None:
     for name in NAMES:
         assert find(name).name == name
         assert len(drawn(name, 5)) == 5
 
 
 @pytest.mark.parametrize(
-    ("workload", "said"),
+    ("workload", "message"),
     [
         ("quake", r"unknown workload 'quake'; use one of: azure-conv, .*long-blocks-short"),
         ("azure-conv:0.9,quake:1", r"unknown workload 'quake'"),
@@ -55,13 +55,13 @@ def test_every_name_in_the_list_is_found() -> None:
         ("nowhere/to-be-found.jsonl", r"No such file"),
     ],
 )
-def test_what_can_not_be_played_is_refused_in_a_line(workload: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said) as caught:
+def test_invalid_workload_is_refused_in_one_line(workload: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         find(workload)
     assert "\n" not in str(caught.value)
 
 
-def test_a_mixture_has_its_shares_and_its_parts_their_lengths() -> None:
+def test_mixture_keeps_shares_and_lengths() -> None:
     requests = drawn("azure-conv:9,mooncake-conv:1", 20_000)
     counts = Counter(r.klass for r in requests)
     assert counts["azure-conv"] / 20_000 == pytest.approx(0.9, abs=0.01)
@@ -69,11 +69,11 @@ def test_a_mixture_has_its_shares_and_its_parts_their_lengths() -> None:
     assert median == pytest.approx(1020, rel=0.05)
 
 
-def test_the_rate_of_a_mixture_is_that_of_its_parts() -> None:
+def test_mixture_rate_is_the_mean_of_its_parts() -> None:
     assert find("azure-conv:1,azure-code:1").rate == pytest.approx((5.5 + 2.6) / 2)
 
 
-def test_longs_come_first_and_shorts_on_their_heels() -> None:
+def test_long_blocks_short_sends_longs_then_shorts() -> None:
     requests = drawn("long-blocks-short", 20)
     assert [r.klass for r in requests[:10]] == ["long"] * 2 + ["short"] * 8
     assert [r.at for r in requests[:4]] == [0, 0, 0.3, 0.45]
@@ -83,7 +83,7 @@ def test_longs_come_first_and_shorts_on_their_heels() -> None:
 
 
 def hits(requests: list[Request]) -> float:
-    """Return the share of prompt tokens that a boundless prefix cache has."""
+    """Return the hit share of an unlimited prefix cache."""
     longest: Counter[int | str] = Counter()
     hit = 0
     for request in requests:
@@ -94,13 +94,13 @@ def hits(requests: list[Request]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mooncakes_prompts_begin_alike_as_often_as_published(seed: int) -> None:
+def test_mooncake_prefix_hits_match_published(seed: int) -> None:
     assert hits(drawn("mooncake-conv", 1000, seed)) == pytest.approx(0.37, abs=0.01)
     assert hits(drawn("azure-conv", 1000, seed)) == 0
 
 
 @pytest.mark.parametrize("hit", [0.1, 0.5, 0.8])
-def test_any_share_is_met_and_no_length_changes(hit: float) -> None:
+def test_prefix_hit_share_is_met_with_unchanged_lengths(hit: float) -> None:
     plain = list(islice(TABLES["azure-conv"].requests(random.Random(1)), 2000))
     shared = list(with_sharing(iter(plain), hit, random.Random(2), "x"))
     assert hits(shared) == pytest.approx(hit, abs=0.02)
@@ -108,19 +108,19 @@ def test_any_share_is_met_and_no_length_changes(hit: float) -> None:
     assert all(r.shared_tokens <= r.prompt_tokens for r in shared)
 
 
-def test_the_parts_of_a_mixture_share_nothing_with_each_other() -> None:
+def test_parts_of_a_mixture_share_no_prefix() -> None:
     requests = drawn("mooncake-conv:1,azure-conv:1", 300)
     assert {str(name).split("/")[0] for r in requests for name, _ in r.shared} == {"mooncake-conv"}
 
 
-def test_the_first_tenant_sends_most() -> None:
+def test_first_tenant_sends_the_most_requests() -> None:
     requests = list(among_tenants(iter(drawn("10x1", 11_000)), 4, random.Random(0)))
     counts = Counter(r.tenant for r in requests)
     assert [name for name, _ in counts.most_common()] == [f"tenant-{i}" for i in (1, 2, 3, 4)]
     assert counts["tenant-1"] / counts["tenant-4"] == pytest.approx(4, rel=0.15)
 
 
-def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:
+def test_scaled_request_stays_within_its_limits() -> None:
     request = Request(0, "a", 1000, 3, shared=(("x", 600), ("y", 400)))
     small = request.scaled(0.1)
     assert (small.prompt_tokens, small.output_tokens, small.shared) == (
@@ -138,13 +138,15 @@ def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:
     ("prompt", "output", "lengths"),
     [(50, 50, (50, 50)), (500, 20, (80, 20)), (20, 500, (20, 50)), (500, 500, (50, 50))],
 )
-def test_what_no_model_holds_is_cut(prompt: int, output: int, lengths: tuple[int, int]) -> None:
+def test_fitted_request_is_cut_to_the_context(
+    prompt: int, output: int, lengths: tuple[int, int]
+) -> None:
     cut = Request(0, "a", prompt, output, shared=(("x", prompt),)).fitted(100)
     assert (cut.prompt_tokens, cut.output_tokens) == lengths
     assert cut.shared == (("x", lengths[0]),)
 
 
-def test_describing_traffic_needs_no_network_and_no_clock() -> None:
+def test_traffic_modules_import_no_network_and_no_clock() -> None:
     for path in Path(find.__code__.co_filename).parent.glob("*.py"):
         names = {
             name.split(".")[0]

@@ -1,4 +1,4 @@
-"""Generators reproduce the quantiles they were made from."""
+"""Generators reproduce the quantiles of their tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_sched.bench.traffic.quantiles import PERCENTS, Quantiles
 from vllm_sched.bench.traffic.tables import TABLES
 
-# The means published beside the quantiles, which the tables are not told.
+# Published means, which the tables do not contain.
 MEANS = {
     "azure-conv": (1155, 211),
     "azure-code": (2048, 28),
@@ -39,19 +39,19 @@ DRAWN = 20_000
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_means_come_out_though_nobody_put_them_in(name: str) -> None:
+def test_table_means_match_published(name: str) -> None:
     table = TABLES[name]
     assert (table.prompt.mean, table.output.mean) == pytest.approx(MEANS[name], rel=0.05)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_is_drawn_has_the_published_quantiles(name: str, seed: int) -> None:
+def test_drawn_lengths_have_the_published_quantiles(name: str, seed: int) -> None:
     requests = list(islice(TABLES[name].requests(random.Random(seed)), DRAWN))
     drawn = ([r.prompt_tokens for r in requests], [r.output_tokens for r in requests])
     for lengths, published in zip(drawn, PUBLISHED[name], strict=True):
         for percent, value in zip(PERCENTS, published, strict=True):
-            # A share of lengths, not a length: where the table is steep, lengths differ a lot.
+            # Compare shares, because lengths differ a lot where the table is steep.
             below = sum(length < value for length in lengths) / DRAWN
             at_most = sum(length <= value for length in lengths) / DRAWN
             assert below - 0.012 <= percent / 100 <= at_most + 0.012
@@ -61,7 +61,7 @@ def test_what_is_drawn_has_the_published_quantiles(name: str, seed: int) -> None
     st.lists(st.integers(1, 10**6), min_size=7, max_size=7).map(sorted),
     st.lists(st.floats(0, 1), min_size=2, max_size=2).map(sorted),
 )
-def test_any_table_is_monotonous_and_meets_its_quantiles(
+def test_any_table_is_monotonic_and_meets_its_quantiles(
     values: list[int], shares: list[float]
 ) -> None:
     table = Quantiles(*values)
@@ -73,7 +73,7 @@ def test_any_table_is_monotonous_and_meets_its_quantiles(
 
 
 @given(st.lists(st.integers(1, 10**5), min_size=7, max_size=7).map(sorted))
-def test_the_reckoned_mean_is_the_mean(values: list[int]) -> None:
+def test_computed_mean_matches_the_sampled_mean(values: list[int]) -> None:
     table = Quantiles(*values)
     drawn = [table.at((i + 0.5) / 4000) for i in range(4000)]
     assert sum(drawn) / 4000 == pytest.approx(table.mean, rel=0.01, abs=0.5)

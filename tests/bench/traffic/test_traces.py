@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format, good and bad."""
+"""Traces in Mooncake's format, valid and invalid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(folder: Path, *lines: Any) -> Path:
     return path
 
 
-def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
+def test_trace_is_read(tmp_path: Path) -> None:
     trace = RequestTrace(written(tmp_path, GOOD[0], "", *GOOD[1:]))
     first, second, third = trace.requests(random.Random())
     assert (first.at, second.at, third.at) == (0.0, 0.0, pytest.approx(1.5005))
@@ -41,14 +41,14 @@ def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
     assert trace.rate == pytest.approx(3 / 1.5005)
 
 
-def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = written(tmp_path, *GOOD)
     plain = [*RequestTrace(path).requests(random.Random())]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert [*RequestTrace(path).requests(random.Random())] == plain
 
 
-def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) -> None:
+def test_trace_from_a_pipe_can_be_played_repeatedly(tmp_path: Path) -> None:
     beside = written(tmp_path, *(line | {"class": "chat"} for line in GOOD))
     reading, writing = os.pipe()
     os.write(writing, beside.read_bytes())
@@ -62,7 +62,7 @@ def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) ->
     assert trace.count == 3
 
 
-def test_of_a_pipe_no_more_is_kept_than_one_run_has(
+def test_trace_from_a_pipe_is_limited_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def piped(*lines: Any) -> RequestTrace:
@@ -75,24 +75,24 @@ def test_of_a_pipe_no_more_is_kept_than_one_run_has(
     monkeypatch.setattr(traces, "MAX_REQUESTS", len(GOOD))
     assert piped(*GOOD).count == len(GOOD)
     with pytest.raises(UsageError, match=r"pipe's requests are kept in memory, at most 3; write"):
-        piped(*GOOD, GOOD[-1], "{who reads on stumbles over this")
+        piped(*GOOD, GOOD[-1], "{not read")
     assert RequestTrace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
 
 
-def test_a_name_that_is_no_text_is_one_that_can_be_told(tmp_path: Path) -> None:
+def test_trace_name_that_is_not_utf8_is_escaped(tmp_path: Path) -> None:
     path = written(tmp_path, *GOOD).rename(tmp_path / os.fsdecode(b"a\xff.jsonl"))
     trace = RequestTrace(path)
     assert trace.name == r"a\xff"
     assert next(trace.requests(random.Random())).klass == trace.name
 
 
-def test_what_is_null_is_left_out(tmp_path: Path) -> None:
+def test_null_fields_are_ignored(tmp_path: Path) -> None:
     empty = GOOD[0] | {"class": None, "tenant": None, "hash_ids": None}
     [request] = RequestTrace(written(tmp_path, empty)).requests(random.Random())
     assert (request.klass, request.tenant, request.shared) == ("some", "", ())
 
 
-def test_blocks_may_have_another_length(tmp_path: Path) -> None:
+def test_block_tokens_sets_the_block_length(tmp_path: Path) -> None:
     line = GOOD[1] | {"hash_ids": list(range(38))}
     path = written(tmp_path, line)
     with pytest.raises(UsageError, match=r"line 1: hash_ids has 38 names.*--block-tokens"):
@@ -103,7 +103,7 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{oops", r"is not JSON: '\{oops'"),
         ("[1]", r"is not a JSON object"),
@@ -128,14 +128,14 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
         (GOOD[0] | {"tenant": "\ud800"}, r"tenant is '\\ud800'"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, said: str) -> None:
+def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: Any, message: str) -> None:
     path = written(tmp_path, GOOD[0], "", line)
-    with pytest.raises(UsageError, match=rf"some\.jsonl, line 3: {said}") as caught:
+    with pytest.raises(UsageError, match=rf"some\.jsonl, line 3: {message}") as caught:
         RequestTrace(path)
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
+def test_empty_and_binary_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the trace is empty"):
         RequestTrace(written(tmp_path, ""))
     path = tmp_path / "binary.jsonl"
@@ -145,10 +145,10 @@ def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="Is a directory"):
         RequestTrace(tmp_path)
     with pytest.raises(UsageError, match="the trace is empty"):
-        RequestTrace(Path(os.devnull))  # read once too
+        RequestTrace(Path(os.devnull))  # a device, which is read once
 
 
 @pytest.mark.parametrize("tokens", [0, -512])
-def test_blocks_have_tokens(tmp_path: Path, tokens: int) -> None:
+def test_block_tokens_below_one_is_refused(tmp_path: Path, tokens: int) -> None:
     with pytest.raises(UsageError, match=rf"--block-tokens {tokens}: must be 1 or more"):
         RequestTrace(written(tmp_path, *GOOD), tokens)

@@ -1,4 +1,4 @@
-"""`vllm-sched bench` from the command line to its files, against a fake endpoint."""
+"""`vllm-sched bench` against a fake endpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from vllm_sched.cli.main import main
 
 
 @contextmanager
-def served(fake: FakeOpenAI) -> Iterator[FakeOpenAI]:
-    """Serve from a thread of its own, as the command has this one."""
+def running(fake: FakeOpenAI) -> Iterator[FakeOpenAI]:
+    """Serve in another thread, because the command blocks this one."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
     done = asyncio.Event()
 
@@ -44,12 +44,12 @@ def served(fake: FakeOpenAI) -> Iterator[FakeOpenAI]:
         loop.close()
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_a_run_from_the_words_to_the_files(
+@pytest.mark.usefixtures("svg_only")
+def test_run_prints_figures_and_writes_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save, plot = tmp_path / "out.json", tmp_path / "pictures"
-    with served(FakeOpenAI(workers=("s0", "l0"))) as fake:
+    with running(FakeOpenAI(workers=("s0", "l0"))) as fake:
         words = [
             "--workload", "azure-conv:1,azure-code:1", "--request-rate", "100", "--num-requests",
             "40", "--scale", "0.05", "--tenants", "3", "--goodput", "ttft:5000", "itl:5000",
@@ -62,7 +62,7 @@ def test_a_run_from_the_words_to_the_files(
     result = json.loads(save.read_text())
     assert (result["completed"], result["failed"], result["request_rate"]) == (40, 0, 100)
     assert set(result["classes"]) == {"azure-conv", "azure-code"}
-    assert sum(each["completed"] for each in result["classes"].values()) == 40
+    assert sum(figures["completed"] for figures in result["classes"].values()) == 40
     assert set(result["tenants_of"]) == {"tenant-1", "tenant-2", "tenant-3"}
     assert set(result["workers_of"]) == {"s0", "l0"}
     assert result["goodput_targets_ms"]["ttft"] == 5000
@@ -71,8 +71,10 @@ def test_a_run_from_the_words_to_the_files(
     }  # fmt: skip
 
 
-def test_failures_are_counted_told_and_returned(capsys: pytest.CaptureFixture[str]) -> None:
-    with served(FakeOpenAI(failing=(1, 3))) as fake:
+def test_failures_are_counted_printed_and_set_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running(FakeOpenAI(failing=(1, 3))) as fake:
         words = ["--workload", "20x3", "--request-rate", "200", "--num-requests", "6"]
         assert main(["bench", "--url", fake.url, *words]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -80,12 +82,12 @@ def test_failures_are_counted_told_and_returned(capsys: pytest.CaptureFixture[st
     assert "2 failed: HTTP 503" in out
 
 
-def test_a_trace_is_played_by_its_own_times(tmp_path: Path) -> None:
+def test_trace_is_played_at_its_own_times(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     line = {"input_length": 30, "output_length": 2}
     trace.write_text("".join(json.dumps(line | {"timestamp": 10 * i}) + "\n" for i in range(9)))
     save = tmp_path / "out.json"
-    with served(FakeOpenAI()) as fake:
+    with running(FakeOpenAI()) as fake:
         words = ["--workload", str(trace), "--trace", "--save", str(save)]
         assert main(["bench", "--url", fake.url, *words]) == 0
     result = json.loads(save.read_text())
@@ -95,28 +97,28 @@ def test_a_trace_is_played_by_its_own_times(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_without_a_request_is_refused(
+def test_run_without_a_request_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
-    with served(FakeOpenAI()) as fake:
+    with running(FakeOpenAI()) as fake:
         bench = ["bench", "--url", fake.url]
         words = ["--workload", "20x2", "--concurrency", "1", "--duration", "1e-9"]
         assert main([*bench, *words]) == 2
         assert "--duration 1e-09: ended before a request was sent" in capsys.readouterr().err
         monkeypatch.setattr(
             RequestTrace, "requests", lambda *_: iter(())
-        )  # emptied since it was read
+        )  # emptied after it was read
         assert main([*bench, "--workload", str(trace)]) == 2
-    said = capsys.readouterr()
-    last = said.err.splitlines()[-1]
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
     assert last == "vllm-sched bench: t: no request was sent, because none is left"
-    assert "requests done" not in said.out
+    assert "requests done" not in printed.out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--workload", "quake"], "unknown workload 'quake'; use one of: azure-conv"),
         (["--workload", "no/such.jsonl"], "No such file"),
@@ -129,54 +131,54 @@ def test_a_run_without_a_request_is_refused(
         ([], "http://127.0.0.1:9: connection refused"),
     ],
 )
-def test_what_can_not_be_done_is_said_in_a_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_refused_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:9", *words]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
     assert err.startswith("vllm-sched bench: ")
 
 
-def test_what_makes_figures_doubtful_is_told_and_saved(
+def test_doubtful_figures_are_reported_and_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     save = tmp_path / "out.json"
     words = ["--workload", "20x3", "--request-rate", "200", "--num-requests", "2"]
-    with served(FakeOpenAI(tokenizer=False, tells_usage=False, knows_ignore_eos=False)) as fake:
+    with running(FakeOpenAI(tokenizer=False, tells_usage=False, knows_ignore_eos=False)) as fake:
         assert main(["bench", "--url", fake.url, *words, "--save", str(save)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
+        bench_output = " ".join(capsys.readouterr().out.split())
         assert main(["sweep", "--url", fake.url, *words[:2], "--request-rates", "200",
                      "--num-requests", "2", "--seeds", "1"]) == 0  # fmt: skip
-        swept = " ".join(capsys.readouterr().out.split())
+        sweep_output = " ".join(capsys.readouterr().out.split())
     for doubt in (NO_IGNORE_EOS, NO_COUNT, "2 responses had no usage"):
-        assert doubt in told
-        assert doubt in swept
+        assert doubt in bench_output
+        assert doubt in sweep_output
         assert any(each.startswith(doubt) for each in json.loads(save.read_text())["warnings"])
 
 
-def test_the_key_comes_from_the_environment(
+def test_api_key_is_read_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--workload", "20x2", "--request-rate", "100", "--num-requests", "2"]
-    with served(FakeOpenAI(key="k-123")) as fake:
+    with running(FakeOpenAI(key="k-123")) as fake:
         assert main(["bench", "--url", fake.url, *words]) == 2
         assert "401" in capsys.readouterr().err
-        monkeypatch.setenv("OPENAI_API_KEY", "k-123\r")  # as of a file with such lines
+        monkeypatch.setenv("OPENAI_API_KEY", "k-123\r")  # as from a file with CRLF
         assert main(["bench", "--url", fake.url, *words]) == 0
         assert "k-123" not in "".join(capsys.readouterr())
 
 
-def stopped(
+def run_until_stopped(
     command: str,
     fake: FakeOpenAI,
     words: list[str],
-    number: int,
-    when: Callable[[], object],
+    signal_number: int,
+    ready: Callable[[], object],
     within_s: float = 60,
 ) -> tuple[int, str, str]:
-    """Run a command until something has come about, and stop it; give its status and words."""
+    """Run a command until `ready()`, send the signal; return its exit code and output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -184,11 +186,11 @@ def stopped(
     try:
         waited = threading.Event()
         for _ in range(600):
-            if when():
+            if ready():
                 break
             waited.wait(0.05)
-        assert when()
-        process.send_signal(number)
+        assert ready()
+        process.send_signal(signal_number)
         out, err = process.communicate(timeout=within_s)
     finally:
         process.kill()
@@ -196,12 +198,14 @@ def stopped(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
+def test_interrupted_bench_saves_partial_results(number: int, tmp_path: Path) -> None:
     save = tmp_path / "out.json"
-    with served(FakeOpenAI(itl_s=0.001)) as fake:
+    with running(FakeOpenAI(itl_s=0.001)) as fake:
         words = ["--workload", "20x3", "--request-rate", "50", "--duration", "600"]
         words += ["--save", str(save)]
-        status, out, err = stopped("bench", fake, words, number, lambda: len(fake.played) >= 5, 30)
+        status, out, err = run_until_stopped(
+            "bench", fake, words, number, lambda: len(fake.played) >= 5, 30
+        )
     assert status == 130
     assert "interrupted: partial results" in out
     assert "requests done" in out
@@ -209,31 +213,33 @@ def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
     assert began.startswith("vllm-sched bench: 20x3 against ")
     assert re.fullmatch(r"vllm-sched bench: \d+ s, \d+ done, \d+ in flight", ended)
     kept = json.loads(save.read_text())
-    assert kept["completed"] + kept["interrupted"] >= 5  # the last of them may be under way
+    assert kept["completed"] + kept["interrupted"] >= 5  # the last one may be in flight
 
 
 @pytest.mark.parametrize("command", ["bench", "sweep"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_it_need_not_wait_for_an_endpoint_that_says_nothing(
+def test_interrupt_does_not_wait_for_a_silent_endpoint(
     number: int, command: str, tmp_path: Path
 ) -> None:
     words = ["--workload", "20x3", "--save", str(tmp_path / "out.json")]
-    with served(FakeOpenAI(ttft_s=600)) as fake:
-        status, out, err = stopped(command, fake, words, number, lambda: fake.bodies)
+    with running(FakeOpenAI(ttft_s=600)) as fake:
+        status, out, err = run_until_stopped(command, fake, words, number, lambda: fake.bodies)
     assert (status, out) == (130, "")
     assert err == f"vllm-sched {command}: interrupted\n"
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("command", ["bench", "sweep"])
-def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
+def test_interrupt_before_the_first_result_keeps_the_older_file(
     command: str, tmp_path: Path
 ) -> None:
     save, plot = tmp_path / "out.json", tmp_path / "pictures"
     save.write_text("older")
     words = ["--workload", "20x3", "--save", str(save), "--plot", str(plot)]
-    with served(FakeOpenAI(hangs=True)) as fake:
-        status, out, err = stopped(command, fake, words, signal.SIGINT, lambda: fake.played)
+    with running(FakeOpenAI(hangs=True)) as fake:
+        status, out, err = run_until_stopped(
+            command, fake, words, signal.SIGINT, lambda: fake.played
+        )
     assert status == 130
     assert "partial results" not in out
     assert err.splitlines()[-1] == f"vllm-sched {command}: interrupted"
@@ -241,18 +247,18 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
     assert not plot.exists()
 
 
-def test_how_far_it_is_is_told_without_a_terminal_too(
+def test_progress_is_printed_as_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.6)
     words = ["--workload", "20x3", "--request-rate", "20", "--duration", "2.2"]
-    with served(FakeOpenAI()) as fake:
+    with running(FakeOpenAI()) as fake:
         assert main(["bench", "--url", fake.url, *words]) == 0
-    said = capsys.readouterr()
-    began, *told, _ended = said.err.splitlines()
+    printed = capsys.readouterr()
+    began, *progress, _ended = printed.err.splitlines()
     assert began.startswith("vllm-sched bench: 20x3 against fake at http://")
-    assert 1 <= len(told) <= 3
-    for line in told:
+    assert 1 <= len(progress) <= 3
+    for line in progress:
         assert re.fullmatch(r"vllm-sched bench: \d s, \d+ done, \d+ in flight", line)
-    assert "against" not in said.out
-    assert "in flight" not in said.out
+    assert "against" not in printed.out
+    assert "in flight" not in printed.out

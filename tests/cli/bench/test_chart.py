@@ -1,4 +1,4 @@
-"""The chart: a file that is XML, holds what it should, and puts points where they belong."""
+"""The chart: valid XML with its labels, and points at their places."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(chart: Chart) -> ET.Element:
-    """Draw, and read what was drawn."""
+    """Return the parsed SVG of a chart."""
     return ET.fromstring(draw(chart))  # noqa: S314
 
 
 def path_of(chart: Chart) -> list[tuple[float, float]]:
-    """Return the places of the first line's points."""
+    """Return the coordinates of the first line's points."""
     line = parsed(chart).find(f"{NAMESPACE}polyline")
     assert line is not None
     return [
@@ -29,7 +29,7 @@ def path_of(chart: Chart) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_more_is_further_right_and_higher_up(log: bool) -> None:
+def test_larger_values_are_further_right_and_higher(log: bool) -> None:
     points = [(1.0, 2.0), (10.0, 3.0), (100.0, 50.0)]
     places = path_of(Chart("t", "x", "y", [Series("s", points)], log_x=log, log_y=log))
     assert places == sorted(places)
@@ -42,7 +42,7 @@ def test_more_is_further_right_and_higher_up(log: bool) -> None:
         assert third - second > 9 * (second - first)
 
 
-def test_everything_is_named_and_escaped() -> None:
+def test_labels_are_present_and_escaped() -> None:
     chart = Chart(
         "A < B", "size & more", "s", [Series("one", [(1, 1)]), Series("two", [(2, 2)], dots=True)],
         subtitle="from <there>", marks=[(1.5, "here")],
@@ -58,22 +58,22 @@ def test_series_differ_without_colour() -> None:
     assert len({line.attrib["stroke-dasharray"] for line in drawn}) == 3
     dots = [Series(str(n), [(n, n)], dots=True) for n in range(4)]
     text = draw(Chart("t", "x", "y", dots))
-    # A plain line, a circle, a square, and two paths of different shapes: each and its legend.
+    # Circles, squares and two kinds of paths, each with its legend entry.
     assert len(re.findall("<circle", text)) == 2
     assert len(re.findall(r'<rect x="[^"]*" y="[^"]*" width="6"', text)) == 2
     assert len(re.findall("<path", text)) == 4
 
 
-def test_points_that_are_all_the_same_can_be_drawn() -> None:
+def test_equal_points_can_be_drawn() -> None:
     assert path_of(Chart("t", "x", "y", [Series("s", [(5, 5), (5, 5)])], log_x=True))
 
 
-def test_nothing_to_draw() -> None:
+def test_chart_without_series_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to draw"):
         draw(Chart("t", "x", "y", []))
 
 
-def test_another_ending_is_refused() -> None:
+def test_other_file_suffix_is_refused() -> None:
     check_suffix(Path("a.svg"))
     with pytest.raises(UsageError, match=r"a name that ends in \.svg"):
         check_suffix(Path("a.png"))

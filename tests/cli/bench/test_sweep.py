@@ -1,4 +1,4 @@
-"""`vllm-sched sweep` from the command line to its pictures, against a fake with few slots."""
+"""`vllm-sched sweep` against a fake endpoint."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI
-from tests.cli.bench.test_bench import served, stopped
+from tests.cli.bench.test_bench import run_until_stopped, running
 from vllm_sched.cli.main import main
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_listed_loads_of_two_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_listed_loads_of_two_workloads_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save, plot = tmp_path / "sweep.json", tmp_path / "pictures"
-    with served(FakeOpenAI()) as fake:
+    with running(FakeOpenAI()) as fake:
         words = [
             "--workload", "20x3", "--workload", "200x3", "--request-rates", "40,20",
             "--concurrencies", "1,2", "--seeds", "2", "--duration", "0.3",
             "--goodput", "ttft:5000", "--save", str(save), "--plot", str(plot),
         ]  # fmt: skip
         assert main(["sweep", "--url", fake.url, *words]) == 0
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     for word in ("200x3", "40/s", "2 at once", "in time"):
-        assert word in said.out
-    assert "vllm-sched sweep: 20x3 at 20 requests/s, seed 0\n" in said.err
-    assert not re.search(r"seed \d+$", said.out, re.MULTILINE)
+        assert word in printed.out
+    assert "vllm-sched sweep: 20x3 at 20 requests/s, seed 0\n" in printed.err
+    assert not re.search(r"seed \d+$", printed.out, re.MULTILINE)
     result = json.loads(save.read_text())
     assert len(result["points"]) == 2 * (2 + 2) * 2
     assert result["served_request_rate"] == {"20x3": 40, "200x3": 40}
     assert {path.stem for path in plot.iterdir()} == {"goodput", "ttft-by-rate", "throughput"}
     prompts = [body["prompt"] for body in fake.played]
-    # No run finds another's prompts in a prefix cache.
+    # No run finds prompts of another run in a prefix cache.
     assert len({prompt[:40] for prompt in prompts}) == len(prompts)
 
 
-def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
+def test_search_stops_when_requests_are_late(tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
     # 2 slots of 50 ms each: 40 requests/s, and then a queue.
-    with served(FakeOpenAI(ttft_s=0.05, slots=2)) as fake:
+    with running(FakeOpenAI(ttft_s=0.05, slots=2)) as fake:
         words = ["--workload", "20x1", "--start", "10", "--seeds", "1", "--duration", "1"]
         words += ["--goodput", "ttft:200", "--save", str(save)]
         assert main(["sweep", "--url", fake.url, *words]) == 0
@@ -53,9 +55,9 @@ def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
     assert max(rates) > served_rate
 
 
-def test_a_search_downwards_ends_where_no_request_would_come(tmp_path: Path) -> None:
+def test_downward_search_ends_when_no_request_would_arrive(tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
-    with served(FakeOpenAI(ttft_s=0.05)) as fake:
+    with running(FakeOpenAI(ttft_s=0.05)) as fake:
         words = ["--workload", "20x1", "--start", "4", "--seeds", "1", "--duration", "0.5"]
         words += ["--goodput", "ttft:10", "--save", str(save)]
         assert main(["sweep", "--url", fake.url, *words]) == 0
@@ -64,11 +66,11 @@ def test_a_search_downwards_ends_where_no_request_would_come(tmp_path: Path) -> 
     assert result["served_request_rate"] == {"20x1": None}
 
 
-def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
+def test_short_trace_is_repeated_for_the_whole_duration(tmp_path: Path) -> None:
     path, save = tmp_path / "sixty.jsonl", tmp_path / "sweep.json"
     path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 2}\n' * 6)
-    # 2 slots of 25 ms each: what is left of 200 requests a second is late, but not of six.
-    with served(FakeOpenAI(ttft_s=0.025, slots=2)) as fake:
+    # 2 slots of 25 ms each serve six requests in time, but not 200 per second.
+    with running(FakeOpenAI(ttft_s=0.025, slots=2)) as fake:
         words = ["--workload", str(path), "--request-rates", "200", "--seeds", "1"]
         words += ["--duration", "1", "--goodput", "ttft:500", "--save", str(save)]
         assert main(["sweep", "--url", fake.url, *words]) == 0
@@ -77,13 +79,13 @@ def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
     assert result["served_request_rate"] == {"sixty": None}
 
 
-def test_without_targets_a_slow_answer_is_no_queue(tmp_path: Path) -> None:
+def test_slow_answers_without_targets_are_no_queue(tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
     words = ["--workload", "20x1", "--request-rates", "20", "--seeds", "1", "--duration", "1"]
-    # Where a machine is held up for a moment the later answers do come later: then once more.
+    # A stalled machine delays the later answers, so the run is repeated.
     for _ in range(3):
-        # Each takes 0.6 s, however many there are: the last ends long after the last request.
-        with served(FakeOpenAI(ttft_s=0.6)) as fake:
+        # Each answer takes 0.6 s, so the last ends long after the last request.
+        with running(FakeOpenAI(ttft_s=0.6)) as fake:
             assert main(["sweep", "--url", fake.url, *words, "--save", str(save)]) == 0
         result = json.loads(save.read_text())
         assert result["points"][0]["request_throughput"] < 0.9 * 20
@@ -92,8 +94,8 @@ def test_without_targets_a_slow_answer_is_no_queue(tmp_path: Path) -> None:
     assert result["served_request_rate"] == {"20x1": 20}
 
 
-def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    with served(FakeOpenAI(failing=tuple(range(100)))) as fake:
+def test_sweep_with_only_failures_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeOpenAI(failing=tuple(range(100)))) as fake:
         words = ["--workload", "20x3", "--request-rates", "20", "--seeds", "1", "--duration", "0.2"]
         assert main(["sweep", "--url", fake.url, *words]) == 1
     out = capsys.readouterr().out
@@ -102,13 +104,15 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Path) -> None:
+def test_interrupted_sweep_saves_the_measured_loads(number: int, tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
     words = ["--workload", "20x2", "--request-rates", "20,30", "--seeds", "1", "--duration", "1"]
     words += ["--save", str(save)]
-    with served(FakeOpenAI()) as fake:
-        # The first load has 20 requests, so one more is of the second.
-        status, out, err = stopped("sweep", fake, words, number, lambda: len(fake.played) > 20, 30)
+    with running(FakeOpenAI()) as fake:
+        # The first load has 20 requests, so one more belongs to the second.
+        status, out, err = run_until_stopped(
+            "sweep", fake, words, number, lambda: len(fake.played) > 20, 30
+        )
     assert status == 130
     assert "at 30 requests/s" in err
     assert "interrupted: partial results" in out
@@ -117,7 +121,7 @@ def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--request-rates", "1,two"], "--request-rates 1,two: 'two' is not a load"),
         (["--concurrencies", "1.5"], "'1.5' is not a load; give whole numbers"),
@@ -134,10 +138,10 @@ def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Pa
         ([], "connection refused"),
     ],
 )
-def test_what_can_not_be_done_is_said_in_a_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_refused_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", "--url", "http://127.0.0.1:9", *words]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1

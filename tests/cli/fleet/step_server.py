@@ -1,4 +1,4 @@
-"""A worker made of a step's time alone: it batches, sleeps as long as a step takes, and streams."""
+"""A fake worker that batches, sleeps for the modelled step time, and streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_sched.cost.step_time import StepShape, StepTime
 
 
 @dataclass(eq=False)
-class Running:
+class RunningPrompt:
     """One prompt of a request."""
 
     index: int
@@ -29,43 +29,43 @@ class Running:
 
 @dataclass
 class StepServer:
-    """Serves `/v1/models` and `/v1/completions`; faults are set before it is asked."""
+    """Serves `/v1/models` and `/v1/completions`; faults are set beforehand."""
 
     time: StepTime
     max_model_len: int = 4096
     budget: int = 2048
     metrics: str | None = None
-    card: dict[str, Any] | str | None = None  # text: a page that is not about models at all
+    card: dict[str, Any] | str | None = None  # text: a page of another service
     status: int = 200
-    ends_after: int | None = None  # tokens, whatever was asked for
-    _waiting: list[Running] = field(default_factory=list)
-    _running: list[Running] = field(default_factory=list)
+    ends_after: int | None = None  # output tokens, regardless of max_tokens
+    _waiting: list[RunningPrompt] = field(default_factory=list)
+    _running: list[RunningPrompt] = field(default_factory=list)
 
     async def models(self, _: web.Request) -> web.Response:
-        """Name the model."""
+        """Return the model list."""
         if isinstance(self.card, str):
             return web.Response(text=self.card, content_type="text/html")
         card = {"id": "fake", "max_model_len": self.max_model_len}
         return web.json_response({"data": [card if self.card is None else self.card]})
 
     async def page(self, _: web.Request) -> web.Response:
-        """Tell the metrics, if there are any."""
+        """Return the metrics page, or 404."""
         return web.Response(text=self.metrics or "", status=404 if self.metrics is None else 200)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Stream one answer, or several."""
+        """Stream the answers of one or several prompts."""
         body = await request.json()
         if self.status != 200:
             return web.json_response({"error": "no\nway"}, status=self.status)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         tokens = body["max_tokens"] if self.ends_after is None else self.ends_after
         out: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
-        mine = [Running(n, len(prompt), tokens, out) for n, prompt in enumerate(prompts)]
+        streams = [RunningPrompt(n, len(prompt), tokens, out) for n, prompt in enumerate(prompts)]
         answer = web.StreamResponse()
         await answer.prepare(request)
-        self._waiting += mine
+        self._waiting += streams
         try:
-            going = len(mine)
+            going = len(streams)
             while going:
                 made = await out.get()
                 if made is None:
@@ -78,40 +78,42 @@ class StepServer:
                 text = json.dumps(event, separators=(",", ":"))
                 await answer.write(f"data: {text}\n\n".encode())
         finally:
-            for each in mine:
-                each.left = 0
+            for running in streams:
+                running.left = 0
         await answer.write(b"data: [DONE]\n\n")
         return answer
 
     async def steps(self) -> None:
-        """Step for ever."""
+        """Run steps forever."""
         while True:
             self._running, self._waiting = [*self._running, *self._waiting], []
-            self._running = [each for each in self._running if each.left > 0]
-            decoding = [each for each in self._running if each.made]
+            self._running = [prompt for prompt in self._running if prompt.left > 0]
+            decoding = [prompt for prompt in self._running if prompt.made]
             left, tokens, pairs = self.budget - len(decoding), 0, 0.0
             stepped = list(decoding)
-            for each in self._running:
-                chunk = 0 if each.made else min(each.context - each.computed, left)
+            for prompt in self._running:
+                chunk = 0 if prompt.made else min(prompt.context - prompt.computed, left)
                 tokens, left = tokens + chunk, left - chunk
-                pairs += chunk * (each.computed + chunk / 2)
-                each.computed += chunk
-                if chunk and each.computed == each.context:
-                    stepped.append(each)
-            shape = StepShape(tokens, pairs, len(decoding), sum(each.context for each in decoding))
+                pairs += chunk * (prompt.computed + chunk / 2)
+                prompt.computed += chunk
+                if chunk and prompt.computed == prompt.context:
+                    stepped.append(prompt)
+            shape = StepShape(
+                tokens, pairs, len(decoding), sum(prompt.context for prompt in decoding)
+            )
             await asyncio.sleep(self.time.seconds(shape) or 0.001)
-            for each in stepped:
-                each.left -= 1
-                each.made += 1
-                each.context += 1
-                each.out.put_nowait((each.index, each.made))
-                if each.left <= 0:
-                    each.out.put_nowait(None)
+            for prompt in stepped:
+                prompt.left -= 1
+                prompt.made += 1
+                prompt.context += 1
+                prompt.out.put_nowait((prompt.index, prompt.made))
+                if prompt.left <= 0:
+                    prompt.out.put_nowait(None)
 
 
 @contextmanager
 def serving(server: StepServer) -> Iterator[str]:
-    """Serve in a thread of its own; gives the URL."""
+    """Serve in another thread; return the URL."""
     loop = asyncio.new_event_loop()
     ready: asyncio.Future[str] = loop.create_future()
     done = asyncio.Event()

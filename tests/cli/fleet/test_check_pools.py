@@ -1,4 +1,4 @@
-"""`vllm-sched check` of a file whose workers are discovered."""
+"""`vllm-sched check` of a file with discovered workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from vllm_sched.cli.main import main
 
 
-def test_pools_stand_where_the_workers_would(
+def test_check_lists_pools_in_place_of_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "fleet.yaml"

@@ -1,4 +1,4 @@
-"""`vllm-sched demo`: the fleets it compares. A real one is played by `make demo`."""
+"""`vllm-sched demo`: the fleets that it compares. `make demo` runs a real one."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ ENDS = ROOT / "deploy/fleets/prefill-decode.yaml"
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CPU build of vLLM installed, with NIXL."""
+    """Pretend that a CPU build of vLLM with NIXL is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     monkeypatch.setattr(demo, "on_cpu", lambda: True)
     monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
 
 
-def test_one_pool_knows_no_roles_and_no_limits() -> None:
+def test_one_pool_has_no_roles_and_no_limits() -> None:
     pool = demo.fleets_to_play(load(FLEET))["baseline"][1]
     assert {worker.role for worker in pool.workers} == {"general"}
-    # The short worker's limit is the router's own: without it, it holds whatever the long one does.
+    # Only the router limits the short worker, which holds as much as the long one.
     assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
     assert pool.routing.policy == "round_robin"
 
 
-def test_its_end_says_where_to_look_at_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_hints_name_commands_and_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     live, dashboards = demo.watch_hints(FLEET, load(FLEET))
     assert live.endswith("cpu-demo.yaml`, and the status page is http://127.0.0.1:18109/")
     folder = FLEET.parents[2]
     named = re.findall(r"[\w/.-]+/[\w*-]+\.(?:yaml|md|json)", dashboards)
     assert len(named) == 3
     assert all(list(folder.glob(each)) for each in named)
-    # The command is one that a shell finds, from the folder of the Makefile and without its PATH.
+    # A shell finds the command from the Makefile's folder, without its PATH.
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", "/nowhere")
-    told = re.findall("`(.*?) up ", demo.watch_hints(FLEET, load(FLEET))[0])
-    assert [Path(each).name for each in told] == ["vllm-sched"]
-    assert Path(told[0]).is_file()
-    monkeypatch.setenv("PATH", str(Path(told[0]).parent.absolute()))
+    commands = re.findall("`(.*?) up ", demo.watch_hints(FLEET, load(FLEET))[0])
+    assert [Path(each).name for each in commands] == ["vllm-sched"]
+    assert Path(commands[0]).is_file()
+    monkeypatch.setenv("PATH", str(Path(commands[0]).parent.absolute()))
     assert demo.watch_hints(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
 
 
-def test_a_fleet_it_can_not_start_is_refused(
+def test_fleet_without_launch_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "fleet.yaml"
@@ -69,7 +69,7 @@ def test_a_fleet_it_can_not_start_is_refused(
     assert "workers[0].launch: is missing" in capsys.readouterr().err
 
 
-def test_both_routers_get_the_same_uncached_workers(
+def test_both_routers_use_the_same_uncached_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[tuple[str, ...]] = []
@@ -97,7 +97,7 @@ def test_both_routers_get_the_same_uncached_workers(
     assert worker.launch.cpus == (3,)
 
 
-def test_its_routers_ask_for_no_keys_and_find_no_other_workers(tmp_path: Path) -> None:
+def test_demo_routers_have_no_tenants_and_no_discovery(tmp_path: Path) -> None:
     hashed = f"sha256:{'0' * 64}"
     pools = [{"name": "others", "dns": "others.example"}]
     shared = {
@@ -116,7 +116,7 @@ def roles(config: FleetConfig) -> list[str]:
     return [worker.role for worker in config.workers]
 
 
-def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
+def test_fleet_with_four_roles_is_compared_with_smaller_fleets() -> None:
     found = {name: config for name, (_, config) in demo.fleets_to_play(load(FLEET)).items()}
     assert {name: roles(config) for name, config in found.items()} == {
         "baseline": ["general", "general"],
@@ -125,11 +125,11 @@ def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
         "all": ["short", "long", "prefill", "decode"],
     }
     assert [config.transfer is not None for config in found.values()] == [False, False, True, True]
-    for name, config in found.items():  # a router takes each of them
+    for name, config in found.items():  # the router accepts each fleet
         parse(yaml.safe_dump(config.model_dump(mode="json")), name)
 
 
-def test_two_workers_make_one_pool_or_two_halves() -> None:
+def test_two_workers_make_one_pool_or_prefill_and_decode() -> None:
     found = demo.fleets_to_play(load(ENDS))
     assert [roles(config) for _, config in found.values()] == [
         ["general", "general"],
@@ -141,7 +141,7 @@ def test_two_workers_make_one_pool_or_two_halves() -> None:
 @pytest.mark.parametrize(
     ("offered", "cpus"), [({0, 1, 5}, [0, 1, 0, 1]), ({4}, [None, None, None, None])]
 )
-def test_each_worker_gets_a_processor_where_there_are_enough(
+def test_each_worker_gets_a_processor_if_there_are_enough(
     offered: set[int], cpus: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: offered)
@@ -156,14 +156,14 @@ proxy_handovers_total{outcome="transferred"} 12
 
 
 @pytest.mark.parametrize(("page", "count"), [(PAGE, 12), ("", 0)])
-def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
+def test_handed_over_counts_prompts(page: str, count: int) -> None:
     plan = ComparisonPlan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
-    said = demo.handed_over(page, plan)
-    assert said.startswith(f"{count} prompts handed over, in 2 rounds and a warm-up round")
-    assert said.endswith(", 3 of them long")
+    text = demo.handed_over(page, plan)
+    assert text.startswith(f"{count} prompts handed over, in 2 rounds and a warm-up round")
+    assert text.endswith(", 3 of them long")
 
 
-async def test_of_each_way_that_moves_caches(
+async def test_hand_overs_are_reported_for_each_fleet_with_a_transfer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @asynccontextmanager
@@ -176,13 +176,13 @@ async def test_of_each_way_that_moves_caches(
     for name, stub in {"running": running, "measure": measure, "_page": lambda _: PAGE}.items():
         monkeypatch.setattr(demo, name, stub)
     monkeypatch.setattr(demo, "described", lambda *_: None)
-    told: list[str] = []
+    lines: list[str] = []
     plan = ComparisonPlan("tiny", build("long-blocks-short", seed=0), 1)
-    await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, told, None)  # type: ignore[arg-type]
-    assert [line.partition(":")[0] for line in told] == ["prefill and decode", "all four roles"]
+    await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, lines, None)  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in lines] == ["prefill and decode", "all four roles"]
 
 
-def test_a_connector_that_is_not_there_is_told_first(
+def test_missing_connector_is_reported_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transfer, "_factory", lambda: "")
@@ -190,7 +190,7 @@ def test_a_connector_that_is_not_there_is_told_first(
     assert "has no NixlConnector" in capsys.readouterr().err
 
 
-def test_what_is_told_drawn_and_kept_of_more_than_two(
+def test_three_contenders_are_printed_drawn_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
@@ -204,8 +204,8 @@ def test_what_is_told_drawn_and_kept_of_more_than_two(
 
     arguments = argparse.Namespace(save=tmp_path / "c.json", plot=tmp_path / "c.svg")
     assert demo.measuring.measured(play, arguments) == 1
-    told = capsys.readouterr().out
-    assert "short prompts" in told
-    assert "halves: long: gone" in told
+    printed = capsys.readouterr().out
+    assert "short prompts" in printed
+    assert "halves: long: gone" in printed
     assert "P/D" in (tmp_path / "c.svg").read_text()
     assert (tmp_path / "c.json").is_file()

@@ -1,4 +1,4 @@
-"""`vllm-sched check`, `router` and `explain`; and the fleets that come with the project."""
+"""`vllm-sched check`, `router` and `explain`, and the example fleets."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def with_launch(**launch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
-def test_the_examples_are_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_fleets_are_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{path}: good" in printed
     assert "\nnote" not in printed
 
 
-def test_there_are_examples() -> None:
+def test_example_fleets_exist() -> None:
     assert {"cpu-demo.yaml", "short-long.yaml"} <= {path.name for path in EXAMPLES}
 
 
@@ -68,7 +68,7 @@ OTHERS = ["external"]
 
 
 @pytest.mark.parametrize(("limit", "noted"), [(1024, False), (1025, True)])
-def test_check_notes_where_a_short_may_not_fit(
+def test_check_notes_a_short_limit_beyond_a_context(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, noted: bool
 ) -> None:
     assert main(["check", written(tmp_path, FLEET | {"routing": {"short_limit": limit}})]) == 0
@@ -80,20 +80,20 @@ def test_check_notes_where_a_short_may_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("limits", "most", "noted"),
+    ("limits", "max_requests", "noted"),
     [({}, None, True), ({"concurrency": 8}, None, False), ({}, 16, False)],
 )
-def test_check_notes_where_nothing_keeps_a_crowd_out_of_a_workers_own_queue(
+def test_check_notes_tenants_and_workers_without_limits(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     limits: dict[str, int],
-    most: int | None,
+    max_requests: int | None,
     noted: bool,
 ) -> None:
     tenants = [
         {"name": f"t{n}", "key_hashes": [f"sha256:{n:064x}"], "limits": limits} for n in range(9)
     ]
-    workers = [{**each, "max_requests": most} for each in FLEET["workers"]]
+    workers = [{**each, "max_requests": max_requests} for each in FLEET["workers"]]
     config = FLEET | {"tenants": tenants, "workers": workers}
     assert main(["check", written(tmp_path, config)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -101,7 +101,7 @@ def test_check_notes_where_nothing_keeps_a_crowd_out_of_a_workers_own_queue(
     assert last.startswith(names) is noted
 
 
-def test_check_tells_every_problem_in_a_line_of_its_own(
+def test_check_prints_one_line_per_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch = {"policies": {"nosuch": {}, "long_prompt": {"max_wait_s": -1}}}
@@ -111,16 +111,16 @@ def test_check_tells_every_problem_in_a_line_of_its_own(
     assert printed.out == ""
     lines = printed.err.splitlines()
     assert all(line.startswith(f"vllm-sched check: {path}: ") for line in lines)
-    told = [line.removeprefix(f"vllm-sched check: {path}: ") for line in lines]
-    assert [line.partition(": ")[0] for line in told] == [
+    problems = [line.removeprefix(f"vllm-sched check: {path}: ") for line in lines]
+    assert [line.partition(": ")[0] for line in problems] == [
         "model",
         "modl",
         "workers[0].launch.policies",
         "workers[0].launch.policies",
     ]
-    assert "unknown policy 'nosuch'; valid: " in told[2]
-    assert "long_prompt" in told[2]
-    assert "long_prompt.max_wait_s=-1" in told[3]
+    assert "unknown policy 'nosuch'; valid: " in problems[2]
+    assert "long_prompt" in problems[2]
+    assert "long_prompt.max_wait_s=-1" in problems[3]
 
 
 def test_print_config_has_every_default_and_no_secret(
@@ -136,7 +136,7 @@ def test_print_config_has_every_default_and_no_secret(
     assert again.workers[0].api_key == "***"
 
 
-def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_runs_the_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[Path, FleetConfig]] = []
     reads: list[Callable[[Path], FleetConfig]] = []
 
@@ -151,7 +151,7 @@ def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.Monk
     ((source, config),) = ran
     assert source == Path(path)
     assert [worker.name for worker in config.workers] == ["s0", "l0"]
-    # A reload reads it with the same eyes: what workers are launched with included.
+    # A reload checks the file in the same way, launch blocks included.
     again = tmp_path / "again"
     again.mkdir()
     bad = with_launch(policies={"no_such_policy": {}})
@@ -159,7 +159,7 @@ def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.Monk
         reads[0](Path(written(again, bad)))
 
 
-def test_router_starts_no_worker_so_it_needs_every_url(
+def test_router_requires_a_url_for_every_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["router", written(tmp_path, with_launch())]) == 2
@@ -169,12 +169,12 @@ def test_router_starts_no_worker_so_it_needs_every_url(
 
 
 @pytest.mark.parametrize("command", ["router", "up", "check"])
-def test_a_file_that_is_not_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "/no/such.yaml"]) == 2
     assert capsys.readouterr().err.startswith(f"vllm-sched {command}: /no/such.yaml: can't be read")
 
 
-def explained(path: str, *options: str) -> int:
+def run_explain(path: str, *options: str) -> int:
     return main(["explain", path, *options])
 
 
@@ -188,7 +188,7 @@ def explained(path: str, *options: str) -> int:
 def test_explain_names_worker_reason_and_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: int, first: str, last: str
 ) -> None:
-    assert explained(written(tmp_path), "--prompt-tokens", str(tokens), "--max-tokens", "50") == 0
+    assert run_explain(written(tmp_path), "--prompt-tokens", str(tokens), "--max-tokens", "50") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(first)
     assert lines[1].split()[:2] == ["worker", "cost"]
@@ -196,10 +196,10 @@ def test_explain_names_worker_reason_and_scores(
     assert lines[4].startswith("these times are assumptions")
 
 
-def test_explain_says_why_a_worker_is_no_candidate(
+def test_explain_shows_why_a_worker_is_no_candidate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explained(written(tmp_path), "--prompt-tokens", "4000") == 0
+    assert run_explain(written(tmp_path), "--prompt-tokens", "4000") == 0
     assert "too small: holds 2048 tokens" in capsys.readouterr().out
 
 
@@ -210,41 +210,37 @@ def test_explain_says_why_a_worker_is_no_candidate(
         (["--prompt-tokens", "9", "--model", "b"], ["unknown_model (status 404)", "tiny"]),
     ],
 )
-def test_explain_of_what_would_be_refused(
+def test_explain_shows_why_a_request_would_be_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
 ) -> None:
-    assert explained(written(tmp_path), *options) == 1
+    assert run_explain(written(tmp_path), *options) == 1
     out = capsys.readouterr().out
     assert out.startswith("no worker: ")
     for word in words:
         assert word in out
 
 
-def test_explain_names_what_it_can_not_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert explained(written(tmp_path, with_launch()), "--prompt-tokens", "100000") == 0
+def test_explain_names_its_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_explain(written(tmp_path, with_launch()), "--prompt-tokens", "100000") == 0
     assert "no max_model_len is given, so no limit is assumed: a\n" in capsys.readouterr().out
 
 
-def test_explain_shows_the_key_that_the_file_names(tmp_path: Path, admin: Admin) -> None:
+def test_explain_sends_the_admin_key_of_the_fleet_file(tmp_path: Path, admin: Admin) -> None:
     admin.answer = LIVE
     (tmp_path / "key").write_text("a-key-of-many-letters")
     key = {"port": admin.server_port, "key_file": str(tmp_path / "key")}
     path = written(tmp_path, FLEET | {"router": {"admin": key}})
-    assert explained(path, "--prompt-tokens", "9", "--live") == 0
+    assert run_explain(path, "--prompt-tokens", "9", "--live") == 0
     assert admin.keys == ["Bearer a-key-of-many-letters"]
 
 
-def test_check_reads_the_key_that_the_file_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reads_the_admin_key_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, FLEET | {"router": {"admin": {"key_file": str(tmp_path / "none")}}})
     assert main(["check", str(path)]) == 2
     assert "router.admin.key_file" in capsys.readouterr().err
 
 
-def test_check_names_every_file_that_can_not_be_read(
+def test_check_names_every_unreadable_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = str(tmp_path / "none")
@@ -253,14 +249,12 @@ def test_check_names_every_file_that_can_not_be_read(
         tmp_path, FLEET | {"router": router, "tenants": [{"name": "t", "keys_file": none}]}
     )
     assert main(["check", path]) == 2
-    told = capsys.readouterr().err
+    problems = capsys.readouterr().err
     for where in ("router.tls.cert_file", "tenants[0].keys_file", "router.admin.key_file"):
-        assert where in told
+        assert where in problems
 
 
-def test_check_names_them_beside_all_else_and_nothing_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_each_problem_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     none = str(tmp_path / "none")
     tls = {"tls": {"ca_file": none}}
     workers = [{"name": "s0"}, {"name": "w", "role": "any", "url": "https://h:1", **tls}]
@@ -269,8 +263,8 @@ def test_check_names_them_beside_all_else_and_nothing_twice(
     fleet = {"model": "m", "workers": workers, "router": router, "tenants": [{"name": "t"}]}
     path = written(tmp_path, fleet)
     assert main(["check", path]) == 2
-    told = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert sorted(told) == [
+    paths = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(paths) == [
         "router.drain_s",
         "router.tls.cert_file",
         "tenants[0]",
@@ -281,10 +275,10 @@ def test_check_names_them_beside_all_else_and_nothing_twice(
     ]
 
 
-def test_check_names_every_mistake_of_every_block_in_one_run(
+def test_check_names_every_mistake_in_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of them stands beside one that might hide it."""
+    """Each mistake is beside one that might hide it."""
     none = str(tmp_path / "none")
     tls = {"cert_file": none, "key_file": none}
     launch = {"args": ["--port=3"], "policies": {"nosuch": {}}}
@@ -318,8 +312,8 @@ def test_check_names_every_mistake_of_every_block_in_one_run(
         "transfer": {"connector": "nixl", "mode": "pusch", "path": "/kv"},
     }
     assert main(["check", written(tmp_path, fleet)]) == 2
-    told = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert sorted(told) == [
+    paths = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(paths) == [
         "discovery.dns_every_s",
         "discovery.pools[0].name",
         "discovery.pools[0].port",
@@ -362,34 +356,36 @@ def test_check_names_every_mistake_of_every_block_in_one_run(
 DISCOVERED = {"pools": [{"name": "g", "selector": "a=b"}]}
 
 
-def test_explain_refuses_where_workers_are_yet_to_be_found(
+def test_explain_refuses_a_model_with_discovered_workers_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, {"model": "tiny", "discovery": DISCOVERED})
-    assert explained(path, "--prompt-tokens", "100") == 2
+    assert run_explain(path, "--prompt-tokens", "100") == 2
     assert "the workers of tiny are discovered (g)" in capsys.readouterr().err
-    assert explained(written(tmp_path, FLEET | {"discovery": DISCOVERED}), "--prompt-tokens=9") == 0
+    assert (
+        run_explain(written(tmp_path, FLEET | {"discovery": DISCOVERED}), "--prompt-tokens=9") == 0
+    )
     assert "the discovered pools g are left out; ask" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", ["0", "-5", "x", "1.5"])
-def test_explain_takes_sane_counts_only(
+def test_explain_refuses_invalid_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str
 ) -> None:
     with pytest.raises(SystemExit):
-        explained(written(tmp_path), "--prompt-tokens", count)
+        run_explain(written(tmp_path), "--prompt-tokens", count)
     assert "whole number of at least 1" in capsys.readouterr().err
 
 
 class Admin(HTTPServer):
-    """Answers as a router's admin API, with what the test gives it."""
+    """A fake admin API with the answers that the test sets."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), AdminHandler)
         self.status = 200
         self.answer: object = {}
         self.balance: object = []
-        self.asked: list[tuple[str, object]] = []
+        self.requests: list[tuple[str, object]] = []
         self.keys: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -399,12 +395,12 @@ class AdminHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, json.loads(body)))
+        self.server.requests.append((self.path, json.loads(body)))
         self.server.keys.append(self.headers["Authorization"])
         self._answer(self.server.answer)
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, None))
+        self.server.requests.append((self.path, None))
         self._answer(self.server.balance)
 
     def _answer(self, answer: object) -> None:
@@ -415,7 +411,7 @@ class AdminHandler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -446,8 +442,8 @@ def test_explain_asks_a_running_router(
     admin.answer = LIVE
     fleet = FLEET | {"router": {"admin": {"port": admin.server_port}}} if by == "file" else FLEET
     live = [] if by == "file" else [f"{admin.url}/"]
-    assert explained(written(tmp_path, fleet), "--prompt-tokens", "9", "--live", *live) == 0
-    assert admin.asked == [
+    assert run_explain(written(tmp_path, fleet), "--prompt-tokens", "9", "--live", *live) == 0
+    assert admin.requests == [
         ("/admin/explain", {"prompt_tokens": 9, "max_tokens": None, "model": "tiny"})
     ]
     lines = capsys.readouterr().out.splitlines()
@@ -474,7 +470,7 @@ BALANCE = {
 }
 
 
-def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
+def test_explain_names_both_workers_of_a_hand_over_and_the_short_role(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
 ) -> None:
     admin.answer = {
@@ -487,7 +483,7 @@ def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
     }
     admin.balance = [BALANCE]
     path = written(tmp_path, PAIR)
-    assert explained(path, "--prompt-tokens", "9", "--live", admin.url) == 0
+    assert run_explain(path, "--prompt-tokens", "9", "--live", admin.url) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "prefill on p0, decode on d0: handover, first token in about 1.25 s "
@@ -497,52 +493,52 @@ def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
     assert lines[4].split() == ["tiny", "prefill", "1", "95%", "1.36", "2.50", "-", "short"]
     assert lines[5].split() == ["tiny", "decode", "1", "20%", "0.29", "0.00", "25.1"]
     assert lines[6] == "tiny: prefill is short: one more would help"
-    assert explained(path, "--live", admin.url) == 0
+    assert run_explain(path, "--live", admin.url) == 0
     assert capsys.readouterr().out.splitlines() == lines[3:]
-    assert admin.asked[1:] == [("/admin/balance", None)] * 2
+    assert admin.requests[1:] == [("/admin/balance", None)] * 2
 
 
-def test_explain_says_so_where_nobody_is_there_to_be_shown(
+def test_explain_live_without_prefill_and_decode_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
 ) -> None:
-    assert explained(written(tmp_path, PAIR), "--live", admin.url) == 0
+    assert run_explain(written(tmp_path, PAIR), "--live", admin.url) == 0
     assert capsys.readouterr().out == "this router knows no prefill or decode worker\n"
 
 
-def test_explain_wants_a_prompt_or_a_running_router(
+def test_explain_requires_a_prompt_or_a_running_router(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explained(written(tmp_path, PAIR)) == 2
+    assert run_explain(written(tmp_path, PAIR)) == 2
     assert "--prompt-tokens is missing" in capsys.readouterr().err
 
 
 def test_explain_predicts_a_hand_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = PAIR | {"routing": {"disaggregate_above": 1000}}
-    assert explained(written(tmp_path, fleet), "--prompt-tokens", "5000") == 0
+    assert run_explain(written(tmp_path, fleet), "--prompt-tokens", "5000") == 0
     assert "prefill on p0, decode on d0: handover" in capsys.readouterr().out
 
 
-def test_explain_says_why_nothing_is_handed_over(
+def test_explain_shows_why_nothing_is_handed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
 ) -> None:
-    """To an idle fleet all comes whole with `auto`: nobody decodes who would be spared."""
+    """With `auto` an idle fleet hands nothing over, because no decode would benefit."""
     path = written(tmp_path, PAIR)
-    assert explained(path, "--prompt-tokens", "16000") == 0
+    assert run_explain(path, "--prompt-tokens", "16000") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("d0: decode_pool")
     assert lines[2].startswith("handover: not_worth_it: the gain is too small")
     assert "routing.disaggregate_above" in lines[2]
     admin.answer = {"worker": "d0", "reason": "decode_pool", "handover": "samples", "scores": []}
-    assert explained(path, "--prompt-tokens", "9", "--live", admin.url) == 0
+    assert run_explain(path, "--prompt-tokens", "9", "--live", admin.url) == 0
     assert capsys.readouterr().out.splitlines()[1] == "handover: samples"
 
 
-def test_explain_of_a_fleet_of_one_kind_says_nothing_of_hand_overs(
+def test_explain_of_one_pool_shows_no_hand_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = [{"name": "g0", "url": "http://127.0.0.1:9001"}]
     path = written(tmp_path, {"model": "tiny", "workers": workers})
-    assert explained(path, "--prompt-tokens", "16000") == 0
+    assert run_explain(path, "--prompt-tokens", "16000") == 0
     assert "handover" not in capsys.readouterr().out
 
 
@@ -555,7 +551,7 @@ def test_explain_of_a_fleet_of_one_kind_says_nothing_of_hand_overs(
         (200, {"hello": 1}, "not from a router's admin API"),
     ],
 )
-def test_answers_that_explain_nothing(
+def test_unusable_admin_answer_is_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     admin: Admin,
@@ -564,31 +560,35 @@ def test_answers_that_explain_nothing(
     words: str,
 ) -> None:
     admin.status, admin.answer = status, answer
-    assert explained(written(tmp_path), "--prompt-tokens", "9", "--live", admin.url) == 2
+    assert run_explain(written(tmp_path), "--prompt-tokens", "9", "--live", admin.url) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"vllm-sched explain: {admin.url}: ")
     assert words in err
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:{port}", "file:///etc"])
-def test_no_router_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_unreachable_router_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
     url = url.format(port=free_port())
-    assert explained(written(tmp_path), "--prompt-tokens", "9", "--live", url) == 2
+    assert run_explain(written(tmp_path), "--prompt-tokens", "9", "--live", url) == 2
     assert "a running router's admin API" in capsys.readouterr().err
 
 
-def test_check_says_who_may_use_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_shows_tenants_or_anonymous_access(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     examples = {path.stem: path for path in EXAMPLES}
-    anybody = tmp_path / "anybody.yaml"
-    anybody.write_text(
+    anonymous = tmp_path / "anybody.yaml"
+    anonymous.write_text(
         examples["two-gpus"]
         .read_text()
         .replace("host: 127.0.0.1 ", "host: 0.0.0.0\n  allow_anonymous: true ")
     )
-    for path, said in (
+    for path, line in (
         (examples["shared"], "tenants chat (interactive), search (standard), nightly (batch)"),
         (examples["two-gpus"], "tenants none: any client on this machine may use it"),
-        (anybody, "tenants none: any client that reaches the router may use it"),
+        (anonymous, "tenants none: any client that reaches the router may use it"),
     ):
         assert main(["check", str(path)]) == 0
-        assert said in capsys.readouterr().out.splitlines()
+        assert line in capsys.readouterr().out.splitlines()

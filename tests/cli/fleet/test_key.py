@@ -1,4 +1,4 @@
-"""`vllm-sched key`: what it prints is what the router takes."""
+"""`vllm-sched key`: the router accepts the printed key and hash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return dict(line.split() for line in capsys.readouterr().out.splitlines())
 
 
-def test_a_fresh_key_and_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_key_and_its_hash_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key"]) == 0
     first = printed(capsys)
     main(["key"])
@@ -38,7 +38,7 @@ def test_a_fresh_key_and_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
     assert keys[sha256(other.encode()).digest()] == "b"
 
 
-def test_the_hash_of_a_key_that_is_there(
+def test_stdin_key_is_hashed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("sk-vs-aaaaaaaaaaaaaaaa\n"))
@@ -47,11 +47,11 @@ def test_the_hash_of_a_key_that_is_there(
 
 
 @pytest.mark.parametrize("text", ["", "short\n", "with some spaces in it\n", "ü" * 20])
-def test_what_is_no_key(
+def test_invalid_key_is_refused_and_not_printed(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert main(["key", "--stdin"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert text.strip() not in said.err or not text.strip()
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert text.strip() not in output.err or not text.strip()

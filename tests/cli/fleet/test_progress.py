@@ -1,4 +1,4 @@
-"""What people see while workers come up, and when one dies."""
+"""The output while workers start, and when a worker dies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Clock:
         return self.now
 
 
-def told(*news: KeeperNews, terminal: bool = False, width: int = 200) -> str:
-    """Return what is written for such news; a second passes with each."""
+def printed(*news: KeeperNews, terminal: bool = False, width: int = 200) -> str:
+    """Return the output for these events, one second apart."""
     console = Console(
         file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, height=50
     )
     clock = Clock()
     with Progress(console, LOGS, clock) as progress:
-        for each in news:
+        for item in news:
             clock.now += 1
-            progress.tell(each)
+            progress.tell(item)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -41,8 +41,8 @@ def died(deaths: int, again_s: float = 1.0) -> KeeperNews:
     return KeeperNews("a", KeeperState.DIED, 12.3, CRASH, deaths, again_s)
 
 
-def test_off_a_terminal_there_are_plain_lines() -> None:
-    text = told(
+def test_output_without_a_terminal_is_plain_lines() -> None:
+    text = printed(
         KeeperNews("a", KeeperState.QUEUED),
         KeeperNews("a", KeeperState.STARTING),
         KeeperNews("b", KeeperState.STARTING),
@@ -58,37 +58,38 @@ def test_off_a_terminal_there_are_plain_lines() -> None:
     ]
 
 
-def test_a_line_is_never_broken() -> None:
+def test_lines_are_not_wrapped() -> None:
     assert (
-        told(KeeperNews("a", KeeperState.STARTING), width=10) == "a: starting; log: /logs/a.log\n"
+        printed(KeeperNews("a", KeeperState.STARTING), width=10)
+        == "a: starting; log: /logs/a.log\n"
     )
 
 
-def test_the_first_death_and_a_crash_loop_show_the_log_and_others_a_line() -> None:
-    lines = told(died(1)).splitlines()
+def test_first_death_and_crash_loop_show_the_log() -> None:
+    lines = printed(died(1)).splitlines()
     assert lines[0] == "a died with exit code 3 after 12 s; restart in 1 s; log: /logs/a.log"
     assert lines[1:] == ["    one", "    two"]
-    assert told(died(2)).count("\n") == 1
-    loop = told(died(3, 4.0)).splitlines()
+    assert printed(died(2)).count("\n") == 1
+    loop = printed(died(3, 4.0)).splitlines()
     assert loop[0].startswith("crash loop, 3 deaths in a row: a died with exit code 3")
     assert loop[0].endswith("restart in 4 s; log: /logs/a.log")
     assert loop[-1] == "    two"
-    assert told(died(4)).startswith("crash loop, 4 deaths")
-    assert told(died(4)).count("\n") == 1
+    assert printed(died(4)).startswith("crash loop, 4 deaths")
+    assert printed(died(4)).count("\n") == 1
 
 
-def test_all_are_ready_is_said_once() -> None:
+def test_all_workers_ready_is_printed_once() -> None:
     ready = [KeeperNews(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
-    assert told(*ready).count("all 2 workers are ready") == 1
+    assert printed(*ready).count("all 2 workers are ready") == 1
 
 
-def test_the_end_is_said() -> None:
-    text = told(KeeperNews("a", KeeperState.STOPPED), KeeperNews("b", KeeperState.STOPPED))
+def test_end_is_printed() -> None:
+    text = printed(KeeperNews("a", KeeperState.STOPPED), KeeperNews("b", KeeperState.STOPPED))
     assert text == "all workers have stopped\n"
 
 
-def test_on_a_terminal_there_is_a_table_until_all_are_ready() -> None:
-    text = told(
+def test_terminal_shows_a_table_until_all_are_ready() -> None:
+    text = printed(
         KeeperNews("a", KeeperState.STARTING),
         died(1),
         KeeperNews("a", KeeperState.READY, 7.0),
@@ -104,7 +105,7 @@ def test_on_a_terminal_there_is_a_table_until_all_are_ready() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SystemExit(1)])
-def test_a_reader_that_is_gone_is_not_an_error(error: BaseException) -> None:
+def test_closed_output_is_not_an_error(error: BaseException) -> None:
     class Gone(io.StringIO):
         def write(self, _: str) -> int:
             raise error

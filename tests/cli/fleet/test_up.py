@@ -1,4 +1,4 @@
-"""`vllm-sched up`: real processes, with a cheap server in vLLM's place."""
+"""`vllm-sched up`: real processes, with a cheap server instead of vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_sched.workers.launch import free_port
 ROOT = Path(__file__).parents[3]
 SERVER = "tests.workers.health_server"
 ENV = {"PYTHONPATH": str(ROOT)}
-# `vllm-sched`, whose workers are the cheap server.
+# `vllm-sched` with the cheap server as worker.
 CHEAP = f"""
 import sys
 from vllm_sched.workers import launch, transfer
@@ -39,7 +39,7 @@ sys.exit(main())
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Launch cheap servers, with their logs out of everybody's way."""
+    """Launch cheap servers, with their logs in the test's folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(launch, "SERVER_MODULE", SERVER)
@@ -53,13 +53,15 @@ def written(folder: Path, *workers: dict[str, Any], **blocks: Any) -> str:
     return str(path)
 
 
-def started(name: str, *args: str, **more: Any) -> dict[str, Any]:
-    """Describe a worker that `up` starts."""
+def launched(name: str, *args: str, **more: Any) -> dict[str, Any]:
+    """Return the description of a worker that `up` starts."""
     return {"name": name, "launch": {"args": list(args), "env": ENV}, **more}
 
 
-def when_running(monkeypatch: pytest.MonkeyPatch, do: Callable[[FleetConfig], int]) -> None:
-    """Have something done in place of serving."""
+def run_instead_of_router(
+    monkeypatch: pytest.MonkeyPatch, do: Callable[[FleetConfig], int]
+) -> None:
+    """Replace the router's `run` with `do`."""
     monkeypatch.setattr(proxy.app, "run", lambda _, *, config, **__: do(config))
 
 
@@ -79,7 +81,7 @@ def processes() -> dict[int, str]:
 
 
 def answers(url: str, path: str = "/health") -> bool:
-    """Whether somebody is there."""
+    """Return whether the URL answers with status 200."""
     try:
         with urllib.request.urlopen(f"{url}{path}", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -87,10 +89,10 @@ def answers(url: str, path: str = "/health") -> bool:
         return False
 
 
-def test_workers_run_while_the_router_does_and_not_after(
+def test_workers_run_only_while_the_router_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours: list[int] = []
+    pids: list[int] = []
 
     def serve(config: FleetConfig) -> int:
         urls = [worker.url for worker in config.workers if worker.url]
@@ -98,37 +100,37 @@ def test_workers_run_while_the_router_does_and_not_after(
         for url in urls[:2]:
             eventually(lambda url=url: answers(url))
         ports = [url.rpartition(":")[2] for url in urls]
-        ours.extend(pid for pid, line in processes().items() if any(p in line for p in ports))
+        pids.extend(pid for pid, line in processes().items() if any(p in line for p in ports))
         return 5
 
-    when_running(monkeypatch, serve)
+    run_instead_of_router(monkeypatch, serve)
     elsewhere = {"name": "c", "url": f"http://127.0.0.1:{free_port()}"}
-    path = written(tmp_path, started("a"), started("b"), elsewhere)
+    path = written(tmp_path, launched("a"), launched("b"), elsewhere)
     assert main(["up", path, "--log-dir", str(tmp_path / "logs")]) == 5
-    assert len(ours) == 2
-    assert_gone(ours)
+    assert len(pids) == 2
+    assert_gone(pids)
     out = capsys.readouterr().err
     assert f"a: starting; log: {tmp_path}/logs/a.log\n" in out
     assert out.endswith("all workers have stopped\n")
     assert {p.name for p in (tmp_path / "logs").iterdir()} == {"a.log", "b.log"}
 
 
-def test_the_ends_of_a_transfer_are_told_how_they_are_wired(
+def test_wiring_of_transfer_workers_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
-    when_running(monkeypatch, lambda _: 0)
+    run_instead_of_router(monkeypatch, lambda _: 0)
     path = written(
-        tmp_path, started("p", role="prefill"), started("d", role="decode"), transfer="nixl"
+        tmp_path, launched("p", role="prefill"), launched("d", role="decode"), transfer="nixl"
     )
     assert main(["up", path]) == 0
-    said = capsys.readouterr().err
-    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in said
-    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in said
-    assert "NIXL's thread sleeps between polls, blocks of 128" in said
+    printed = capsys.readouterr().err
+    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in printed
+    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in printed
+    assert "NIXL's thread sleeps between polls, blocks of 128" in printed
 
 
-def test_one_that_dies_is_told_with_its_log_and_started_again(
+def test_dead_worker_is_reported_with_its_log_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed: list[str] = []
@@ -141,29 +143,29 @@ def test_one_that_dies_is_told_with_its_log_and_started_again(
         eventually(twice)
         return 0
 
-    when_running(monkeypatch, serve)
-    assert main(["up", written(tmp_path, started("a", "--die"))]) == 0
+    run_instead_of_router(monkeypatch, serve)
+    assert main(["up", written(tmp_path, launched("a", "--die"))]) == 0
     text = "".join(printed)
     assert "restart in 1 s; log: " in text
     assert "restart in 2 s; log: " in text
     assert "\n    no such device\n" in text
 
 
-def test_ctrl_c_before_the_router_minds_it(
+def test_interrupt_before_the_router_handles_signals_exits_with_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve(_: FleetConfig) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)  # which is taken for a Ctrl-C
+        os.kill(os.getpid(), signal.SIGTERM)  # handled like Ctrl-C
         raise AssertionError("not interrupted")
 
-    when_running(monkeypatch, serve)
+    run_instead_of_router(monkeypatch, serve)
     before = signal.getsignal(signal.SIGTERM)
-    assert main(["up", written(tmp_path, started("a"))]) == 130
+    assert main(["up", written(tmp_path, launched("a"))]) == 130
     assert signal.getsignal(signal.SIGTERM) is before
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_what_this_machine_has_not_is_told_before_anything_starts(
+def test_unavailable_cpus_and_ports_are_refused_before_any_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as taken:
@@ -188,13 +190,13 @@ def test_what_this_machine_has_not_is_told_before_anything_starts(
     assert "another port" in lines[1]
 
 
-@pytest.mark.parametrize("ours", ["additional-config: {other: 1}", "additional-config.other: 1"])
-def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
+@pytest.mark.parametrize("own", ["additional-config: {other: 1}", "additional-config.other: 1"])
+def test_forbidden_flags_of_a_config_file_are_refused_before_any_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str
 ) -> None:
-    """Ours would come after it, and take its place."""
+    """The launch block's own flags come later and would override them."""
     flags = tmp_path / "flags.yaml"
-    flags.write_text(f"port: 8000\napi-key: hush\n{ours}\n")
+    flags.write_text(f"port: 8000\napi-key: hush\n{own}\n")
     args = ["--config", str(flags)]
     path = written(
         tmp_path,
@@ -211,19 +213,21 @@ def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
     assert "hush" not in "".join(lines)
 
 
-def test_nothing_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fleet_without_launch_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["up", written(tmp_path, {"name": "a", "url": "http://a"})]) == 2
     assert "use `vllm-sched router`" in capsys.readouterr().err
 
 
-def test_logs_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, started("a"))
+def test_log_dir_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, launched("a"))
     assert main(["up", path, "--log-dir", path]) == 2
     assert f"--log-dir {path}: File exists" in capsys.readouterr().err
 
 
 def worker_of(tmp_path: Path, worker: dict[str, Any], **blocks: Any) -> launch.Worker:
-    """Return how the only worker of a fleet would be launched."""
+    """Return the launch of a fleet's only worker."""
     config = up.placed(proxy.app.load(Path(written(tmp_path, worker, **blocks))))
     return up.described(config, config.workers[0], tmp_path, tmp_path)
 
@@ -232,7 +236,7 @@ def value(made: launch.Worker, flag: str) -> str:
     return made.command[made.command.index(flag) + 1]
 
 
-def test_the_command_says_what_the_file_says(tmp_path: Path) -> None:
+def test_launch_command_has_the_settings_of_the_file(tmp_path: Path) -> None:
     made = worker_of(
         tmp_path,
         {
@@ -261,16 +265,16 @@ def test_the_command_says_what_the_file_says(tmp_path: Path) -> None:
     assert made.deadline_s > 600
 
 
-def test_without_policies_it_is_vllms_own_scheduler(tmp_path: Path) -> None:
-    assert "--scheduler-cls" not in worker_of(tmp_path, started("a")).command
+def test_worker_without_policies_uses_vllms_scheduler(tmp_path: Path) -> None:
+    assert "--scheduler-cls" not in worker_of(tmp_path, launched("a")).command
 
 
-def test_a_length_among_the_flags_is_not_said_twice(tmp_path: Path) -> None:
-    made = worker_of(tmp_path, started("a", "--max-model-len=99", max_model_len=99))
+def test_max_model_len_flag_is_not_repeated(tmp_path: Path) -> None:
+    made = worker_of(tmp_path, launched("a", "--max-model-len=99", max_model_len=99))
     assert [word for word in made.command if "max-model-len" in word] == ["--max-model-len=99"]
 
 
-def test_a_model_beside_the_file_is_found(tmp_path: Path) -> None:
+def test_model_folder_beside_the_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     made = worker_of(tmp_path, {"name": "a", "launch": {"model": "weights"}})
     assert value(made, "--model") == str(tmp_path / "weights")
@@ -281,7 +285,7 @@ def test_tiny_is_the_built_in_model(tmp_path: Path) -> None:
     assert (Path(value(made, "--model")) / "model.safetensors").is_file()
 
 
-def test_where_it_can_not_be_made_a_line_says_why(
+def test_unwritable_cache_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -291,15 +295,15 @@ def test_where_it_can_not_be_made_a_line_says_why(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_key_reaches_the_worker_where_nobody_else_sees_it(tmp_path: Path) -> None:
-    made = worker_of(tmp_path, started("a", api_key="hush"))
+def test_api_key_is_passed_in_the_environment(tmp_path: Path) -> None:
+    made = worker_of(tmp_path, launched("a", api_key="hush"))
     code = "import os; print(os.environ['VLLM_API_KEY']); exit(1)"
     made.command = (sys.executable, "-c", code)
     with pytest.raises(launch.WorkerError, match="hush"), made:
         pytest.fail("entered")
 
 
-def test_on_an_accelerator_workers_of_one_device_load_in_turn(
+def test_workers_of_one_device_load_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
@@ -316,8 +320,8 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[i
     port = free_port()
     path = written(
         tmp_path,
-        started("a", role="short"),
-        started("b", role="long"),
+        launched("a", role="short"),
+        launched("b", role="long"),
         router={"port": port, "admin": {"port": 0}},
     )
     command = [sys.executable, "-c", CHEAP, "up", path]
@@ -326,21 +330,21 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[i
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as p:
         url = f"http://127.0.0.1:{port}"
-        ours: set[int] = set()
+        pids: set[int] = set()
 
         def up_and_ready() -> bool:
-            ours.update(processes().keys() - before.keys())
-            return p.poll() is not None or (len(ours) >= 2 and answers(url, "/ready"))
+            pids.update(processes().keys() - before.keys())
+            return p.poll() is not None or (len(pids) >= 2 and answers(url, "/ready"))
 
         eventually(up_and_ready)
-        yield p, url, [*ours]
+        yield p, url, [*pids]
         p.kill()
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)]
 )
-def test_however_it_ends_no_worker_is_left(
+def test_no_worker_is_left_after_any_signal(
     running: tuple[subprocess.Popen[str], str, list[int]], number: signal.Signals, status: int
 ) -> None:
     process, url, workers = running

@@ -1,4 +1,4 @@
-"""`vllm-sched calibrate`: on a server of known steps, and on one with faults."""
+"""`vllm-sched calibrate` on a server with known step times, and with faults."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SMALL = ("--max-batch", "2", "--budget", "128")
 
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure each point a few times: these servers take the same time for the same step."""
+    """Measure each point a few times, because equal steps take equal time here."""
     for name, value in {"REPEATS": 3, "LONG_REPEATS": 2, "LONE_REPEATS": 3, "IDLE_S": 0.01}.items():
         monkeypatch.setattr(step_times, name, value)
 
 
-# What is measured
+# Measurements
 
 
-def test_the_plan_fills_no_step_beyond_its_budget() -> None:
+def test_plan_fills_no_step_beyond_its_budget() -> None:
     plan = CalibrationPlan.of(budget=2048, max_batch=16, max_model_len=32_768)
     assert plan.batches == (1, 2, 4, 8, 16)
     assert max(plan.prompts) + max(plan.batches) <= 2048
@@ -47,22 +47,22 @@ def test_the_plan_fills_no_step_beyond_its_budget() -> None:
     assert len(plan.prompts) == 10
 
 
-def test_the_plan_reaches_the_longest_context_but_keeps_within_it() -> None:
-    for budget, most in ((8192, 1024), (512, 16_384)):
-        plan = CalibrationPlan.of(budget=budget, max_batch=8, max_model_len=most)
-        assert 0.85 * most < max(plan.contexts) < most - 88
-    # From step to step no context is left out, and many together have none that is too long.
+def test_plan_reaches_the_longest_context_and_stays_within_it() -> None:
+    for budget, longest in ((8192, 1024), (512, 16_384)):
+        plan = CalibrationPlan.of(budget=budget, max_batch=8, max_model_len=longest)
+        assert 0.85 * longest < max(plan.contexts) < longest - 88
+    # Contexts have no large gaps, and larger batches leave the long ones out.
     assert plan.contexts == (16, 126, 504, 2016, 8064, 16_292)
     assert plan.contexts_of(1) == [*plan.contexts]
     assert plan.contexts_of(8) == [16, 126, 504, 2016]
 
 
-def test_a_budget_that_leaves_no_room() -> None:
+def test_budget_too_small_for_the_batch_is_refused() -> None:
     with pytest.raises(MeasureError, match="give a larger --budget or a smaller --max-batch"):
         CalibrationPlan.of(budget=64, max_batch=16, max_model_len=4096)
 
 
-def test_a_gap_is_a_step_only_where_one_token_came() -> None:
+def test_gap_is_a_step_only_with_one_token() -> None:
     stream = TimedStream(10)
     for now, tokens in ((1.0, 1), (1.1, 2), (1.4, 4), (1.5, 5)):
         stream.tick(now, tokens)
@@ -73,24 +73,26 @@ def test_a_gap_is_a_step_only_where_one_token_came() -> None:
     assert stream.gap(4) is None
 
 
-def test_the_size_of_a_cache_whose_blocks_several_groups_of_layers_share() -> None:
+def test_cache_size_is_read_from_kv_cache_size_tokens() -> None:
     labels = 'block_size="32",kv_cache_size_tokens="1500",num_gpu_blocks="64"'
     page = f"vllm:cache_config_info{{{labels}}} 1.0\n"
 
-    async def ask(url: str) -> tuple[int | None, int | None]:
+    async def read(url: str) -> tuple[int | None, int | None]:
         with wire_to(url) as wire:
             api = TokenApi(wire)
             await api.read_cache()
             return api.kv_tokens, api.block_tokens
 
     with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
-        assert asyncio.run(ask(url)) == (1500, 32)
+        assert asyncio.run(read(url)) == (1500, 32)
 
 
 # The command
 
 
-def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_recovers_known_step_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
     with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
@@ -103,28 +105,28 @@ def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert content["model"] == "fake"
     sizes = ("gpus", "max_model_len", "max_num_batched_tokens", "kv_tokens", "block_tokens")
     assert [content[name] for name in sizes] == [1, 1024, 128, 2048, 32]
-    # Contexts reach as far as the worker's do: else nothing would say what long prompts take.
+    # Contexts reach the worker's longest, so that long prompts are measured.
     assert max(s["pairs"] / (s["prefill_tokens"] or 1) for s in content["steps"]) > 500
     assert max(s["context_tokens"] for s in content["steps"] if s["decodes"] == 1) > 900
-    assert [each["tokens"] for each in content["whole_prompts"]][-2:] == [255, 1022]
+    assert [prompt["tokens"] for prompt in content["whole_prompts"]][-2:] == [255, 1022]
     assert content["front_s"] >= 0
     kinds = {(s["prefill_tokens"] > 0, s["decodes"] > 0) for s in content["steps"]}
     assert kinds == {(True, False), (False, True), (True, True)}
     assert any(step["held_out"] for step in content["steps"])
-    # Sleeping takes longer than asked, never shorter: on a busy machine much longer.
+    # A sleep may take longer than requested, on a busy machine much longer.
     found = StepTime.from_json(content["step_time"])
     assert found.decode_fixed_s + 4 * found.decode_s >= 0.9 * TIME.decode_fixed_s
     assert found.prefill_s > 0
     assert found.pair_s == pytest.approx(TIME.pair_s, rel=0.5)
     assert picture.read_text().count("<polyline") == 1
-    # What was saved is what `threshold` reads.
+    # `threshold` reads the saved file.
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
     assert main(["threshold", *lengths, "--cost", str(cost)]) == 0
     assert str(cost) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_a_full_disk_is_said_in_a_line_after_the_figures(
+def test_full_disk_is_reported_in_one_line_after_the_figures(
     option: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,26 +139,26 @@ def test_a_full_disk_is_said_in_a_line_after_the_figures(
     path = tmp_path / "full.svg"
     path.symlink_to("/dev/full")
     assert main(["calibrate", "--url", "http://x", option, str(path)]) == 2
-    said = capsys.readouterr()
-    assert "median error of held-out steps" in said.out
-    assert said.err == f"vllm-sched calibrate: {path}: No space left on device\n"
+    printed = capsys.readouterr()
+    assert "median error of held-out steps" in printed.out
+    assert printed.err == f"vllm-sched calibrate: {path}: No space left on device\n"
 
 
-def failed(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
-    """Run the command in vain; return the one line that it says."""
+def failure_line(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
+    """Run the command, which fails; return its one line of error."""
     assert main(["calibrate", *arguments]) == status
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error
 
 
-def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_connection_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{launch.free_port()}"
-    assert "is a server listening there?" in failed(capsys, 1, "--url", url)
+    assert "is a server listening there?" in failure_line(capsys, 1, "--url", url)
 
 
 @pytest.mark.parametrize(
-    ("server", "said"),
+    ("server", "message"),
     [
         (StepServer(TIME, card={"id": "x"}), "lists no model with a max_model_len"),
         (StepServer(TIME, card="<html>log in"), "lists no model with a max_model_len"),
@@ -167,14 +169,14 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
 )
-def test_a_worker_that_cannot_be_measured(
-    server: StepServer, said: str, capsys: pytest.CaptureFixture[str]
+def test_unmeasurable_worker_is_reported(
+    server: StepServer, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(server) as url:
-        assert said in failed(capsys, 1, "--url", url, *SMALL)
+        assert message in failure_line(capsys, 1, "--url", url, *SMALL)
 
 
-def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
+def test_front_time_is_the_rest_of_short_prompts() -> None:
     lone = [
         LonePrompt(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)
     ]
@@ -188,7 +190,7 @@ def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--url", "localhost:8000"], "must be http://HOST:PORT"),
         (["--url", "http://x", "--arg=--seed=1"], "--arg is for a worker started here"),
@@ -198,7 +200,7 @@ def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
         (["--url", "http://x", "--save", "no/such/cost.json"], "there is no folder"),
     ],
 )
-def test_what_is_refused_before_anything_starts(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_refused_before_any_measurement(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in failed(capsys, 2, *arguments)
+    assert message in failure_line(capsys, 2, *arguments)

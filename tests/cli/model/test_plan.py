@@ -1,4 +1,4 @@
-"""`vllm-sched plan`: what it prints and writes, and how it refuses."""
+"""`vllm-sched plan`: output, files and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
+PLAN = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]
 
 
@@ -32,20 +32,20 @@ SHORT_RUNS = {"MAX_COARSE_REQUESTS": 600, "MAX_FINE_REQUESTS": 900}
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Play a few hundred requests at a time: what is printed of them does not depend on that."""
+    """Play a few hundred requests, because the tests check only the form of the output."""
     for name, requests in SHORT_RUNS.items():
         monkeypatch.setattr(trials, name, requests)
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what was printed, on one line."""
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the printed text on one line."""
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_is_printed_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 0
-    text = said(capsys)
+    assert main([*PLAN, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    text = printed(capsys)
     assert "best: 2 general; no policy" in text
     assert "runner-up: 1 prefill + 1 decode" in text
     more = re.search(r"one GPU more: ([\d.]+) requests/s", text)
@@ -55,13 +55,13 @@ def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert float(more[1]) > float(fewer[1])
     assert "one worker, calculated" in text
     assert "KV cache 411,987 tokens of 128 KiB" in text
-    asked = "--workload=2000x20 --gpus=2 --profile=h100-8b --quick --policies default"
-    assert f"vllm-sched plan {asked} --goodput ttft:800" in path.read_text()
+    options = "--workload=2000x20 --gpus=2 --profile=h100-8b --quick --policies default"
+    assert f"vllm-sched plan {options} --goodput ttft:800" in path.read_text()
     assert main(["check", str(path)]) == 0
     assert "general-1" in capsys.readouterr().out
 
 
-def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
+def test_calibration_path_is_relative_to_the_fleet_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured, fleets = tmp_path / "measured", tmp_path / "fleets"
@@ -71,7 +71,7 @@ def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
     (measured / "cost.json").write_text(json.dumps(cost))
     monkeypatch.chdir(tmp_path)
     words = ["--profile", "measured/cost.json", "--policies", "default"]
-    assert main([*ASK, *words, "--save", "fleets/a plan.yaml", *TARGETS]) == 0
+    assert main([*PLAN, *words, "--save", "fleets/a plan.yaml", *TARGETS]) == 0
     head = (fleets / "a plan.yaml").read_text()
     assert "#     vllm-sched simulate 'fleets/a plan.yaml' --engine=fluid" in head
     assert "profile: ../measured/cost.json" in head
@@ -81,10 +81,10 @@ def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
     assert main(["simulate", "a plan.yaml", *load]) == 0
 
 
-def test_the_profile_that_was_planned_with_is_the_one_that_is_simulated(
+def test_saved_profile_path_refers_to_the_planned_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the saved name another one can be reached too: from here, but not from the file."""
+    """From the working directory the same relative path would be another file."""
     here, fleets = tmp_path / "proj" / "h100", tmp_path / "deep" / "er" / "fleets"
     for folder in (here, fleets):
         folder.mkdir(parents=True)
@@ -97,26 +97,26 @@ def test_the_profile_that_was_planned_with_is_the_one_that_is_simulated(
     words = ["--profile", "cost.json", "--policies", "default"]
     load = ["--engine=fluid", "--workload=2000x20", "--request-rate=1", "--num-requests=2"]
     for folder, named in (("beside", "../cost.json"), ("linked", "../../../proj/h100/cost.json")):
-        assert main([*ASK, *words, "--save", f"{folder}/f.yaml", *TARGETS]) == 0
+        assert main([*PLAN, *words, "--save", f"{folder}/f.yaml", *TARGETS]) == 0
         assert f"profile: {named}" in (here / folder / "f.yaml").read_text()
         save = here / f"{folder}.json"
         assert main(["simulate", f"{folder}/f.yaml", *load, "--save", str(save)]) == 0
         assert json.loads(save.read_text())["mean_ttft_ms"] < 60_000
 
 
-def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
+def test_block_tokens_option_is_saved(tmp_path: Path) -> None:
     trace, path = tmp_path / "trace.jsonl", tmp_path / "fleet.yaml"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [*range(38)]}
     trace.write_text(json.dumps(line) + "\n")
     words = ["--workload", str(trace), "--block-tokens", "16", "--gpus", "1", "--model", "m"]
-    assert main([*ASK, *words, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    assert main([*PLAN, *words, "--policies", "default", "--save", str(path), *TARGETS]) == 0
     head = path.read_text()
-    assert head.count("--block-tokens=16") == 2  # of plan, and of simulate
+    assert head.count("--block-tokens=16") == 2  # for plan and for simulate
     assert "--model=m --goodput" in head
 
 
-def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None:
-    # In a process of its own: vLLM says such things once.
+def test_exact_plan_uses_real_schedulers_and_prints_no_vllm_logs() -> None:
+    # In a new process, because vLLM logs such lines once.
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
     code = (
         "import sys; from vllm_sched.cli.main import main; "
@@ -125,40 +125,45 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True
+        [sys.executable, "-c", code, *PLAN, *words], capture_output=True, text=True
     )
     assert done.returncode == 0
-    said_by_us = "vllm-sched plan: "
-    assert all(line.startswith(said_by_us) for line in done.stderr.splitlines()), done.stderr
-    told = " ".join(done.stdout.split())
-    asked = re.search(r"schedulers (\d+) % of (\d+) in time at ([\d.]+) req./s: 1 general", told)
-    assert asked
-    assert int(asked[1]) >= 90
-    assert int(asked[2]) >= 300
-    assert f"best {asked[3]} {asked[1]} %" in told
-    assert "with one more draw" in told
+    prefix = "vllm-sched plan: "
+    assert all(line.startswith(prefix) for line in done.stderr.splitlines()), done.stderr
+    output = " ".join(done.stdout.split())
+    shown = re.search(r"schedulers (\d+) % of (\d+) in time at ([\d.]+) req./s: 1 general", output)
+    assert shown
+    assert int(shown[1]) >= 90
+    assert int(shown[2]) >= 300
+    assert f"best {shown[3]} {shown[1]} %" in output
+    assert "with one more draw" in output
 
 
-def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    few = ["--gpus", "1", "--policies", "default", *TARGETS]
-    assert main([*ASK, *few]) == 0
-    drawn = said(capsys)
-    assert "in each of 3 draws of 300 requests, none of them used in the search" in drawn
-    assert "a further draw has the same share in time with a probability of about 3 in 4" in drawn
+def test_output_describes_the_judging_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--gpus", "1", "--policies", "default", *TARGETS]
+    assert main([*PLAN, *options]) == 0
+    mixture_text = printed(capsys)
+    assert "in each of 3 draws of 300 requests, none of them used in the search" in mixture_text
+    assert (
+        "a further draw has the same share in time with a probability of about 3 in 4"
+        in mixture_text
+    )
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5}
     trace.write_text("\n".join([json.dumps(line)] * 70))
-    assert main([*ASK, "--workload", str(trace), *few]) == 0
-    taken = said(capsys)
-    assert "none of them used in the search" not in taken
-    assert "differ only in their gaps and in where they begin in the trace" in taken
-    assert "further draw of this trace" in taken
-    assert "this does not cover another day's traffic" in taken
-    assert "to play the best fleet with them and the trace's first lines" in taken
+    assert main([*PLAN, "--workload", str(trace), *options]) == 0
+    trace_text = printed(capsys)
+    assert "none of them used in the search" not in trace_text
+    assert "differ only in their gaps and in where they begin in the trace" in trace_text
+    assert "further draw of this trace" in trace_text
+    assert "this does not cover another day's traffic" in trace_text
+    assert "to play the best fleet with them and the trace's first lines" in trace_text
 
 
 @pytest.mark.parametrize("gain", [0.98, 1.02])
-def test_it_is_said_why_the_highest_rate_is_not_best(
+def test_output_explains_if_the_highest_rate_is_not_best(
     gain: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = planning.plan
@@ -169,17 +174,17 @@ def test_it_is_said_why_the_highest_rate_is_not_best(
         return replace(found, ranking=[best, replace(other, rate=best.rate * gain)])
 
     monkeypatch.setattr(planning, "plan", plan)
-    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
-    assert ("rates within 4% count as equal: the simpler fleet comes first" in said(capsys)) == (
+    assert main([*PLAN, "--policies", "default", *TARGETS]) == 0
+    assert ("rates within 4% count as equal: the simpler fleet comes first" in printed(capsys)) == (
         gain > 1
     )
 
 
-def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:
+def test_plan_with_a_trace_name_that_is_not_utf8_is_saved(tmp_path: Path) -> None:
     trace, path = tmp_path / os.fsdecode(b"t\xff.jsonl"), tmp_path / "fleet.yaml"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5}\n')
     words = ["--workload", str(trace), "--gpus", "1", "--policies", "default"]
-    assert main([*ASK, *words, "--save", str(path), *TARGETS]) == 0
+    assert main([*PLAN, *words, "--save", str(path), *TARGETS]) == 0
     assert "t\\udcff.jsonl" in path.read_text(encoding="utf-8")
     assert main(["check", str(path)]) == 0
 
@@ -207,59 +212,63 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
         ([*TARGETS, "--save", "/"], "/: is a folder; name a file in it"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(
+def test_invalid_plan_is_refused_in_one_line(
     more: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*ASK, *more]) == 2
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if "planning" not in each]
+    assert main([*PLAN, *more]) == 2
+    (line,) = [
+        printed_line
+        for printed_line in capsys.readouterr().err.splitlines()
+        if "planning" not in printed_line
+    ]
     assert line.startswith("vllm-sched plan: ")
     assert error in line
 
 
-def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_with_several_gpus_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--profile", "h100-70b-tp4", "--gpus", "7", "--policies", "default", *TARGETS]
-    assert main([*ASK, *large]) == 0
-    text = said(capsys)
+    assert main([*PLAN, *large]) == 0
+    text = printed(capsys)
     assert "3 of 7 GPUs are unused: a worker takes 4" in text
     assert "a single GPU more or fewer changes nothing" in text
     assert "4 GPUs (one worker) fewer: there is no such fleet" in text
 
 
-def test_how_far_it_is_is_told_without_a_terminal_too(
+def test_progress_is_printed_as_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_sched.cli.progress_bar.LINE_INTERVAL_S", 0.0)
-    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
-    began, *told, ended = capsys.readouterr().err.splitlines()
+    assert main([*PLAN, "--policies", "default", *TARGETS]) == 0
+    began, *progress, ended = capsys.readouterr().err.splitlines()
     assert began == "vllm-sched plan: planning for 2000x20"
     assert ended == "vllm-sched plan: done"
-    assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", each) for each in told)
-    shares = [int(each.split("plan: ")[1].split("%")[0]) for each in told]
+    assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", line) for line in progress)
+    shares = [int(line.split("plan: ")[1].split("%")[0]) for line in progress]
     assert shares == sorted(shares)
     assert 50 < shares[-1] < 100
 
 
-def test_ctrl_c_is_said_in_a_line(
+def test_interrupt_prints_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vllm_sched.sim.planning.plan.plan", interrupted)
-    assert main([*ASK, *TARGETS]) == 130
+    assert main([*PLAN, *TARGETS]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "vllm-sched plan: interrupted"
 
 
 @pytest.fixture
-def own_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C do what it does to a program: loops of earlier tests may have left theirs."""
+def default_ctrl_c() -> Iterator[None]:
+    """Restore the default Ctrl-C handler, which earlier tests may have replaced."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def stopping(method: Callable[..., Any], number: int, *, after: int) -> Callable[..., Any]:
-    """Have the user stop the command before a method is called once more than so often."""
+def interrupting(method: Callable[..., Any], number: int, *, after: int) -> Callable[..., Any]:
+    """Return the method, which raises the signal after `after` calls."""
     calls = 0
 
     def called(*args: Any, **named: Any) -> Any:
@@ -272,19 +281,19 @@ def stopping(method: Callable[..., Any], number: int, *, after: int) -> Callable
     return called
 
 
-@pytest.mark.usefixtures("own_ctrl_c")
+@pytest.mark.usefixtures("default_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("what", "after", "found"),
+    ("method", "after", "found"),
     [
         ("judged", 1, ["best: 2 general", "one GPU more: not known", "one GPU fewer: not known"]),
         ("more", 0, ["best: 2 general", "runner-up: 1 prefill + 1 decode", "more: not known"]),
         ("fewer", 0, ["runner-up: ", "one GPU more: ", "requests/s in time", "fewer: not known"]),
     ],
 )
-def test_who_stops_it_has_the_best_by_then(
+def test_interrupted_plan_prints_the_best_so_far(
     number: int,
-    what: str,
+    method: str,
     after: int,
     found: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -293,29 +302,31 @@ def test_who_stops_it_has_the_best_by_then(
 ) -> None:
     path = tmp_path / "fleet.yaml"
     monkeypatch.setattr(
-        FleetSearch, what, stopping(getattr(FleetSearch, what), number, after=after)
+        FleetSearch, method, interrupting(getattr(FleetSearch, method), number, after=after)
     )
-    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 130
+    assert main([*PLAN, "--policies", "default", "--save", str(path), *TARGETS]) == 130
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     shown = capsys.readouterr()
     assert "done\n" not in shown.err
     text = " ".join(shown.out.split())
     assert text.startswith("interrupted at ")
-    assert [each for each in found if each not in text] == []
+    assert [part for part in found if part not in text] == []
     assert "# The search was interrupted at " in path.read_text()
     assert main(["check", str(path)]) == 0
 
 
-@pytest.mark.usefixtures("own_ctrl_c")
-def test_who_stops_real_schedulers_has_what_plain_workers_said(
+@pytest.mark.usefixtures("default_ctrl_c")
+def test_interrupted_exact_run_prints_the_fluid_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_sched.sim.planning import plan
 
-    monkeypatch.setattr(plan, "play_exactly", stopping(plan.play_exactly, signal.SIGINT, after=1))
+    monkeypatch.setattr(
+        plan, "play_exactly", interrupting(plan.play_exactly, signal.SIGINT, after=1)
+    )
     words = ["--policies", "default", "--exact", *TARGETS]
-    assert main([*ASK, *words]) == 130
-    text = said(capsys)
+    assert main([*PLAN, *words]) == 130
+    text = printed(capsys)
     assert "best: 2 general" in text
     assert "with vLLM's own schedulers" in text
     assert (
@@ -325,10 +336,10 @@ def test_who_stops_real_schedulers_has_what_plain_workers_said(
     assert "order and rates are from vLLM" not in text
 
 
-def test_who_stops_it_before_a_fleet_was_judged_is_told_in_a_line(tmp_path: Path) -> None:
+def test_interrupt_before_first_result_prints_one_line(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_sched.cli.main", *ASK, "--save", str(path), *TARGETS],
+        [sys.executable, "-m", "vllm_sched.cli.main", *PLAN, "--save", str(path), *TARGETS],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -1,4 +1,4 @@
-"""`vllm-sched simulate` from the command line to its files."""
+"""`vllm-sched simulate`: output, files and refusals."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def fleet(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("svg_alone")
+@pytest.mark.usefixtures("svg_only")
 @pytest.mark.parametrize("engine", ["exact", "fluid"])
-def test_from_the_words_to_the_files(
+def test_simulate_prints_figures_and_writes_files(
     engine: str, fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save, trace, plot = (tmp_path / name for name in ("out.json", "trace.json", "pictures"))
@@ -63,8 +63,8 @@ def test_from_the_words_to_the_files(
     assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router", *steps}
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_of_very_many_requests_no_gaps_are_told(
+@pytest.mark.usefixtures("svg_only")
+def test_gaps_are_not_recorded_for_many_requests(
     fleet: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -83,7 +83,7 @@ def test_of_very_many_requests_no_gaps_are_told(
     assert main([*words, "--seed", "0", "--engine", "exact", "--goodput", "itl:60000"]) == 0
 
 
-def test_the_same_seed_gives_the_same_result(fleet: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_result(fleet: Path, tmp_path: Path) -> None:
     def once(name: str, seed: str) -> dict[str, object]:
         words = [*LOAD, "--num-requests", "6", "--seed", seed, "--save", str(tmp_path / name)]
         assert main(["simulate", str(fleet), *words]) == 0
@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_result(fleet: Path, tmp_path: Path) -> Non
     assert once("a.json", "1") == once("b.json", "1") != once("c.json", "2")
 
 
-def test_a_profile_for_workers_that_have_none(
+def test_profile_option_applies_to_workers_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fleet.yaml"
@@ -104,22 +104,22 @@ def test_a_profile_for_workers_that_have_none(
     assert main([*words, "--num-requests", "5", "--profile", "h200-8b"]) == 0
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_what_is_not_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_ignored_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(FLEET.replace("long_prompt: {}", "lanes: {}") + TENANTS)
     words = ["simulate", str(path), *LOAD, "--num-requests", "5", "--tenants", "3"]
     assert main([*words, "--engine", "fluid"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--engine fluid ignores lanes" in said
-    assert "2 of --tenants 3 (named tenant-1 and so on) are not in the fleet file" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--engine fluid ignores lanes" in printed
+    assert "2 of --tenants 3 (named tenant-1 and so on) are not in the fleet file" in printed
     assert main([*words, "--plot", str(tmp_path / "pictures")]) == 0
     assert "fluid ignores" not in capsys.readouterr().out
-    # With real schedulers it is drawn what was in each step.
+    # With real schedulers each step is drawn.
     assert any(each.name.startswith("steps-") for each in (tmp_path / "pictures").iterdir())
 
 
-def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
+def test_long_prefill_token_threshold_is_simulated_or_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def longest_gap(engine: str, *args: str) -> tuple[float, str]:
@@ -133,37 +133,37 @@ def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
         return max(gaps), " ".join(capsys.readouterr().out.split())
 
     limit = "--long-prefill-token-threshold=512"
-    (without, _), (within, said) = longest_gap("exact"), longest_gap("exact", limit)
+    (without, _), (within, printed) = longest_gap("exact"), longest_gap("exact", limit)
     assert within < 0.5 * without
-    assert "use exact" not in said
-    gap, said = longest_gap("fluid", limit)
+    assert "use exact" not in printed
+    gap, printed = longest_gap("fluid", limit)
     assert gap == longest_gap("fluid")[0]
-    assert "--engine fluid ignores w0's --long-prefill-token-threshold 512; use" in said
+    assert "--engine fluid ignores w0's --long-prefill-token-threshold 512; use" in printed
 
 
-def test_how_far_it_is_is_told_without_a_terminal_too(
+def test_progress_is_printed_as_lines_without_a_terminal(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_bar, "LINE_INTERVAL_S", 0.0)
     words = [*LOAD, "--num-requests", "40", "--engine", "fluid"]
     assert main(["simulate", str(fleet), *words]) == 0
-    began, *told = capsys.readouterr().err.splitlines()
+    began, *progress = capsys.readouterr().err.splitlines()
     assert began.startswith("vllm-sched simulate: azure-conv:0.9,mooncake-conv:0.1, workers: 2, ")
-    assert len(told) > 1
-    assert all(re.search(r"\d virtual s, \d+ done, \d+ in flight$", line) for line in told)
+    assert len(progress) > 1
+    assert all(re.search(r"\d virtual s, \d+ done, \d+ in flight$", line) for line in progress)
 
 
 @pytest.fixture
-def own_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C do what it does to a program: loops of earlier tests may have left theirs."""
+def default_ctrl_c() -> Iterator[None]:
+    """Restore the default Ctrl-C handler, which earlier tests may have replaced."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("own_ctrl_c")
+@pytest.mark.usefixtures("default_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_it_has_what_there_is(
+def test_interrupted_simulation_saves_partial_results(
     number: int,
     fleet: Path,
     tmp_path: Path,
@@ -180,9 +180,9 @@ def test_who_stops_it_has_what_there_is(
     words += ["--save", str(save), "--trace", str(trace)]
     assert main(["simulate", str(fleet), *words]) == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    said = capsys.readouterr()
-    assert said.out.startswith("interrupted: partial results")
-    assert "interrupted" not in said.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith("interrupted: partial results")
+    assert "interrupted" not in printed.err
     kept = json.loads(save.read_text())
     assert kept["completed"] > 0
     assert kept["interrupted"] > 0
@@ -190,8 +190,8 @@ def test_who_stops_it_has_what_there_is(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-@pytest.mark.usefixtures("own_ctrl_c")
-def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
+@pytest.mark.usefixtures("default_ctrl_c")
+def test_interrupt_before_the_first_result_keeps_the_older_file(
     fleet: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -209,15 +209,15 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
     words = ["--workload", "100x1000", "--concurrency", "4", "--num-requests", "90"]
     words += ["--engine", "fluid", "--save", str(save)]
     assert main(["simulate", str(fleet), *words]) == 130
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.search(r" 0 done, [1-9]\d* in flight\n", said.err)
-    assert said.err.splitlines()[-1] == "vllm-sched simulate: interrupted"
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(r" 0 done, [1-9]\d* in flight\n", printed.err)
+    assert printed.err.splitlines()[-1] == "vllm-sched simulate: interrupted"
     assert save.read_text() == "older"
 
 
-@pytest.mark.usefixtures("own_ctrl_c")
-def test_ctrl_c_twice_ends_it(
+@pytest.mark.usefixtures("default_ctrl_c")
+def test_second_interrupt_ends_the_simulation(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def press(*_: object) -> None:
@@ -230,10 +230,10 @@ def test_ctrl_c_twice_ends_it(
     assert capsys.readouterr().err.splitlines()[1:] == ["vllm-sched simulate: interrupted"]
 
 
-def test_a_class_is_shown_as_it_is_called(
+def test_class_names_with_markup_are_shown_unchanged(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither rich nor matplotlib takes it for markup, of which this would be bad."""
+    """Neither rich nor matplotlib interprets the names as markup."""
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "pictures"
     lines = (
         {"timestamp": 1000 * at, "input_length": 700, "output_length": 5, "class": name}
@@ -242,27 +242,27 @@ def test_a_class_is_shown_as_it_is_called(
     trace.write_text("\n".join(map(json.dumps, lines)))
     words = ["--workload", str(trace), "--engine", "fluid", "--plot", str(plot)]
     assert main(["simulate", str(fleet), *words]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     drawn = (plot / "ttft.svg").read_text()
     for name in ("[/b]", "$\\frac$", "[red]", "_x", "\U0001fae0"):
-        assert name in said
+        assert name in printed
         assert f"{name} (1)" in drawn
     assert "missing from" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--save", "--trace"])
-def test_a_full_disk_is_said_in_a_line_after_the_figures(
+def test_full_disk_is_reported_in_one_line_after_the_figures(
     option: str, fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--workload", "100x5", "--num-requests", "5", "--engine", "fluid"]
     assert main(["simulate", str(fleet), *words, option, "/dev/full"]) == 2
-    said = capsys.readouterr()
-    assert "requests done" in said.out
-    last = said.err.splitlines()[-1]
+    printed = capsys.readouterr()
+    assert "requests done" in printed.out
+    last = printed.err.splitlines()[-1]
     assert last == "vllm-sched simulate: /dev/full: No space left on device"
 
 
-def test_a_failed_request_is_said_and_told_by_the_status(
+def test_failed_requests_are_printed_and_exit_code_is_1(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--workload", "100x2000", "--concurrency", "1", "--num-requests", "2"]
@@ -271,7 +271,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "message"),
     [
         (FLEET.replace("h100-8b", "h100-9b", 1), [], "unknown profile 'h100-9b'; valid: a100-8b"),
         (FLEET.replace("12000", "900000"), [], "less than one request of max_model_len 900,000"),
@@ -301,18 +301,18 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--duration", "1e9"], "requests: a run has at most 10,000,000"),
     ],
 )
-def test_what_cannot_be_played_is_refused_in_a_line(
-    text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_refused_in_one_line(
+    text: str, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
     assert main(["simulate", str(path), *words]) == 2
-    complaint = capsys.readouterr().err
-    assert said in complaint
-    assert len(complaint.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
-def test_a_bad_line_of_a_trace_is_named(
+def test_invalid_trace_line_is_named(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -321,7 +321,7 @@ def test_a_bad_line_of_a_trace_is_named(
     assert "line 2: input_length is missing" in capsys.readouterr().err
 
 
-def test_a_trace_is_played_by_its_own_times(fleet: Path, tmp_path: Path) -> None:
+def test_trace_is_played_at_its_own_times(fleet: Path, tmp_path: Path) -> None:
     trace, save = tmp_path / "trace.jsonl", tmp_path / "out.json"
     lines = (
         {"timestamp": at, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
@@ -334,8 +334,8 @@ def test_a_trace_is_played_by_its_own_times(fleet: Path, tmp_path: Path) -> None
     assert result["output_lens"] == [5, 5, 5]
 
 
-@pytest.mark.usefixtures("svg_alone")
-def test_files_may_have_names_that_are_no_text(
+@pytest.mark.usefixtures("svg_only")
+def test_file_names_that_are_not_utf8_are_escaped(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, save, plot = (
@@ -344,20 +344,22 @@ def test_files_may_have_names_that_are_no_text(
     trace.write_text('{"timestamp": 0, "input_length": 700, "output_length": 5}\n')
     words = ["--workload", str(trace), "--engine", "fluid", "--save", str(save)]
     assert main(["simulate", str(fleet), *words, "--plot", str(plot)]) == 0
-    said = capsys.readouterr().out
-    assert "s\\udcff.json" in said
+    printed = capsys.readouterr().out
+    assert "s\\udcff.json" in printed
     assert json.loads(save.read_text())["label"] == r"t\xff"
     assert (plot / "ttft.svg").exists()
 
 
-def test_a_model_that_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_a_worker_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("model: m\nworkers:\n  - {name: w0, model: other, profile: h100-8b}\n")
     assert main(["simulate", str(path)]) == 2
     assert "model: 'm': requests ask for this model" in capsys.readouterr().err
 
 
-def test_without_vllm_there_is_the_fluid_engine(
+def test_fluid_engine_works_without_vllm(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulate, "find_spec", lambda _: None)
@@ -367,21 +369,21 @@ def test_without_vllm_there_is_the_fluid_engine(
     assert main([*words, "--engine", "fluid"]) == 0
 
 
-# Those who need a worker that is there
+# Commands that need a real worker
 
 
-def test_check_says_that_a_worker_is_for_simulations_alone(
+def test_check_marks_a_worker_for_simulation_only(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(fleet)]) == 0
     assert "none: simulation only" in capsys.readouterr().out
 
 
-def test_router_and_up_refuse_a_worker_that_is_nowhere(
+def test_router_and_up_refuse_a_simulation_only_worker(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["router", str(fleet)]) == 2
     assert "workers[0].url: is missing" in capsys.readouterr().err
     assert main(["up", str(fleet), "--log-dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "workers[0].url: is missing, and there is no launch: block" in said
+    error = capsys.readouterr().err
+    assert "workers[0].url: is missing, and there is no launch: block" in error

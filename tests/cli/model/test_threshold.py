@@ -1,4 +1,4 @@
-"""`vllm-sched threshold`: what it prints, saves and draws, and what it refuses."""
+"""`vllm-sched threshold`: output, files, plots and refusals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 
 @pytest.fixture(scope="module", autouse=True)
-def each_played_once() -> Iterator[None]:
-    """Play a regime once for all tests that ask for the same of it."""
+def cached_play() -> Iterator[None]:
+    """Simulate each regime once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threshold, "play", cache(threshold.play))
         yield
@@ -36,11 +36,9 @@ def saved(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return content
 
 
-def test_the_papers_regime_and_its_opposite(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paper_regime_and_mixed_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = saved(tmp_path, *PAPER, "--profile", "a100-8b")["regimes"]
-    apart, along = found["apart"], found["riding along"]
+    apart, riding = found["apart"], found["riding along"]
     assert apart["closed_form"] == apart["recursion"] == 25
     best = next(row for row in apart["rows"] if row["k"] == 25)
     at_once = apart["rows"][0]
@@ -49,14 +47,14 @@ def test_the_papers_regime_and_its_opposite(
     assert served == pytest.approx(0.865, abs=0.01)
     assert 1 < apart["run"] < 25
     assert apart["gain"] > 1.12
-    assert along["run"] == along["recursion"] == 1
+    assert riding["run"] == riding["recursion"] == 1
     printed = capsys.readouterr().out
     assert "K* = 25 by formula, 25 by recursion; run departures=13: +12.5 %" in printed
     assert "run departures=1: no larger K gains anything" in printed
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_three_ways_agree(tmp_path: Path, profile: str) -> None:
+def test_formula_recursion_and_simulation_agree(tmp_path: Path, profile: str) -> None:
     found = saved(tmp_path, *PAPER, "--profile", profile, "--mixed-ms", "5")["regimes"]
     for regime in found.values():
         curve = dict(regime["curve"])
@@ -68,16 +66,16 @@ def test_the_three_ways_agree(tmp_path: Path, profile: str) -> None:
             assert row["simulated"]["throughput"] == pytest.approx(row["throughput"], rel=0.01)
 
 
-def test_a_tail_target_makes_it_smaller(tmp_path: Path) -> None:
+def test_itl_target_lowers_the_threshold(tmp_path: Path) -> None:
     free = saved(tmp_path, *PAPER, "--profile", "a100-8b")
     tight = saved(tmp_path, *PAPER, "--profile", "a100-8b", "--itl-ms", "150")
     assert 1 < tight["regimes"]["apart"]["run"] < free["regimes"]["apart"]["run"]
 
 
-def test_what_it_would_run_is_what_the_policy_would(tmp_path: Path) -> None:
+def test_run_threshold_matches_the_policys_max_delay(tmp_path: Path) -> None:
     slow = (*PAPER, "--profile", "a100-70b-tp4")
     run = saved(tmp_path, *slow)["regimes"]["apart"]["run"]
-    # Half of the longest hold is for so many departures to come together.
+    # The policy waits for departures during half of the longest hold.
     longest = saved(tmp_path, *slow, "--max-delay-ms", "60000")["regimes"]["apart"]
     assert 1 < run < longest["run"]
     regime = Regime(**longest["regime"])
@@ -87,19 +85,19 @@ def test_what_it_would_run_is_what_the_policy_would(tmp_path: Path) -> None:
     assert never["run"] == 1
 
 
-def test_one_step_prefills_no_more_than_its_budget(tmp_path: Path) -> None:
+def test_budget_option_caps_the_threshold(tmp_path: Path) -> None:
     found = saved(tmp_path, *PAPER, "--profile", "a100-8b", "--budget", "2048")
     assert found["regimes"]["apart"]["recursion"] == 9
 
 
-def test_costs_from_a_file(tmp_path: Path) -> None:
+def test_cost_file_gives_the_same_result_as_its_profile(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"step_time": PROFILES["a100-8b"].time.to_json()}))
     from_file = saved(tmp_path, *PAPER, "--cost", str(path))
     assert from_file["regimes"] == saved(tmp_path, *PAPER, "--profile", "a100-8b")["regimes"]
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_plot_shows_both_curves(tmp_path: Path) -> None:
     path = tmp_path / "curve.svg"
     assert main(["threshold", *PAPER, "--profile", "a100-8b", "--plot", str(path)]) == 0
     text = path.read_text()
@@ -109,7 +107,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([*PAPER, "--profile", "tpu"], "unknown profile 'tpu'; valid: a100-8b"),
         ([*PAPER, "--cost", "nosuch.json"], "--cost nosuch.json: No such file"),
@@ -124,29 +122,29 @@ def test_the_picture(tmp_path: Path) -> None:
         ([*PAPER, "--mean-prompt", "nan", "--profile", "a100-8b"], "--mean-prompt nan"),
     ],
 )
-def test_errors_are_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["threshold", *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_a_full_disk_is_said_in_a_line_after_the_figures(
+def test_full_disk_is_reported_in_one_line_after_the_figures(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "full.svg"
     path.symlink_to("/dev/full")
     assert main(["threshold", *PAPER, "--profile", "a100-8b", option, str(path)]) == 2
-    said = capsys.readouterr()
-    assert "K* = 25 by formula" in said.out
-    assert said.err == f"vllm-sched threshold: {path}: No space left on device\n"
+    printed = capsys.readouterr()
+    assert "K* = 25 by formula" in printed.out
+    assert printed.err == f"vllm-sched threshold: {path}: No space left on device\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", "is not JSON"),
         ("[]", "has no step_time"),
@@ -156,18 +154,18 @@ def test_a_full_disk_is_said_in_a_line_after_the_figures(
         ('{"step_time": {"prefill_s": 0.1, "mixed_s": 0.1}}', "decode steps take no time"),
     ],
 )
-def test_a_bad_cost_file(
-    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_cost_file_is_refused(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cost.json"
     path.write_text(content)
     assert main(["threshold", *PAPER, "--cost", str(path)]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert str(path) in error
 
 
-def test_answers_of_millions_of_tokens_take_no_longer(tmp_path: Path) -> None:
+def test_answers_of_millions_of_tokens_are_computed(tmp_path: Path) -> None:
     found = saved(
         tmp_path, "--slots", "8", "--mean-output", "1e7", *PAPER[4:], "--profile", "a100-8b"
     )

@@ -1,4 +1,4 @@
-"""Real schedulers in virtual time, against closed forms and against what vLLM must do."""
+"""Real schedulers in virtual time, against closed forms and vLLM's rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.types import Job, Leg, WorkerModel
 
 
-def test_steps_take_what_the_cost_model_says() -> None:
+def test_step_times_follow_the_cost_model() -> None:
     events = run(ExactEngine(worker()), [(1.0, job("a", 100, 3))])
     # The prompt: 10 ms and 100 tokens; then two steps of decoding alone.
     assert [(event.at, event.tokens, event.finished) for event in events] == [
@@ -33,7 +33,7 @@ def test_steps_take_what_the_cost_model_says() -> None:
     ]
 
 
-def test_a_queue_of_one_slot_waits_as_m_d_1_does() -> None:
+def test_one_slot_queue_waits_as_m_d_1() -> None:
     service, load, count = 1.0, 0.7, 3000
     engine = ExactEngine(worker(StepTime(prefill_fixed_s=service), max_num_seqs=1))
     times = gamma_times(load / service, 1.0, count, random.Random(1))
@@ -41,13 +41,13 @@ def test_a_queue_of_one_slot_waits_as_m_d_1_does() -> None:
     # Lindley's recursion, to the last digit.
     expected = list(accumulate(times, lambda end, at: max(end, at) + service, initial=0.0))[1:]
     assert [found[f"{n}"] for n in range(count)] == pytest.approx(expected)
-    # Pollaczek and Khinchine's mean, as near as so many requests come.
+    # The mean of the Pollaczek-Khinchine formula.
     waits = [found[f"{n}"] - at - service for n, at in enumerate(times)]
     assert sum(waits) / count == pytest.approx(load * service / (2 * (1 - load)), rel=0.15)
 
 
 @pytest.mark.parametrize("departures", [1, 6])
-def test_deferred_prefill_departs_as_the_recursion_says(departures: int) -> None:
+def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> None:
     slots, mean, prompt = 16, 20, 32
     time = StepTime(decode_fixed_s=0.01, decode_s=1e-4, prefill_s=1e-5, mixed_s=0.02)
     policy = {"departures": departures, "max_delay_ms": 1e7, "max_delay_steps": 10_000}
@@ -62,20 +62,20 @@ def test_deferred_prefill_departs_as_the_recursion_says(departures: int) -> None
             steps += 1
         jobs.append((0.0, job(f"{number}", prompt, 1 + steps)))
     done = sorted(ends(run(engine, jobs)).values())
-    # Between the start, when all slots fill at once, and the end, when nobody is left to enter.
+    # Without the start, when all slots fill at once, and the end, when no request is left.
     first, last = count // 10, count - 2 * slots
     throughput = (last - first) / (done[last] - done[first])
     regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt)
     assert throughput == pytest.approx(Recursion(regime).at(departures).throughput, rel=0.05)
 
 
-def test_what_comes_while_a_step_runs_is_seen_at_its_end() -> None:
+def test_arrival_during_a_step_is_seen_at_its_end() -> None:
     engine = ExactEngine(worker())
     events = run(engine, [(0.0, job("a", 400, 1)), (0.001, job("b", 100, 1))])
     assert firsts(events) == {"a": pytest.approx(0.05), "b": pytest.approx(0.07)}
 
 
-def test_asynchronous_scheduling_makes_newcomers_wait_for_two_steps() -> None:
+def test_async_scheduling_makes_arrivals_wait_for_two_steps() -> None:
     engine = ExactEngine(worker(async_scheduling=True))
     events = run(engine, [(0.0, job("a", 100, 50)), (0.105, job("b", 100, 1))])
     # At 0.105 two steps of 10 ms are settled: they end at 0.11 and 0.12; b's own takes 20 ms.
@@ -86,7 +86,7 @@ def test_asynchronous_scheduling_makes_newcomers_wait_for_two_steps() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_every_job_ends_once_and_writes_what_it_should(asynchronous: bool) -> None:
+def test_every_job_ends_once_with_all_its_tokens(asynchronous: bool) -> None:
     engine = ExactEngine(worker(async_scheduling=asynchronous, kv_tokens=4096))
     rng = random.Random(0)
     jobs = [job(f"{n}", rng.randint(1, 1500), rng.randint(1, 60)) for n in range(150)]
@@ -98,11 +98,11 @@ def test_every_job_ends_once_and_writes_what_it_should(asynchronous: bool) -> No
     assert ends(events).keys() == written.keys()
     assert [event.at for event in events] == sorted(event.at for event in events)
     assert engine.gauges(0.0).kv_usage == 0
-    # The cache was too small for them all: somebody had to go and come again.
+    # The cache was too small for all jobs.
     assert engine.facts()["preemptions"] > 0
 
 
-def test_vllms_own_limit_on_chunks_holds_beside_others_alone() -> None:
+def test_long_prefill_token_threshold_applies_only_beside_other_requests() -> None:
     def gaps(**limit: Any) -> list[float]:
         engine = ExactEngine(worker(**limit))
         arrivals = [(0.0, job("decodes", 10, 20)), (0.1, job("long", 1500, 1))]
@@ -122,7 +122,7 @@ def test_vllms_own_limit_on_chunks_holds_beside_others_alone() -> None:
     assert alone.facts()["steps"] == 3
 
 
-def test_a_prefix_that_was_computed_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_computed_again() -> None:
     engine = ExactEngine(worker())
     shared = (("system", 400),)
     events = run(
@@ -141,7 +141,7 @@ def test_a_prefix_that_was_computed_is_not_computed_again() -> None:
     assert event.cached_tokens == 0
 
 
-def test_a_client_that_leaves_is_told_nothing_more_and_keeps_nothing() -> None:
+def test_aborted_job_yields_no_events_and_frees_its_blocks() -> None:
     engine = ExactEngine(worker())
     engine.submit(job("a", 100, 1000), 0.0)
     engine.submit(job("b", 100, 5), 0.0)
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_is_told_nothing_more_and_keeps_nothing() -> None:
     assert engine.next_at() == float("inf")
 
 
-def test_one_that_leaves_before_it_was_seen_never_was() -> None:
+def test_job_aborted_before_its_first_step_yields_no_events() -> None:
     engine = ExactEngine(worker())
     engine.submit(job("a"), 0.0)
     engine.abort("a", 0.0)
@@ -174,18 +174,18 @@ POLICIES: dict[str, dict[str, dict[str, object]]] = {
 
 @pytest.fixture(params=POLICIES)
 def end(request: pytest.FixtureRequest) -> End:
-    """Describe an end of a hand-over: with `long_prompt` the prompts handed over are long ones."""
+    """Return a factory for a worker of a hand-over; with `long_prompt` its prompts are long."""
     return partial(worker, transfers=True, policies=POLICIES[request.param])
 
 
-def halves(name: str = "a", prompt: int = 400, output: int = 3) -> tuple[Job, Job]:
+def legs(name: str = "a", prompt: int = 400, output: int = 3) -> tuple[Job, Job]:
     whole = job(name, prompt, output)
     return replace(whole, leg=Leg.PREFILL), replace(whole, leg=Leg.DECODE)
 
 
-def test_a_prefill_keeps_its_blocks_until_they_are_fetched(end: End) -> None:
+def test_prefill_leg_keeps_its_blocks_until_release(end: End) -> None:
     engine = ExactEngine(end())
-    first, _ = halves()
+    first, _ = legs()
     (event,) = run(engine, [(0.0, first)])
     assert (event.tokens, event.finished, event.at) == (1, True, pytest.approx(0.05))
     assert engine.gauges(1.0).kv_usage > 0
@@ -195,18 +195,18 @@ def test_a_prefill_keeps_its_blocks_until_they_are_fetched(end: End) -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
-def test_a_client_that_leaves_in_the_step_that_ends_its_prefill(end: End) -> None:
+def test_abort_in_the_last_prefill_step_frees_the_blocks(end: End) -> None:
     engine = ExactEngine(end())
-    engine.submit(halves()[0], 0.0)
+    engine.submit(legs()[0], 0.0)
     drain(engine, 0.045)
     engine.abort("a", 0.045)
     assert drain(engine) == []
     assert engine.gauges(1.0).kv_usage == 0
 
 
-def test_a_decode_leg_fetches_and_computes_one_token(end: End) -> None:
+def test_decode_leg_fetches_its_kv_and_computes_one_token(end: End) -> None:
     engine = ExactEngine(end(transfer=WIRE))
-    _, second = halves()
+    _, second = legs()
     events = run(engine, [(1.0, second)])
     assert (events[0].fetched, events[0].at) == (True, pytest.approx(1.05))
     # One token of prefill, then two steps of decoding.
@@ -215,7 +215,7 @@ def test_a_decode_leg_fetches_and_computes_one_token(end: End) -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
-def test_what_is_cached_is_not_fetched(end: End) -> None:
+def test_cached_kv_is_not_fetched(end: End) -> None:
     wire = TransferTime(byte_s=1e-3)
     model = end(transfer=wire, kv_token_bytes=1)
     engine = ExactEngine(model)
@@ -226,9 +226,9 @@ def test_what_is_cached_is_not_fetched(end: End) -> None:
     assert fetched.at == pytest.approx(1.0 + 0.080)
 
 
-def test_a_worker_fetches_one_after_another_while_others_decode(end: End) -> None:
+def test_worker_fetches_sequentially_while_others_decode(end: End) -> None:
     engine = ExactEngine(end(transfer=WIRE))
-    (_, a), (_, b) = halves("a"), halves("b")
+    (_, a), (_, b) = legs("a"), legs("b")
     events = run(engine, [(0.0, job("c", 10, 100)), (0.5, a), (0.5, b)])
     fetched = [event.at for event in events if event.fetched]
     assert fetched[1] - fetched[0] == pytest.approx(0.05, abs=0.011)
@@ -236,9 +236,9 @@ def test_a_worker_fetches_one_after_another_while_others_decode(end: End) -> Non
     assert max(y - x for x, y in pairwise(ticks)) < 0.0121
 
 
-def test_a_client_that_leaves_while_its_kv_is_on_the_way(end: End) -> None:
+def test_abort_during_a_transfer_frees_the_blocks(end: End) -> None:
     engine = ExactEngine(end(transfer=WIRE))
-    engine.submit(halves()[1], 0.0)
+    engine.submit(legs()[1], 0.0)
     drain(engine, 0.01)
     engine.abort("a", 0.01)
     assert [event for event in drain(engine) if event.tokens] == []
@@ -246,42 +246,42 @@ def test_a_client_that_leaves_while_its_kv_is_on_the_way(end: End) -> None:
 
 
 @pytest.mark.parametrize("name", ["long_prompt", "rotation", "chunk_budget", "deferred_prefill"])
-def test_a_decode_leg_whose_kv_is_here_waits_for_one_step_alone(name: str) -> None:
+def test_decode_leg_with_fetched_kv_waits_for_one_step(name: str) -> None:
     wire, policies = TransferTime(setup_s=0.2), POLICIES.get(name, {name: {}})
     engine = ExactEngine(worker(transfers=True, transfer=wire, policies=policies))
-    # Alone in prefill a long prompt has whole steps, of 61 ms, but for the leg's one token.
-    events = run(engine, [(0.0, halves()[1]), (0.1, job("long", 4000, 1))])
+    # The long prompt has whole steps of 61 ms, except for the leg's one token.
+    events = run(engine, [(0.0, legs()[1]), (0.1, job("long", 4000, 1))])
     (fetched,) = (event.at for event in events if event.fetched)
     found = firsts(events)
     assert fetched < found["a"] < fetched + 2 * 0.062 < found["long"]
 
 
-def test_kv_on_its_way_to_many_leaves_a_prompt_half_of_the_step() -> None:
+def test_transfers_in_progress_leave_a_prompt_half_of_the_step() -> None:
     slow = TransferTime(setup_s=10.0)
     few = worker(
         transfers=True, transfer=slow, policies=POLICIES["long_prompt"],
         max_num_batched_tokens=16,
     )  # fmt: skip
     engine = ExactEngine(few)
-    legs = [(0.0, halves(f"{number}", 32)[1]) for number in range(20)]
-    found = firsts(run(engine, [*legs, (0.1, job("long", 160, 1))]))
-    # A step of sixteen tokens, in which it enters, and eighteen of eight.
+    decode_legs = [(0.0, legs(f"{number}", 32)[1]) for number in range(20)]
+    found = firsts(run(engine, [*decode_legs, (0.1, job("long", 160, 1))]))
+    # One step of sixteen tokens, then eighteen of eight.
     assert found["long"] == pytest.approx(0.1 + 0.0116 + 18 * 0.0108)
 
 
-def test_legs_without_a_slot_take_nothing_of_a_prompt_that_runs() -> None:
+def test_decode_legs_without_a_slot_do_not_slow_a_running_prompt() -> None:
     one = worker(transfers=True, max_num_seqs=1, max_num_batched_tokens=16)
     limited = replace(one, policies=POLICIES["long_prompt"])
-    legs = [(0.05, halves(f"{number}", 32)[1]) for number in range(20)]
+    decode_legs = [(0.05, legs(f"{number}", 32)[1]) for number in range(20)]
     alone, beside = (
         firsts(run(ExactEngine(limited), [(0.0, job("long", 1600, 1)), *others]))["long"]
-        for others in ([], legs)
+        for others in ([], decode_legs)
     )
     assert beside == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_legs_among_held_longs_all_end_and_keep_nothing(end: End, asynchronous: bool) -> None:
+def test_random_legs_all_end_and_free_their_blocks(end: End, asynchronous: bool) -> None:
     engine = ExactEngine(end(transfer=WIRE, kv_tokens=6144, async_scheduling=asynchronous))
     rng = random.Random(2)
     jobs = []
@@ -314,14 +314,14 @@ def test_legs_among_held_longs_all_end_and_keep_nothing(end: End, asynchronous: 
     assert engine.gauges(0.0).kv_usage == 0
 
 
-def test_a_request_that_can_never_enter_is_said_to_be_so() -> None:
+def test_request_larger_than_the_cache_raises() -> None:
     engine = ExactEngine(worker(kv_tokens=1024, max_model_len=1024))
     engine.submit(job("a", 2000, 4), 0.0)
     with pytest.raises(UsageError, match=r"w0: 1 requests are waiting.*kv_tokens"):
         drain(engine)
 
 
-def test_facts_say_what_the_scheduler_took() -> None:
+def test_facts_count_steps_and_scheduler_time() -> None:
     engine = ExactEngine(worker(EVEN, policies={"long_prompt": {}}))
     run(engine, [(0.0, job("a", 100, 10))])
     facts = engine.facts()

@@ -1,4 +1,4 @@
-"""The plain worker: its times are those of its steps, however many of them are one event."""
+"""The fluid engine: events of many steps have the times of single steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BENT = StepTime(
 
 
 def model(**given: Any) -> WorkerModel:
-    """Make a small worker."""
+    """Return a small worker."""
     settings: dict[str, Any] = {
         "name": "w", "time": PLAIN, "max_model_len": 32_768, "kv_tokens": 100_000,
         "max_num_seqs": 32, "max_num_batched_tokens": 1000, "async_scheduling": False,
@@ -36,8 +36,8 @@ def model(**given: Any) -> WorkerModel:
 
 
 def play(engine: FluidEngine, jobs: list[tuple[float, Job]]) -> dict[str, list[Event]]:
-    """Play jobs at their times, until all is over."""
-    told: dict[str, list[Event]] = {}
+    """Play jobs at their times to the end; return the events of each."""
+    events_of: dict[str, list[Event]] = {}
     last = 0.0
     waiting = sorted(jobs, key=lambda item: item[0])
     for _ in range(1_000_000):
@@ -51,62 +51,62 @@ def play(engine: FluidEngine, jobs: list[tuple[float, Job]]) -> dict[str, list[E
         for event in engine.advance(at):
             assert event.at >= last - 1e-12
             last = event.at
-            told.setdefault(event.job_id, []).append(event)
+            events_of.setdefault(event.job_id, []).append(event)
         assert engine.next_at() > at
-    return told
+    return events_of
 
 
-def ends(told: dict[str, list[Event]]) -> dict[str, tuple[float, float, int]]:
-    """Give first token, last token, and how many of each job."""
+def ends(events_of: dict[str, list[Event]]) -> dict[str, tuple[float, float, int]]:
+    """Return the first token's time, the last token's time and the tokens of each job."""
     return {
         name: (events[0].at, events[-1].at, sum(event.tokens for event in events))
-        for name, events in told.items()
+        for name, events in events_of.items()
         if events[-1].finished
     }
 
 
-def crowd(count: int, seed: int = 0, most: int = 3000) -> list[tuple[float, Job]]:
-    """Draw jobs that come faster than they go at times."""
+def crowd(count: int, seed: int = 0, max_prompt: int = 3000) -> list[tuple[float, Job]]:
+    """Return random jobs that at times arrive faster than they are served."""
     rng = random.Random(seed)
     now, jobs = 0.0, []
     for i in range(count):
         now += rng.expovariate(20)
-        job = Job(f"j{i}", rng.randint(1, most), rng.choice((1, 2, 17, 80)))
+        job = Job(f"j{i}", rng.randint(1, max_prompt), rng.choice((1, 2, 17, 80)))
         jobs.append((now, job))
     return jobs
 
 
-def test_a_lone_request_takes_its_prefill_and_its_steps() -> None:
-    told = play(FluidEngine(model()), [(1.0, Job("a", 500, 11))])
-    first, last, tokens = ends(told)["a"]
+def test_single_request_takes_its_prefill_and_its_steps() -> None:
+    events_of = play(FluidEngine(model()), [(1.0, Job("a", 500, 11))])
+    first, last, tokens = ends(events_of)["a"]
     assert first == pytest.approx(1.0 + 0.011 + 500 * 1e-4)
     assert last == pytest.approx(first + 10 * (0.010 + 1e-4))
     assert tokens == 11
-    assert len(told["a"]) == 2, "ten steps alike are one event"
+    assert len(events_of["a"]) == 2, "ten equal steps are one event"
 
 
-def test_a_prompt_beyond_the_budget_comes_in_chunks() -> None:
-    told = play(FluidEngine(model()), [(0.0, Job("a", 2500, 1))])
-    assert ends(told)["a"][0] == pytest.approx(3 * 0.011 + 2500 * 1e-4)
+def test_prompt_beyond_the_budget_takes_several_steps() -> None:
+    events_of = play(FluidEngine(model()), [(0.0, Job("a", 2500, 1))])
+    assert ends(events_of)["a"][0] == pytest.approx(3 * 0.011 + 2500 * 1e-4)
 
 
-def test_who_comes_amid_a_step_waits_for_its_end() -> None:
-    told = play(FluidEngine(model()), [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))])
+def test_arrival_during_a_step_waits_for_its_end() -> None:
+    events_of = play(FluidEngine(model()), [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))])
     first = 0.011 + 100 * 1e-4
     step = 0.010 + 1e-4
     steps = -(-(0.5003 - first) // step)
     begun = first + steps * step
-    assert ends(told)["b"][0] == pytest.approx(begun + 0.002 + step + 100 * 1e-4)
+    assert ends(events_of)["b"][0] == pytest.approx(begun + 0.002 + step + 100 * 1e-4)
 
 
-def test_with_steps_scheduled_ahead_it_waits_for_one_more() -> None:
+def test_async_scheduling_adds_one_step_of_waiting() -> None:
     jobs = [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))]
     at_once = ends(play(FluidEngine(model()), jobs))["b"][0]
     ahead = ends(play(FluidEngine(model(async_scheduling=True)), jobs))["b"][0]
     assert ahead == pytest.approx(at_once + 0.010 + 1e-4)
 
 
-WAYS: list[dict[str, Any]] = [
+POLICIES: list[dict[str, Any]] = [
     {},
     {"prefill_first": {}},
     {"static_batching": {}},
@@ -122,8 +122,8 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("time", [PLAIN, BENT], ids=["plain", "bent"])
-@pytest.mark.parametrize("policies", WAYS, ids=str)
-def test_runs_have_the_times_of_their_steps(
+@pytest.mark.parametrize("policies", POLICIES, ids=str)
+def test_merged_steps_have_the_times_of_single_steps(
     policies: dict[str, Any], time: StepTime, ahead: bool
 ) -> None:
     worker = model(time=time, policies=policies, max_num_seqs=8, async_scheduling=ahead)
@@ -131,11 +131,11 @@ def test_runs_have_the_times_of_their_steps(
     longest: dict[str, float] = {}
     by_step = FluidEngine(worker, each_token=True)
     by_run = FluidEngine(worker, ended=lambda job, gap: longest.update({job.id: gap}))
-    each = play(by_step, jobs)
-    slow, fast = ends(each), ends(play(by_run, jobs))
+    step_events = play(by_step, jobs)
+    slow, fast = ends(step_events), ends(play(by_run, jobs))
     assert slow.keys() == fast.keys() == {job.id for _, job in jobs}
     assert all(slow[name][2] == fast[name][2] for name in slow)
-    # Chunks that are sized by time, and holds that end by the clock, are looked at less often.
+    # Chunks sized by time, and holds that end by the clock, are checked less often.
     near = 0.03 if {"long_prompt", "chunk_budget", "deferred_prefill"} & policies.keys() else 1e-9
     mean = [sum(one[name][0] for name in one) / len(one) for one in (slow, fast)]
     assert mean[1] == pytest.approx(mean[0], rel=near)
@@ -143,14 +143,14 @@ def test_runs_have_the_times_of_their_steps(
         for name, (first, last, _) in slow.items():
             assert fast[name][:2] == pytest.approx((first, last), rel=1e-9)
     if near < 0.01 and policies.keys() != {"prefill_first"} and time is PLAIN:
-        for name, events in each.items():
+        for name, events in step_events.items():
             gaps = [b.at - a.at for a, b in pairwise(events)]
             assert longest[name] == pytest.approx(max(gaps, default=0.0))
     assert by_run.facts()["output_tokens"] == by_step.facts()["output_tokens"]
     assert by_run.facts()["prefill_tokens"] == sum(job.prompt_tokens for _, job in jobs)
 
 
-def test_a_pause_for_prefill_is_a_gap_in_every_stream() -> None:
+def test_pause_for_prefill_is_a_gap_in_every_stream() -> None:
     longest: dict[str, float] = {}
     engine = FluidEngine(
         model(policies={"prefill_first": {}}, max_num_batched_tokens=4000),
@@ -161,7 +161,7 @@ def test_a_pause_for_prefill_is_a_gap_in_every_stream() -> None:
     assert engine.facts()["max_itl_ms"] == pytest.approx(longest["a"] * 1000)
 
 
-def test_a_pause_has_its_bound_though_each_step_is_longer_than_the_one_before() -> None:
+def test_pause_is_bounded_though_steps_get_longer() -> None:
     bound_s = 2.0
     policies = {"prefill_first": {"max_pause_s": bound_s}}
     engine = FluidEngine(model(time=replace(PLAIN, pair_s=1e-8), policies=policies))
@@ -170,13 +170,13 @@ def test_a_pause_has_its_bound_though_each_step_is_longer_than_the_one_before() 
     assert bound_s < engine.gaps.most < bound_s + a_step_s
 
 
-def test_chunks_do_not_pause_the_streams_for_so_long() -> None:
+def test_chunk_budget_limits_the_gaps() -> None:
     engine = FluidEngine(model(policies={"chunk_budget": {"chunk": 200}}))
     play(engine, [(0.0, Job("a", 10, 100)), (0.3, Job("b", 4000, 1))])
     assert engine.gaps.most == pytest.approx(0.002 + 0.010 + 1e-4 + 200 * 1e-4)
 
 
-def test_a_batch_waits_for_its_last_member() -> None:
+def test_static_batch_waits_for_its_last_member() -> None:
     jobs = [(0.0, Job("a", 10, 5)), (0.0, Job("b", 10, 300)), (0.1, Job("c", 10, 5))]
     static = ends(play(FluidEngine(model(policies={"static_batching": {}})), jobs))
     flowing = ends(play(FluidEngine(model()), jobs))
@@ -191,36 +191,36 @@ def test_a_batch_is_joined_after_the_longest_wait() -> None:
     assert 1.1 < found["b"][0] < 1.2 < found["a"][1]
 
 
-def test_nobody_enters_without_room_for_all_of_it() -> None:
+def test_job_enters_only_with_room_for_all_its_tokens() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 900, 100)), (0.0, Job("c", 900, 100))]
     found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["b"][0] < found["a"][1]
     assert found["c"][0] > found["a"][1]
 
 
-def test_what_is_larger_than_the_cache_runs_alone() -> None:
+def test_job_larger_than_the_cache_runs_alone() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 5000, 100)), (0.0, Job("c", 900, 100))]
     found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["a"][1] < found["b"][0] < found["b"][1] < found["c"][0]
 
 
-def test_slots_bound_those_that_run() -> None:
+def test_slots_bound_the_running_jobs() -> None:
     found = ends(play(FluidEngine(model(max_num_seqs=2)), [(0.0, Job(n, 10, 50)) for n in "abc"]))
     assert found["c"][0] > found["a"][1]
 
 
-def test_a_prompt_that_begins_alike_is_computed_once() -> None:
+def test_shared_prefix_is_computed_once() -> None:
     shared = (("head", 800),)
     jobs = [(0.0, Job("a", 900, 2, 1, shared)), (1.0, Job("b", 900, 2, 2, shared))]
-    told = play(FluidEngine(model()), jobs)
-    assert told["b"][0].cached_tokens == 800
-    found = ends(told)
+    events_of = play(FluidEngine(model()), jobs)
+    assert events_of["b"][0].cached_tokens == 800
+    found = ends(events_of)
     assert found["b"][0] - 1.0 == pytest.approx(0.011 + 100 * 1e-4)
     without = play(FluidEngine(model(prefix_caching=False)), jobs)
     assert without["b"][0].cached_tokens == 0
 
 
-def test_a_hand_over_keeps_the_cache_until_it_is_fetched() -> None:
+def test_prefill_leg_keeps_its_kv_until_release() -> None:
     engine = FluidEngine(model(kv_tokens=1000))
     engine.submit(Job("a", 900, 1, leg=Leg.PREFILL), 0.0)
     (event,) = engine.advance(1.0)
@@ -234,52 +234,52 @@ def test_a_hand_over_keeps_the_cache_until_it_is_fetched() -> None:
     assert event.at == pytest.approx(2.0 + 0.011 + 900 * 1e-4)
 
 
-def test_decode_legs_are_fetched_one_after_another_and_computed_from_there() -> None:
+def test_decode_legs_are_fetched_sequentially_and_computed() -> None:
     worker = model(kv_token_bytes=1000, kv_pieces=0, transfer=TransferTime(0.1, 0.0, 1e-7))
     engine = FluidEngine(worker)
-    told = play(engine, [(0.0, Job(n, 1600, 3, leg=Leg.DECODE)) for n in "ab"])
-    fetched = [told[name][0] for name in "ab"]
+    events_of = play(engine, [(0.0, Job(n, 1600, 3, leg=Leg.DECODE)) for n in "ab"])
+    fetched = [events_of[name][0] for name in "ab"]
     assert all(event.fetched for event in fetched)
     assert [event.at for event in fetched] == pytest.approx([0.26, 0.52])
-    assert told["a"][1].at == pytest.approx(0.26 + 0.011 + 1e-4)
-    assert ends(told)["a"][2] == 3
+    assert events_of["a"][1].at == pytest.approx(0.26 + 0.011 + 1e-4)
+    assert ends(events_of)["a"][2] == 3
     assert engine.facts()["prefill_tokens"] == 2
 
 
 @pytest.mark.parametrize("at", [0.01, 0.3, 0.6])
-def test_one_that_is_gone_leaves_nothing_behind(at: float) -> None:
+def test_aborted_jobs_leave_no_state(at: float) -> None:
     engine = FluidEngine(model(kv_tokens=6000))
     engine.submit(Job("a", 3000, 30), 0.0)
     engine.submit(Job("b", 2500, 30), 0.0)
     engine.submit(Job("c", 2500, 30), 0.0)
-    told = list(engine.advance(at))
+    events = list(engine.advance(at))
     for name in "ab":
         engine.abort(name, at)
-    engine.abort("nobody", at)
-    told_after = play(engine, [])
-    assert ends(told_after)["c"][2] == 30
-    assert not any(event.finished for event in told)
-    assert "a" not in told_after
+    engine.abort("unknown", at)
+    later = play(engine, [])
+    assert ends(later)["c"][2] == 30
+    assert not any(event.finished for event in events)
+    assert "a" not in later
     assert engine.gauges(9.0) == engine.gauges(9.0)._replace(
         running=0, waiting=0, kv_usage=0.0, backlog_tokens=0
     )
 
 
-def test_longs_take_turns_and_shorts_pass() -> None:
+def test_long_prompt_lets_shorts_pass() -> None:
     jobs = [(0.0, Job("a", 20_000, 2)), (0.0, Job("b", 20_000, 2)), (0.2, Job("s", 100, 2))]
     worker = {"long_prompt": {"long_prefill_token_threshold": 1500}}
-    ours = ends(play(FluidEngine(model(policies=worker)), jobs))
-    theirs = ends(play(FluidEngine(model()), jobs))
-    assert ours["s"][0] < 0.6 < 4 < theirs["s"][0]
-    assert ours["a"][0] < ours["b"][0]
+    with_policy = ends(play(FluidEngine(model(policies=worker)), jobs))
+    without = ends(play(FluidEngine(model()), jobs))
+    assert with_policy["s"][0] < 0.6 < 4 < without["s"][0]
+    assert with_policy["a"][0] < with_policy["b"][0]
 
 
-def test_holding_admissions_pays_where_mixed_steps_cost_extra() -> None:
-    dear = StepTime(decode_fixed_s=0.01, prefill_fixed_s=0.01, prefill_s=1e-5, mixed_s=0.02)
+def test_deferred_prefill_is_faster_if_mixed_steps_cost_extra() -> None:
+    time = StepTime(decode_fixed_s=0.01, prefill_fixed_s=0.01, prefill_s=1e-5, mixed_s=0.02)
     jobs = [(0.0, Job(f"j{i}", 50, 1 + i * 37 % 100)) for i in range(600)]
 
     def whole_s(**policies: Any) -> float:
-        engine = FluidEngine(model(time=dear, policies=policies))
+        engine = FluidEngine(model(time=time, policies=policies))
         return max(last for _, last, _ in ends(play(engine, jobs)).values())
 
     at_once = whole_s()
@@ -289,13 +289,13 @@ def test_holding_admissions_pays_where_mixed_steps_cost_extra() -> None:
 
 @pytest.mark.parametrize("threshold", [1, 8, 16])
 @pytest.mark.parametrize("exclusive", [True, False], ids=["apart", "along"])
-def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclusive: bool) -> None:
+def test_backlog_throughput_matches_the_recursion(threshold: int, exclusive: bool) -> None:
     time = StepTime(
         decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5, mixed_s=0.011
     )
     slots, mean, prompt = 64, 50, 100
     rng = random.Random(3)
-    # An answer's first token comes with its prefill.
+    # The first token comes with the prefill.
     outputs = [
         1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / mean)) for _ in range(6000)
     ]
@@ -318,9 +318,9 @@ def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclu
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
+def test_random_arrivals_and_aborts_leave_no_state(seed: int) -> None:
     rng = random.Random(seed)
-    policies = WAYS[seed % len(WAYS)]
+    policies = POLICIES[seed % len(POLICIES)]
     engine = FluidEngine(
         model(
             policies=policies,
@@ -331,7 +331,7 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
         ),
         each_token=seed % 3 == 0,
     )
-    now, told, gone, kept = 0.0, dict[str, list[Event]](), set[str](), list[str]()
+    now, events_of, gone, kept = 0.0, dict[str, list[Event]](), set[str](), list[str]()
     jobs = {
         f"j{i}": Job(
             f"j{i}", rng.randint(1, 4000), rng.choice((1, 2, 30)), leg=rng.choice(list(Leg))
@@ -340,10 +340,10 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
     }
     waiting = list(jobs.values())
 
-    def hear(at: float) -> None:
+    def advance(at: float) -> None:
         for event in engine.advance(at):
             assert event.job_id not in gone
-            told.setdefault(event.job_id, []).append(event)
+            events_of.setdefault(event.job_id, []).append(event)
             if event.finished and jobs[event.job_id].leg is Leg.PREFILL:
                 kept.append(event.job_id)
 
@@ -352,7 +352,7 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
         due = engine.next_at()
         if waiting and (due == float("inf") or rng.random() < 0.3):
             now = min(now + rng.random() * 0.1, due)
-            hear(now)
+            advance(now)
             present.add(waiting[-1].id)
             engine.submit(waiting.pop(), now)
         elif kept and (due == float("inf") or rng.random() < 0.3):
@@ -361,22 +361,22 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
             break
         else:
             now = due
-            hear(now)
-        # Anybody may leave at any time, those too of whom nothing was heard yet.
+            advance(now)
+        # A job may be aborted at any time, before its first event too.
         if present and rng.random() < 0.02:
             name = rng.choice(sorted(present - gone))
-            if name not in told or not told[name][-1].finished:
+            if name not in events_of or not events_of[name][-1].finished:
                 gone.add(name)
                 engine.abort(name, now)
     assert engine.next_at() == float("inf")
-    for name, events in told.items():
+    for name, events in events_of.items():
         if name not in gone:
             output = 1 if jobs[name].leg is Leg.PREFILL else jobs[name].output_tokens
             assert sum(event.finished for event in events) == 1
             assert events[-1].finished
             if jobs[name].leg is not Leg.PREFILL:
                 assert sum(event.tokens for event in events) == output
-    assert told.keys() | gone == jobs.keys()
+    assert events_of.keys() | gone == jobs.keys()
     assert engine.gauges(now).waiting == 0
     gauges = engine.gauges(now)
     assert gauges == gauges._replace(

@@ -1,4 +1,4 @@
-"""Who shares what with whom, without words."""
+"""Prefix hashes of simulated prompts."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from proxy.core.learned.prefix_index import ENDS
 from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes, token_namer
 
 
-def alike(
+def shared_tokens(
     one: tuple[tuple[str, int], ...], other: tuple[tuple[str, int], ...], length: int = 200
 ) -> int:
-    """Count the tokens up to which two texts have the same names."""
+    """Return the number of first tokens with equal names in two texts."""
     first, second = token_namer(1, one), token_namer(2, other)
     same = [first(end) == second(end) for end in range(1, length + 1)]
     assert same == sorted(same, reverse=True)
     return sum(same)
 
 
-def test_texts_are_alike_as_far_as_their_pieces() -> None:
-    assert alike((), ()) == 0
-    assert alike((("a", 50),), (("a", 50),)) == 50
-    assert alike((("a", 50),), (("b", 50),)) == 0
-    assert alike((("a", 50),), (("a", 30),)) == 30
-    assert alike((("a", 50), ("b", 50)), (("a", 50), ("b", 20))) == 70
-    assert alike((("a", 50), ("b", 50)), (("a", 50), ("c", 50))) == 50
-    assert alike((("a", 50), ("b", 50)), (("a", 40), ("b", 50))) == 40
+def test_token_names_are_equal_up_to_the_first_different_piece() -> None:
+    assert shared_tokens((), ()) == 0
+    assert shared_tokens((("a", 50),), (("a", 50),)) == 50
+    assert shared_tokens((("a", 50),), (("b", 50),)) == 0
+    assert shared_tokens((("a", 50),), (("a", 30),)) == 30
+    assert shared_tokens((("a", 50), ("b", 50)), (("a", 50), ("b", 20))) == 70
+    assert shared_tokens((("a", 50), ("b", 50)), (("a", 50), ("c", 50))) == 50
+    assert shared_tokens((("a", 50), ("b", 50)), (("a", 40), ("b", 50))) == 40
 
 
-def test_one_text_is_itself() -> None:
+def test_token_names_of_one_text_are_stable() -> None:
     shared = (("a", 50),)
     assert [token_namer(1, shared)(end) for end in range(1, 99)] == [
         token_namer(1, shared)(end) for end in range(1, 99)
     ]
 
 
-def test_hashes_cut_where_the_router_cuts() -> None:
+def test_hashes_end_at_the_routers_block_ends() -> None:
     shared = (("system", ENDS[3] // BYTES_PER_TOKEN),)
     one, other = (prefix_hashes(text, shared, 10_000) for text in (1, 2))
     assert one[:4] == other[:4]
@@ -41,5 +41,5 @@ def test_hashes_cut_where_the_router_cuts() -> None:
     assert len(one) == sum(end <= 10_000 * BYTES_PER_TOKEN for end in ENDS)
 
 
-def test_what_shares_nothing_is_not_hashed() -> None:
+def test_prompt_without_shared_pieces_has_no_hashes() -> None:
     assert prefix_hashes(1, (), 10_000) == ()

@@ -1,4 +1,4 @@
-"""Quantiles in bins: near the samples' own, and exact where that is promised."""
+"""Quantiles of binned samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_sched.sim.engines.quantile_sketch import BIN_WIDTH, QuantileSketch
 
 
 def samples(count: int = 20_000) -> list[float]:
-    """Draw latencies over several decades."""
+    """Return latencies over several decades."""
     rng = random.Random(2)
     return sorted(rng.lognormvariate(-2, 1.5) for _ in range(count))
 
@@ -31,7 +31,7 @@ def test_quantiles_are_within_half_a_bin() -> None:
     assert len(sketch.bins) < 1500
 
 
-def test_weights_count_as_so_many_samples() -> None:
+def test_weight_counts_as_several_samples() -> None:
     sketch = QuantileSketch()
     sketch.add(0.01, 99)
     sketch.add(5.0)
@@ -41,7 +41,7 @@ def test_weights_count_as_so_many_samples() -> None:
     assert sketch.at_most(1.0) == pytest.approx(0.99)
 
 
-def test_two_become_one() -> None:
+def test_merged_sketch_equals_a_sketch_of_all_samples() -> None:
     drawn = samples(2000)
     one, other, both = QuantileSketch(), QuantileSketch(), QuantileSketch()
     for index, value in enumerate(drawn):
@@ -53,7 +53,7 @@ def test_two_become_one() -> None:
     assert one.total == pytest.approx(both.total)
 
 
-def test_nothing_and_next_to_nothing() -> None:
+def test_sketch_of_no_and_tiny_samples() -> None:
     sketch = QuantileSketch()
     assert (sketch.quantile(0.5), sketch.mean, sketch.at_most(1.0)) == (0.0, 0.0, 1.0)
     sketch.add(0.0)

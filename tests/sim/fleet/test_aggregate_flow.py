@@ -1,4 +1,4 @@
-"""Requests through the router's core and plain workers: closed forms, and nothing is lost."""
+"""The aggregate flow: closed forms, and no request is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NONE = Targets()
 
 
 def placed(name: str, role: Role = Role.GENERAL, **given: Any) -> PlacedWorker:
-    """Make a worker."""
+    """Return a placed worker."""
     settings: dict[str, Any] = {
         "time": TIME, "max_model_len": 131_072, "kv_tokens": 400_000, "async_scheduling": False,
         "kv_token_bytes": 1000, "transfer": TransferTime(0.01, 0.0, 1e-9),
@@ -52,14 +52,14 @@ def play(
 
 
 def traffic(count: int, rate: float, workload: str = "azure-conv", seed: int = 0) -> Schedule:
-    """Draw requests."""
+    """Return a random schedule."""
     return Schedule(
         source=find(workload), seed=seed, rate=rate, count=count, duration_s=count / rate * 2
     )
 
 
 @pytest.mark.parametrize("load", [0.3, 0.8])
-def test_a_single_server_waits_as_md1_says(load: float) -> None:
+def test_single_server_waits_as_m_d_1(load: float) -> None:
     service = 0.011 + 1000 * 1e-4
     rng, now, requests = random.Random(1), 0.0, []
     for _ in range(20_000):
@@ -81,7 +81,7 @@ def test_every_request_is_counted_once() -> None:
     assert run.gaps.count == figures.output_tokens - 400
 
 
-def test_the_same_seed_gives_the_same_figures() -> None:
+def test_same_seed_gives_the_same_figures() -> None:
     def figures(seed: int) -> tuple[float, ...]:
         run = play([placed("a"), placed("b")], traffic(300, 8, seed=seed))
         return run.all.ttft.quantile(0.99), run.all.ttft.total, run.gaps.total
@@ -89,14 +89,14 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     assert figures(1) == figures(1) != figures(2)
 
 
-def test_what_no_worker_holds_is_refused() -> None:
+def test_request_beyond_every_context_is_refused() -> None:
     requests = [Request(0.0, "x", 500, 10), Request(0.1, "x", 5000, 10)]
     run = play([placed("a", max_model_len=4096)], requests)
     assert (run.all.done, run.refused) == (1, 1)
     assert run.all.share == 0.5
 
 
-def test_a_full_fleet_lets_requests_wait_and_turns_the_rest_away() -> None:
+def test_full_fleet_queues_requests_and_refuses_the_rest() -> None:
     requests = [Request(0.0, "x", 1000, 200) for _ in range(10)]
     worker = replace(placed("a"), max_requests=2)
     run = play([worker], requests, queue_requests=3, queue_wait_s=100)
@@ -106,7 +106,7 @@ def test_a_full_fleet_lets_requests_wait_and_turns_the_rest_away() -> None:
     assert run.all.done + run.refused == 10
 
 
-def test_targets_are_of_single_requests() -> None:
+def test_targets_apply_to_each_request() -> None:
     requests = [Request(0.0, "x", 1000, 11), Request(10.0, "x", 6000, 11)]
     workers = [placed("a")]
     assert play(workers, requests, Targets(ttft=0.3)).all.met == 1
@@ -117,7 +117,7 @@ def test_targets_are_of_single_requests() -> None:
     assert play(workers, overlapping, Targets(itl=0.2)).all.met == 1
 
 
-def test_prompts_are_handed_over_where_that_is_better() -> None:
+def test_prompts_are_handed_over_if_that_is_faster() -> None:
     workers = [placed("p", Role.PREFILL), placed("d", Role.DECODE)]
     whole = play(workers, traffic(300, 4, "azure-code"), transfer=False)
     handed = play(workers, traffic(300, 4, "azure-code"), transfer=True)
@@ -127,7 +127,7 @@ def test_prompts_are_handed_over_where_that_is_better() -> None:
     assert handed.gaps.quantile(0.99) < whole.gaps.quantile(0.99)
 
 
-def test_conversations_come_back_to_the_worker_that_has_them() -> None:
+def test_prefix_affinity_keeps_conversations_on_their_worker() -> None:
     schedule = traffic(400, 4, "mooncake-conv")
     workers = [placed(f"w{i}") for i in range(4)]
     kept = play(workers, schedule)
@@ -144,19 +144,19 @@ def test_conversations_come_back_to_the_worker_that_has_them() -> None:
     ],
     ids=str,
 )
-def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: FleetShape) -> None:
+def test_aggregate_flow_agrees_with_simulated_fleet(shape: FleetShape) -> None:
     machine = of_profile("h100-8b")
     schedule = traffic(500, 9, "azure-conv:0.9,mooncake-conv:0.1")
     counted = AggregateFlow(shape.placed(machine), shape.settings(), NONE).play(schedule)
     config = FleetConfig(**shape.to_fleet(machine, "m", 1))
     models = {each.model.name: each.model for each in shape.placed(machine)}
-    # Transfers are the fleet file's; both take them to be the machine's.
+    # Both take the machine's transfer times.
     kept = SimulatedFleet(config, models, partial(FluidEngine, each_token=True)).play(schedule)
     outcomes = [each for each in kept.outcomes if each.good]
     assert len(outcomes) == counted.all.done == 500
     ttft = sum(each.ttft for each in outcomes) / len(outcomes)
     end = max(each.end for each in outcomes)
-    # The router hears of tokens sooner here, and may choose otherwise now and then.
+    # The router learns of tokens sooner here, so its choices may differ.
     assert counted.all.ttft.mean == pytest.approx(ttft, rel=0.15)
     assert counted.duration_s == pytest.approx(end, rel=0.05)
     gaps = sorted(gap for each in outcomes for gap in each.itls)

@@ -1,7 +1,6 @@
-"""The plain worker beside real schedulers: how near it comes, policy by policy.
+"""The fluid engine against real schedulers, by policy.
 
-Crowds that neither cache holds at once, longs among shorts. What must hold is what a plan rests on:
-times to first token and their tail, gaps, and how long all of it takes.
+A plan relies on the figures compared here: times to first token, their tail, gaps and makespan.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vllm_sched.sim.types import Job
 
 
 @pytest.mark.parametrize("name", [*WAYS, *FAR_ON])
-def test_a_plain_worker_is_near_a_real_scheduler(name: str) -> None:
+def test_fluid_engine_is_close_to_a_real_scheduler(name: str) -> None:
     way = (WAYS | FAR_ON)[name]
     exact, plain = both(way)
     assert plain == pytest.approx(exact, rel=way.near)
@@ -38,8 +37,8 @@ CHUNKS = ("chunk_budget",)
 BOTH = ("long_prompt", "chunk_budget")
 
 
-def gaps_of(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
-    """Name policies that keep gaps within a time, for prompts above 2,000 tokens apart or all."""
+def gap_policies(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
+    """Return settings of policies that keep gaps within this time."""
     known = {
         "chunk_budget": {"itl_ms": itl_ms},
         "long_prompt": {"long_prefill_token_threshold": 2000},
@@ -54,14 +53,14 @@ def gaps_of(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
         (BOTH, 512, 60, 0), (BOTH, 2048, 60, 0), (BOTH, 512, 60, 5000), (BOTH, 2048, 40, 5000),
     ],
 )  # fmt: skip
-def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
+def test_merged_steps_keep_gaps_within_the_target(
     policies: tuple[str, ...], budget: int, itl_ms: int, cached: int
 ) -> None:
     model = worker(
         GROWING, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
-        kv_tokens=400_000, policies=gaps_of(itl_ms, *policies),
+        kv_tokens=400_000, policies=gap_policies(itl_ms, *policies),
     )  # fmt: skip
-    # Far enough apart that longs enter on their own: nobody in prefill says how far on they are.
+    # Far enough apart that each long prompt enters alone.
     shared, apart = ((("a", cached),), 4) if cached else ((), 2)
     jobs = [
         (apart * at, replace(each, prompt_tokens=2 * each.prompt_tokens, shared=shared))
@@ -75,23 +74,23 @@ def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
     assert sum(gap > itl_ms / 1000 for gap in gaps) < 0.01 * len(gaps)
     longest: list[float] = []
     plain = FluidEngine(model, ended=lambda _job, gap: longest.append(gap))
-    told = run(plain, jobs)
+    events = run(plain, jobs)
     arrived = {each.id: at for at, each in jobs}
-    first = firsts(told)
-    # What a plan counts as late: a gap above what was asked for.
+    first = firsts(events)
+    # A plan counts a gap above the target as late.
     assert max(longest) <= itl_ms / 1000
     assert max(longest) == pytest.approx(max(gaps), rel=0.1)
     assert plain.gaps.quantile(0.99) == pytest.approx(exact["ITL p99"], rel=0.1)
     ttft = sum(first[name] - arrived[name] for name in first) / len(first)
     assert ttft == pytest.approx(exact["TTFT mean"], rel=0.1)
-    assert max(ends(told).values()) == pytest.approx(exact["last token"], rel=0.05)
+    assert max(ends(events).values()) == pytest.approx(exact["last token"], rel=0.05)
 
 
 @pytest.mark.parametrize("policies", [CHUNKS, BOTH])
-def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[str, ...]) -> None:
+def test_chunk_of_a_prompt_with_a_cached_prefix_fits_the_gap(policies: tuple[str, ...]) -> None:
     model = worker(
         GROWING, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=16_384,
-        kv_tokens=400_000, policies=gaps_of(40, *policies),
+        kv_tokens=400_000, policies=gap_policies(40, *policies),
     )  # fmt: skip
     jobs = [
         (0.0, Job("first", 10_000, 2, 1, shared=(("a", 10_000),))),
@@ -100,14 +99,14 @@ def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[
     ]
     gaps: dict[str, float] = {}
     plain = FluidEngine(model, ended=lambda job, gap: gaps.update({job.id: gap}))
-    told = run(plain, jobs)
-    assert any(event.cached_tokens >= 10_000 for event in told if event.job_id == "again")
+    events = run(plain, jobs)
+    assert any(event.cached_tokens >= 10_000 for event in events if event.job_id == "again")
     assert 0.03 < gaps["decodes"] <= 0.04
 
 
 @pytest.mark.parametrize("tokens", [22_000, 40_000])
-def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> None:
-    """Each for itself, two or four of them would fill it."""
+def test_shared_prefix_of_running_requests_is_cached_once(tokens: int) -> None:
+    """With separate copies, two or four requests would fill the cache."""
     model = worker(
         TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=tokens
     )
@@ -125,8 +124,8 @@ def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> N
     assert plain == pytest.approx(exact, rel=0.1)
 
 
-def test_what_ran_longest_is_in_the_cache_longest() -> None:
-    """What another has begun with since, and left, is forgotten first: in either engine."""
+def test_prefix_of_the_last_finished_request_is_evicted_last() -> None:
+
     model = worker(
         TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=20_000
     )
@@ -137,7 +136,7 @@ def test_what_ran_longest_is_in_the_cache_longest() -> None:
         (70.0, Job("again", 8016, 2, 4, (("a", 8000),))),
     ]
     for engine in (ExactEngine(model), FluidEngine(model, each_token=True)):
-        told = run(engine, jobs)
-        done = ends(told)
+        events = run(engine, jobs)
+        done = ends(events)
         assert done["leaves"] < done["stays"] < 60
-        assert max(event.cached_tokens for event in told if event.job_id == "again") == 8000
+        assert max(event.cached_tokens for event in events if event.job_id == "again") == 8000

@@ -1,4 +1,4 @@
-"""What a request costs in a simulated fleet, and how that grows: in lines that run, not in time."""
+"""The cost per request of a simulated fleet, in executed lines, by fleet size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow
 
 SIZES = (16, 64, 256)
-BEGINS_S, LASTS_S = FIRST / RATE, 1.0  # once each worker is known, as in `benchmarks.fluid`
-# Answers that are soon over, so that fleets of all sizes are as busy as they will ever be by then.
+BEGINS_S, LASTS_S = FIRST / RATE, 1.0  # after each worker was probed, as in `benchmarks.fluid`
+# Short answers, so that fleets of all sizes are fully busy by then.
 TRAFFIC = "500x20:0.9,20000x20:0.1"
 
 
-class Lines:
-    """Counts the lines that run while it is on."""
+class LineCounter:
+    """Count the lines that run inside its `with` block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,16 +44,16 @@ class Lines:
         return self._line
 
 
-def lines_a_request(workers: int) -> float:
-    """Play a fleet; what one of its requests took, arrival to end, probes and all."""
+def lines_per_request(workers: int) -> float:
+    """Return the executed lines per request, probes included."""
     source, until = find(TRAFFIC), BEGINS_S + LASTS_S
     arrivals = list(Schedule(source=source, rate=RATE * workers, duration_s=until))
     first = next(number for number, each in enumerate(arrivals) if each.at >= BEGINS_S)
-    lines = Lines()
+    lines = LineCounter()
 
     def marked() -> Iterator[Request]:
         yield from arrivals[:first]
-        with lines:  # of what is called from here on
+        with lines:  # counts calls from here on
             yield from arrivals[first:]
 
     run = AggregateFlow(fleet(workers), RouterSettings(), parse(TARGETS.split())).play(marked())
@@ -61,8 +61,8 @@ def lines_a_request(workers: int) -> float:
     return lines.count / (len(arrivals) - first)
 
 
-def test_a_requests_cost_grows_with_the_logarithm_of_the_number_of_workers_at_most() -> None:
-    costs = {workers: lines_a_request(workers) for workers in SIZES}
+def test_cost_per_request_grows_at_most_logarithmically_with_workers() -> None:
+    costs = {workers: lines_per_request(workers) for workers in SIZES}
     assert min(costs.values()) > 100, costs
     for fewer, more in pairwise(SIZES):
         grown = math.log(more) / math.log(fewer)

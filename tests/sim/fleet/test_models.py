@@ -1,4 +1,4 @@
-"""From a fleet file to what its workers are taken to be."""
+"""Worker models from a fleet file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vllm_sched.sim.types import WorkerModel
 
 
 def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any) -> Any:
-    each = [{"name": f"w{number}", **given} for number, given in enumerate(workers)]
-    config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
+    entries = [{"name": f"w{number}", **given} for number, given in enumerate(workers)]
+    config = FleetConfig.model_validate({"model": "m", "workers": entries, **blocks})
     return worker_models(config, source, AssumedWorker(profile="h100-8b"))
 
 
-def test_every_profile_has_sizes() -> None:
+def test_every_profile_has_a_machine() -> None:
     assert MACHINES.keys() == profiles.PROFILES.keys()
     for name, profile in profiles.PROFILES.items():
         model = of_profile(name)
@@ -38,19 +38,19 @@ def test_every_profile_has_sizes() -> None:
         assert model.max_model_len <= model.kv_tokens
 
 
-def test_an_8b_model_leaves_54_gb_of_an_h100_to_its_cache() -> None:
+def test_8b_model_on_h100_leaves_54_gb_for_kv_cache() -> None:
     model = of_profile("h100-8b")
     assert model.kv_tokens * model.kv_token_bytes == pytest.approx(54e9, rel=0.01)
 
 
-def test_a_transfer_takes_what_was_published() -> None:
+def test_transfer_time_matches_published() -> None:
     assert transfer_of(4).seconds(313_000_000, 40_000) == pytest.approx(0.174, rel=0.02)
     model = of_profile("h100-70b-tp4")
     assert model.transfer_s(16) == transfer_of(4).seconds(16 * 320 * 1024, 160)
     assert model.transfer_s(17) > model.transfer_s(16)
 
 
-def test_flags_say_what_the_worker_is() -> None:
+def test_launch_flags_set_the_worker_model() -> None:
     args = [
         "--max-model-len=8192", "--max-num-seqs", "32", "--max_num_batched_tokens=512",
         "--block-size=32", "--num-gpu-blocks-override", "1024", "--no-enable-prefix-caching",
@@ -67,7 +67,7 @@ def test_flags_say_what_the_worker_is() -> None:
     assert model.policies == {"lanes": {}}
 
 
-def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
+def test_gpu_memory_utilization_sets_the_cache_size() -> None:
     def kv(*args: str) -> int:
         return int(read({"launch": {"args": list(args)}})["w0"].kv_tokens)
 
@@ -85,12 +85,12 @@ def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
         ("-tp=4", "h100-8b is a worker with 1"),
     ],
 )
-def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:
+def test_impossible_flag_is_refused(flag: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read({"launch": {"args": [flag]}, "max_model_len": 1000})
 
 
-def test_flags_that_no_model_knows_are_named() -> None:
+def test_unmodelled_flags_are_listed() -> None:
     def unread(*args: str) -> tuple[str, ...]:
         found: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
         return found.unread
@@ -108,7 +108,7 @@ def test_flags_that_no_model_knows_are_named() -> None:
     assert read({})["w0"].unread == ()
 
 
-def test_vllms_own_limit_on_chunks_is_read() -> None:
+def test_long_prefill_token_threshold_flag_is_read() -> None:
     def limit(*args: str) -> tuple[int, bool]:
         model: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
         return model.longest_chunk, model.longest_chunk_adapts
@@ -120,35 +120,35 @@ def test_vllms_own_limit_on_chunks_is_read() -> None:
     assert limit(f"{flag}-adaptive", "--no-long-prefill-token-threshold-adaptive") == (0, False)
 
 
-def test_a_small_budget_makes_for_few_slots_as_in_vllm() -> None:
+def test_small_token_budget_limits_the_slots() -> None:
     model = read({"launch": {"args": ["--max-num-batched-tokens=64"]}})["w0"]
     assert model.max_num_seqs == 64
 
 
-def test_without_flags_it_is_the_machine() -> None:
+def test_worker_without_flags_has_the_profile_defaults() -> None:
     model = read({"profile": "a100-8b"})["w0"]
     assert (model.max_num_seqs, model.max_num_batched_tokens) == (256, 2048)
     assert (model.prefix_caching, model.async_scheduling, model.transfers) == (True, True, False)
 
 
-def test_the_ends_of_a_transfer_know_that_they_are() -> None:
+def test_prefill_and_decode_workers_have_transfers() -> None:
     workers = ({"role": "prefill"}, {"role": "decode"}, {"role": "long"})
     found = read(*workers, transfer="nixl")
     assert [found[name].transfers for name in ("w0", "w1", "w2")] == [True, True, False]
 
 
-def test_a_calibrated_file_is_found_beside_the_fleet(tmp_path: Path) -> None:
+def test_calibration_file_is_found_beside_the_fleet_file(tmp_path: Path) -> None:
     content = {"step_time": {"decode_fixed_s": 0.5}, "kv_tokens": 9000, "kv_token_bytes": 512}
     (tmp_path / "cost.json").write_text(json.dumps(content))
     model = read({"profile": "cost.json"}, source=tmp_path / "fleet.yaml")["w0"]
     assert model.time == StepTime(decode_fixed_s=0.5)
     assert (model.kv_tokens, model.max_model_len, model.kv_token_bytes) == (9000, 9000, 512)
-    # What it does not say is not passed off as known.
+    # Fields that the file lacks are marked as assumed.
     assert {"gpus", "max_num_batched_tokens"} < set(model.assumed)
     assert not {"kv_tokens", "kv_token_bytes"} & set(model.assumed)
 
 
-def test_of_two_files_of_a_name_it_is_the_one_that_was_meant(
+def test_relative_calibration_path_is_resolved_by_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, beside = tmp_path / "here", tmp_path / "beside"
@@ -164,14 +164,17 @@ def test_of_two_files_of_a_name_it_is_the_one_that_was_meant(
         found = worker_models(config, beside / "fleet.yaml", shell)
         return [found[name].kv_tokens for name in ("w0", "w1")]
 
-    assert sizes() == [9000, 8000]  # the fleet file's lies beside it, the shell's here
+    assert sizes() == [
+        9000,
+        8000,
+    ]  # relative to the file; to the working directory
     (here / "cost.json").unlink()
     assert sizes() == [9000, 9000]
     (beside / "cost.json").rename(here / "cost.json")
     assert sizes() == [9000, 9000]
 
 
-def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
+def test_calibration_file_sets_sizes_and_front_time(tmp_path: Path) -> None:
     sizes = {"gpus": 4, "max_model_len": 16_384, "max_num_batched_tokens": 512, "kv_tokens": 65_536}
     (tmp_path / "cost.json").write_text(json.dumps({"step_time": {}, "front_s": 0.004, **sizes}))
     model = of_profile("cost.json", tmp_path)
@@ -183,7 +186,7 @@ def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "said"),
+    ("worker", "message"),
     [
         ({"profile": "h100-9b"}, "unknown profile 'h100-9b'; valid: a100-8b"),
         ({"profile": "none.json"}, "profile none.json: No such file"),
@@ -201,17 +204,17 @@ def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) -> None:
+def test_invalid_worker_is_refused_in_one_line(worker: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read({}, worker)
     (problem,) = error.value.problems
     assert problem.path == "workers[1]"
-    assert said in problem.message
+    assert message in problem.message
     assert "\n" not in problem.message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("no", "is not JSON"),
         ("[]", "has no step_time"),
@@ -222,13 +225,13 @@ def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) 
         ('{"step_time": {}, "front_s": -1}', "front_s is -1"),
     ],
 )
-def test_bad_calibrations(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_calibration_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "cost.json").write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         of_profile("cost.json", tmp_path)
 
 
-def test_a_worker_of_unknown_speed_and_workers_not_yet_found_are_refused() -> None:
+def test_worker_without_profile_and_discovery_are_refused() -> None:
     config = FleetConfig.model_validate(
         {
             "model": "m",

@@ -1,4 +1,4 @@
-"""A simulation as Perfetto sees it."""
+"""The Perfetto trace of a simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.perfetto import CLIENTS, write
 
 
-def test_it_is_a_trace_of_all_workers_and_all_requests(tmp_path: Path) -> None:
+def test_trace_has_all_workers_and_requests(tmp_path: Path) -> None:
     fleet = SimulatedFleet(*fleet_of({}, {}), partial(ExactEngine, traced=True))
     played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=30))
     write(tmp_path / "t.json", fleet.engines, played.outcomes, played.duration)
@@ -30,7 +30,7 @@ def test_it_is_a_trace_of_all_workers_and_all_requests(tmp_path: Path) -> None:
     for event in events:
         if event["ph"] == "X":
             slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for track in slices.values():  # or Perfetto would nest them
+    for track in slices.values():  # Perfetto nests slices that overlap
         track.sort()
         assert all(end <= start for (_, end), (start, _) in pairwise(track))
     clients = [e for e in events if e["pid"] == CLIENTS and e["ph"] == "X"]

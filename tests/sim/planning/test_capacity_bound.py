@@ -1,4 +1,4 @@
-"""Capacity by hand: the numbers one would get with a pencil."""
+"""Capacity bounds against calculations by hand."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ TIME = StepTime(decode_fixed_s=0.02, decode_s=1e-4, prefill_fixed_s=0.022, prefi
 BLOCKS = {"token_bytes": 1000, "block": 10, "pieces": 4}
 
 
-def test_a_70b_model_on_four_gpus_of_80_gb_leaves_room_for_so_many_tokens() -> None:
+def test_kv_tokens_of_a_70b_model_on_four_80_gb_gpus() -> None:
     found = capacity_bound.kv_tokens(
         gpus=4, memory=80e9, used=0.9, weights=141e9, beside=3e9, token_bytes=320 * 1024
     )
     assert found == int((4 * 69e9 - 141e9) / 327_680) == 411_987
 
 
-def test_a_model_that_does_not_fit_leaves_none() -> None:
+def test_model_that_does_not_fit_has_no_kv_tokens() -> None:
     args = {"gpus": 1, "memory": 80e9, "used": 0.9, "beside": 3e9, "token_bytes": 1}
     assert capacity_bound.kv_tokens(weights=141e9, **args) == 0  # type: ignore[arg-type]
 
 
-def test_requests_are_held_at_half_of_their_answer() -> None:
+def test_sequences_held_assumes_half_of_the_answer() -> None:
     assert capacity_bound.sequences_held(100_000, 900, 200) == 100
     assert capacity_bound.sequences_held(500, 900, 200) == 0
 
 
-def test_a_prompt_pays_the_fixed_part_for_each_of_its_steps() -> None:
+def test_prefill_seconds_adds_the_fixed_cost_of_each_step() -> None:
     assert capacity_bound.prefill_seconds(TIME, 2500, 1000) == pytest.approx(3 * 0.022 + 0.25)
     floored = StepTime(prefill_s=1e-4, floor_s=0.05)
     assert capacity_bound.prefill_seconds(floored, 10, 1000) == 0.05
 
 
-def test_computing_bounds_requests() -> None:
+def test_compute_bounds_the_request_rate() -> None:
     # 0.1 s of prefill, 99 steps of 0.1 ms, and 99 fixed parts shared by 50.
-    each = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
-    assert capacity_bound.most_requests_per_s(TIME, 1000, 100, 50, 8192) == pytest.approx(1 / each)
+    cost = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
+    assert capacity_bound.most_requests_per_s(TIME, 1000, 100, 50, 8192) == pytest.approx(1 / cost)
     # One token only: the fixed part is that of its chunk.
-    each = 0.1 + 1000 / 500 * 0.022
-    assert capacity_bound.most_requests_per_s(TIME, 1000, 1, 50, 500) == pytest.approx(1 / each)
+    cost = 0.1 + 1000 / 500 * 0.022
+    assert capacity_bound.most_requests_per_s(TIME, 1000, 1, 50, 500) == pytest.approx(1 / cost)
 
 
-def test_no_worker_takes_less_for_requests_of_all_lengths() -> None:
+def test_least_seconds_matches_a_calculation_by_hand() -> None:
     model = WorkerModel(
         name="w", time=TIME, max_model_len=16_384, kv_tokens=100_000, max_num_seqs=50,
         max_num_batched_tokens=8192,
     )  # fmt: skip
     alike = [(1000, 100, 0)] * 7
-    each = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
-    assert capacity_bound.least_seconds(model, alike) == pytest.approx(7 * each)
-    # Its cache holds ten of 10,000 tokens: the fixed parts are shared by no more.
-    each = 1.0 + 99 * 1e-4 + 99 * 10_050 / 100_000 * 0.02
-    assert capacity_bound.least_seconds(model, [(10_000, 100, 0)]) == pytest.approx(each)
-    # What is cached is attended to alone.
+    request_s = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
+    assert capacity_bound.least_seconds(model, alike) == pytest.approx(7 * request_s)
+    # The cache holds ten requests of 10,000 tokens, which share the fixed cost.
+    request_s = 1.0 + 99 * 1e-4 + 99 * 10_050 / 100_000 * 0.02
+    assert capacity_bound.least_seconds(model, [(10_000, 100, 0)]) == pytest.approx(request_s)
+    # Cached tokens cost attention only.
     pairs = replace(model, time=replace(TIME, pair_s=1e-8))
-    each = 0.02 + 200 * 100 * 1e-8 + 200 * 800 * 1e-8 + 99 / 50 * 0.02 + 99 * 1e-4
-    assert capacity_bound.least_seconds(pairs, [(1000, 100, 800)]) == pytest.approx(each)
+    request_s = 0.02 + 200 * 100 * 1e-8 + 200 * 800 * 1e-8 + 99 / 50 * 0.02 + 99 * 1e-4
+    assert capacity_bound.least_seconds(pairs, [(1000, 100, 800)]) == pytest.approx(request_s)
 
 
-def test_a_link_moves_bytes_and_pieces() -> None:
+def test_link_rate_counts_bytes_and_descriptors() -> None:
     link = TransferTime(0.5, 1e-6, 1e-9)
     per_token = 1000e-9 + 4 / 10 * 1e-6
     assert capacity_bound.link_tokens_per_s(link, **BLOCKS) == pytest.approx(1 / per_token)
@@ -77,7 +77,7 @@ def test_a_link_moves_bytes_and_pieces() -> None:
     assert capacity_bound.link_tokens_per_s(TransferTime(0.5), **BLOCKS) == math.inf
 
 
-def test_chunks_read_again_what_was_computed_before() -> None:
+def test_prefill_work_counts_reading_earlier_chunks() -> None:
     time = replace(TIME, read_s=1e-6)
     assert capacity_bound.prefill_work(time, 500, 512) == capacity_bound.prefill_work(
         TIME, 500, 512
@@ -88,21 +88,20 @@ def test_chunks_read_again_what_was_computed_before() -> None:
     assert more == pytest.approx((512 + 1024 + 1536) * 1e-6)
 
 
-def test_where_the_transfer_becomes_the_limit() -> None:
+def test_limiting_prompt_is_where_transfer_equals_prefill() -> None:
     # Per token 0.2 ms against 0.1 ms of prefill, which has 22 ms besides: equal at 220 tokens.
     slow = TransferTime(0.0, 0.0, 2e-7)
     found = present(capacity_bound.limiting_prompt(TIME, slow, **BLOCKS))
     assert found == pytest.approx(221, abs=10)
     assert capacity_bound.limiting_prompt(TIME, TransferTime(0.0, 0.0, 1e-9), **BLOCKS) is None
     assert capacity_bound.limiting_prompt(TIME, TransferTime(1.0, 0.0, 1e-6), **BLOCKS) == 1
-    # Where attention makes the longest slow to prefill, the link is the limit in between all the
-    # same.
+    # With slow attention, the link limits prompts of medium length.
     pairs = replace(TIME, pair_s=TIME.prefill_s / 20_000)
     between = present(capacity_bound.limiting_prompt(pairs, slow, **BLOCKS))
     assert found <= between < 2 * found
 
 
-def test_a_worker_at_a_glance() -> None:
+def test_capacity_of_a_worker() -> None:
     model = WorkerModel(
         name="w", time=PROFILES["h100-8b"].time, max_model_len=131_072, kv_tokens=400_000,
         transfer=TransferTime(0.002, 0.0, 1 / 87e9),

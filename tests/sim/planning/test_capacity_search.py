@@ -1,4 +1,4 @@
-"""The rate that all draws bear: however a single draw's luck goes up and down with it."""
+"""The search for the highest rate that all draws sustain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = FleetShape(general=1)
 
 
 def run(met: int = 9, growth: float = 0.0) -> FlowResult:
-    """Make a run of ten requests."""
+    """Return the result of ten requests."""
     figures = ClassFigures(arrived=10, done=10, met=met)
     return FlowResult(
         figures, {"long": ClassFigures(arrived=1, kept=1)}, 0, 1.0, 2.0, QuantileSketch(), growth
@@ -31,14 +31,14 @@ def run(met: int = 9, growth: float = 0.0) -> FlowResult:
 
 @dataclass
 class Draws:
-    """Draws that bear rates up to a limit, and one more by luck."""
+    """Draws that sustain rates up to a limit, and one more by luck."""
 
     limits: dict[int, float]
     lucky: dict[int, float] = field(default_factory=dict)
     played: list[tuple[float, int]] = field(default_factory=list)
 
     def play(self, _shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
-        """Say whether it bears a rate."""
+        """Return a result if the draw sustains this rate."""
         self.played.append((rate, draw))
         near = abs(rate / self.lucky.get(draw, 1e-9) - 1) < 0.02
         return run() if rate <= self.limits[draw] or near else None
@@ -46,7 +46,7 @@ class Draws:
     def highest(
         self, start: float, least: float = 0.0, most: float = 1e9, alike: float = 1e9
     ) -> CapacityVerdict | None:
-        """Have them judged; together they have enough up to a rate, too."""
+        """Return the verdict; merged results suffice up to rate `alike`."""
         judge = CapacitySearch(
             len(self.limits), self.play, lambda _whole: self.played[-1][0] <= alike
         )  # fmt: skip
@@ -54,8 +54,8 @@ class Draws:
 
 
 @pytest.mark.parametrize("start", [3.0, 10.0, 11.9, 40.0])
-def test_a_rate_that_one_draw_bears_by_luck_is_not_named(start: float) -> None:
-    # Each of them bears 17.9 or so, three of them no more than 13 to 15 otherwise: see `plan`.
+def test_rate_that_one_draw_sustains_by_luck_is_not_returned(start: float) -> None:
+    # Draws 1 and 2 sustain a high rate by luck, as seen in `plan`.
     draws = Draws({1: 14.0, 2: 13.0, 3: 15.0, 4: 18.5}, lucky={1: 17.9, 2: 16.2})
     found = present(draws.highest(start))
     assert 13.0 / RUNG_RATIO < found.rate <= 13.0
@@ -63,19 +63,19 @@ def test_a_rate_that_one_draw_bears_by_luck_is_not_named(start: float) -> None:
     assert (found.run.all.arrived, found.run.all.met) == (40, 36)
 
 
-def test_what_is_too_high_is_asked_of_who_failed() -> None:
+def test_search_replays_the_draw_that_failed() -> None:
     draws = Draws({1: 90.0, 2: 90.0, 3: 90.0, 4: 10.0})
     judge = CapacitySearch(4, draws.play, lambda _whole: True)
     assert judge.highest(SHAPE, 20.0) is not None
     del draws.played[:]
     present(judge.highest(SHAPE, 20.0))
-    # 24 rungs up to there: by halves, and of the one that is named the other three.
+    # Bisection over 24 rungs with one draw, then the other three draws at the result.
     assert [draw for _, draw in draws.played[-3:]] == [1, 2, 3]
     assert {draw for _, draw in draws.played[:-3]} == {4}
     assert len(draws.played) <= 10 + 3
 
 
-def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
+def test_search_plays_the_draw_with_the_least_margin_first() -> None:
     limits = {1: 90.0, 2: 90.0, 3: 90.0, 4: 90.0, 5: 12.0, 6: 12.0}
     played: list[int] = []
 
@@ -86,15 +86,15 @@ def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
     judge = CapacitySearch(6, play, lambda _whole: True)
     assert judge.highest(SHAPE, 13.0) is not None
     del played[:]
-    limits[6] = 11.0  # as another fleet may have it
+    limits[6] = 11.0  # another fleet may differ
     found = present(judge.highest(SHAPE, 13.0))
     assert 11.0 / RUNG_RATIO < found.rate <= 11.0
-    # The first four need not be played where the fifth has enough and the sixth has not.
+    # The first four are not played at rates that the sixth fails.
     assert sorted(played[-6:]) == [1, 2, 3, 4, 5, 6]
     assert set(played[:-6]) == {5, 6}
 
 
-def test_no_rate_is_named_below_the_least_or_above_the_most() -> None:
+def test_returned_rate_respects_least_and_most() -> None:
     draws = Draws({1: 20.0, 2: 10.0})
     assert draws.highest(30.0, least=10.1) is None
     assert min(rate for rate, _ in draws.played) >= 10.1
@@ -105,24 +105,24 @@ def test_no_rate_is_named_below_the_least_or_above_the_most() -> None:
     assert at_least.rate >= 9.6
 
 
-def test_together_they_have_to_have_enough_too() -> None:
+def test_merged_results_must_suffice() -> None:
     found = Draws({1: 20.0, 2: 20.0}).highest(30.0, alike=12.0)
     assert 12.0 / RUNG_RATIO < present(found).rate <= 12.0
 
 
-def test_what_nobody_bears_has_an_end() -> None:
+def test_search_ends_if_no_rate_is_sustained() -> None:
     draws = Draws({1: 0.0})
     assert draws.highest(1.0) is None
     assert len(draws.played) < 1000
 
 
-def test_rates_are_those_that_are_printed() -> None:
+def test_rates_have_three_significant_digits() -> None:
     rates = [rate_at(rung) for rung in range(-150, 300)]
     assert all(rate == float(f"{rate:.3g}") for rate in rates)
     assert all(1.02 < high / low < 1.04 for low, high in pairwise(rates))
 
 
-def test_of_several_runs_the_worst_queue_counts() -> None:
+def test_merged_results_keep_the_worst_queue_growth() -> None:
     whole = merge_results([run(9, 0.01), run(7, 0.05)])
     assert (whole.all.arrived, whole.all.met, whole.growth) == (20, 16, 0.05)
     assert whole.classes["long"].arrived == 2

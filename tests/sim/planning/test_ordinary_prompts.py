@@ -1,4 +1,4 @@
-"""`long_prompt` on traffic without long prompts serves as vLLM's own scheduler does."""
+"""`long_prompt` without long prompts performs like vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def serve(arrivals: Arrivals, policies: dict[str, Any], **engine: Any) -> Served
 
 
 def embeddings() -> Arrivals:
-    """Return texts of 220 tokens on average, all waiting at the start."""
+    """Return texts of 220 tokens on average that arrive at once."""
     rng = random.Random(1)
     sizes = [max(8, min(int(rng.expovariate(1 / 220)), 510)) for _ in range(500)]
     return [(0.0, job(f"{number}", tokens, 1)) for number, tokens in enumerate(sizes)]
 
 
 def chats(rate: float, outputs: int) -> Arrivals:
-    """Return chats with at most so many output tokens, at this rate."""
+    """Return chats with at most `outputs` output tokens, at this rate."""
     rng = random.Random(2)
     source = TABLES["azure-conv"].requests(rng)
     now, arrivals = 0.0, []
@@ -72,16 +72,16 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_prompts_that_fit_a_step_are_served_as_vllm_serves_them(scene: str) -> None:
+def test_prompts_that_fit_a_step_are_as_fast_as_in_vllm(scene: str) -> None:
     arrivals, engine = SCENES[scene]
     engine = engine | {"max_num_batched_tokens": 8192}
-    theirs = serve(arrivals, {}, **engine)
-    ours = serve(arrivals, {"long_prompt": {}}, **engine)
-    assert ours.requests_per_s >= 0.98 * theirs.requests_per_s
-    assert ours.ttft_p99_s <= 1.02 * theirs.ttft_p99_s
+    without = serve(arrivals, {}, **engine)
+    with_policy = serve(arrivals, {"long_prompt": {}}, **engine)
+    assert with_policy.requests_per_s >= 0.98 * without.requests_per_s
+    assert with_policy.ttft_p99_s <= 1.02 * without.ttft_p99_s
 
 
-def test_shorts_still_pass_prompts_that_take_many_steps() -> None:
+def test_shorts_pass_prompts_of_many_steps() -> None:
     time = StepTime(decode_fixed_s=0.005, prefill_fixed_s=0.005, prefill_s=2e-4, decode_s=1e-4)
     arrivals = [(0.0, job(f"decodes-{n}", 20, 400)) for n in range(4)]
     arrivals += [(1.0, job(f"long-{n}", 12_000, 16)) for n in range(2)]

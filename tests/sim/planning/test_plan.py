@@ -1,4 +1,4 @@
-"""Plans: the best of fleets whose order is known beforehand, and what cannot be had."""
+"""Plans: the best of fleets with a known order, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOTHING = FlowResult(ClassFigures(), {}, 0, 1.0, 1.0, QuantileSketch())
 
 
 def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
-    """Ask of H100s with an 8B model, roughly: the order is known, and not near."""
+    """Return a coarse question about H100s with an 8B model."""
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload), "machine": replace(machine_of("h100-8b")[0], transfer=link),
@@ -61,35 +61,35 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
 
 
 def families(ranking: list[ServedRate]) -> list[str]:
-    """Name the families, best first."""
+    """Return the families, best first."""
     return [served.shape.family for served in ranking]
 
 
-def no_split_is_better(search: FleetSearch, best: ServedRate, *splits: FleetShape) -> None:
-    """Play every way to divide the workers among two pools, those left out by the search too."""
+def assert_no_split_is_better(search: FleetSearch, best: ServedRate, *splits: FleetShape) -> None:
+    """Check that no split of the workers, searched or not, is much better than the best."""
     for each in splits:
         split = replace(each, policy=best.shape.policy)
         served = search.judged(split, best.rate, least=best.rate)
         assert served is None or served.rate <= 1.06 * best.rate, split
 
 
-def test_where_all_are_short_one_pool_is_best() -> None:
+def test_one_pool_is_best_for_short_prompts() -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3, 1)
-    assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
+    assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
     assert present(found.fewer).rate < found.best.rate < present(found.more).rate
     assert found.best.run.all.share >= 0.9
 
 
-def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
-    # The shorts' first tokens must not wait behind a long's, and the network is no way out.
+def test_few_very_long_prompts_get_their_own_pool() -> None:
+    # Shorts must not wait behind a long prompt, and the link is too slow for hand-overs.
     search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
     ranking = search.best(3)
     best = ranking[0]
     assert families(ranking)[0] == SHORT_LONG
     assert best.shape.short_limit in range(360, 40_020)
     limits = {1000, best.shape.short_limit, 39_000}
-    no_split_is_better(
+    assert_no_split_is_better(
         search, best,
         *(FleetShape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
     )  # fmt: skip
@@ -97,23 +97,23 @@ def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
     assert best.rate > 1.3 * one_pool.rate
 
 
-def test_where_prompts_are_large_and_gaps_must_be_small_prefill_is_apart() -> None:
+def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
     search = FleetSearch(question("8000x100", "ttft:4000 tpot:20", effort=0.15, draws=2))
     best, *others = search.best(3)
     assert best.shape.family == PREFILL_DECODE
-    no_split_is_better(search, best, *(FleetShape(prefill=n, decode=3 - n) for n in (1, 2)))
+    assert_no_split_is_better(search, best, *(FleetShape(prefill=n, decode=3 - n) for n in (1, 2)))
     assert best.rate > 1.2 * others[0].rate
     assert best.run.all.handed_over > 0
 
 
-def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
+def test_policy_can_replace_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
     best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
     assert best.shape.policy == LONG_PROMPT
 
 
 @pytest.mark.parametrize(("rate", "place"), [(9.5, None), (9.7, 3), (10.3, 3), (10.5, 0)])
-def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
+def test_short_pool_beside_prefill_and_decode_must_serve_the_best_rate(
     monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
 ) -> None:
     def served(
@@ -126,15 +126,15 @@ def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
     monkeypatch.setattr(FleetSearch, "judged", served)
     search = FleetSearch(question(LONGS, "ttft:250"))
     others = [ONE_POOL, SHORT_LONG, PREFILL_DECODE]
-    assert [each.shape.family for each in search.best(2)] == others  # that takes three workers
+    assert [each.shape.family for each in search.best(2)] == others  # it needs three workers
     found = [each.shape.family for each in search.best(4)]
     wanted = others if place is None else [*others[:place], SHORT_APART, *others[place:]]
     assert found == wanted
-    # Of fewer workers the others' rate is another.
+    # With three workers the other rates differ.
     assert (SHORT_APART in [each.shape.family for each in search.best(3)]) == (place is not None)
 
 
-def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
+def test_short_pool_beside_prefill_and_decode_serves_shorts() -> None:
     given = {"families": (SHORT_APART,), "effort": 0.15, "draws": 2}
     best, *_ = FleetSearch(question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", **given)).best(
         3
@@ -147,13 +147,13 @@ def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
     assert best.run.all.share >= 0.9
 
 
-def test_nobody_is_starved_for_the_others_sake() -> None:
+def test_starved_long_prompts_fail_despite_a_high_total_share() -> None:
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
     search = FleetSearch(asked)
     shape = FleetShape(short=1, long=1, short_limit=2000)
     served = present(search.rate_of(shape, 2.0))
     beyond = search.trials.play(shape, served.rate * 3, fine=False, whole=True)
-    # The shorts alone would be nine out of ten.
+    # Shorts are more than nine requests in ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
 
 
@@ -161,13 +161,13 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     ("workload", "of_300", "of_20000"),
     [
         ("300x60:0.95,20000x20:0.05", REST, LONG),
-        # More than a tenth are of the greatest length.
+        # More than a tenth have the greatest length.
         ("300x60:0.8,20000x20:0.2", REST, LONG),
         ("300x60:0.1,20000x20:0.9", REST, LONG),
         ("20000x20", REST, REST),
     ],
 )
-def test_the_longest_are_told_apart_where_many_are_as_long(
+def test_longest_prompts_are_a_class_of_their_own(
     workload: str, of_300: str, of_20000: str
 ) -> None:
     search = FleetSearch(question(workload, "ttft:2500"))
@@ -175,7 +175,7 @@ def test_the_longest_are_told_apart_where_many_are_as_long(
 
 
 @pytest.mark.parametrize("targets", ["ttft:250", "ttft:1000 tpot:12", "e2el:1500", "itl:60"])
-def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> None:
+def test_run_that_stops_early_would_have_failed(targets: str) -> None:
     search = FleetSearch(question(LONGS, targets))
     shape = FleetShape(general=2)
     served = present(search.rate_of(shape, 10.0))
@@ -194,8 +194,8 @@ def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> 
     assert spared > 100
 
 
-def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
-    # One prompt in twenty makes most of the work: some draws have half as many again as others.
+def test_returned_rate_holds_for_other_draws() -> None:
+    # One prompt in twenty makes most of the work, so draws differ by half.
     asked = question(LONGS, "ttft:500", draws=6)
     shape, search = FleetShape(general=2), FleetSearch(asked)
     found = present(search.judged(shape, 4.0))
@@ -203,44 +203,44 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     assert 0.9 <= found.spread[0] < found.spread[1]
 
     def served(rate: float) -> int:
-        """Count those of six others that have enough in time."""
+        """Return how many of six other draws sustain this rate."""
         others = (FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106))
         runs = [each.trials.play(shape, rate, fine=True) for each in others]
         return sum(search.trials.enough(run, strict=False) for run in runs)
 
     good = served(found.rate)
     assert good >= 3  # on average six in seven
-    # By one draw it would be more, of which more of the others have too few.
+    # A single draw gives a higher rate, which fewer of the other draws sustain.
     rough = present(search.rate_of(shape, 20.0))
     assert rough.rate > found.rate
     assert served(rough.rate) < good
 
 
-def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_one_more_worker_requires_a_higher_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     search = FleetSearch(question("300x60", "ttft:500"))
     best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
-    asked: list[tuple[str, float, float]] = []
+    calls: list[tuple[str, float, float]] = []
 
     def judged(
         _search: FleetSearch, shape: FleetShape, start: float, *, least: float = 0.0
     ) -> ServedRate | None:
-        asked.append((str(shape).partition(";")[0], start, least))
+        calls.append((str(shape).partition(";")[0], start, least))
         return replace(best, shape=shape, rate=12.0) if shape.decode == serves else None
 
     monkeypatch.setattr(FleetSearch, "judged", judged)
     serves = 2
     found = present(search.more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
-    assert asked[:2] == [
+    assert calls[:2] == [
         ("2 prefill + 1 decode", 15.0, 10.0),
         ("1 prefill + 2 decode", 15.0, 10.0),
     ]
-    assert all(least > 12.0 for _, _, least in asked[2:])
+    assert all(least > 12.0 for _, _, least in calls[2:])
     serves = 99
     assert search.more(best, (0.0, 1.0)) is None
 
 
-def test_few_of_the_longest_say_little() -> None:
+def test_few_long_prompts_are_judged_with_tolerance() -> None:
     search = FleetSearch(question(LONGS, "ttft:250"))
 
     def run(kept: int, of: int) -> FlowResult:
@@ -249,18 +249,18 @@ def test_few_of_the_longest_say_little() -> None:
             ClassFigures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
         )
 
-    # Of nine in ten, 44 are 4.5 % more or less by chance.
+    # With 44 requests, a share of 90 % varies by 4.5 %.
     assert search.trials.enough(run(38, 44), strict=False)
     assert not search.trials.enough(run(38, 44))
     assert not search.trials.enough(run(37, 44), strict=False)
     assert search.trials.enough(run(40, 44))
 
 
-# What cannot be had
+# Refusals
 
 
 def refusal(asked: PlanQuestion, gpus: int = 2, gpus_each: int = 1, **given: Any) -> str:
-    """Return the error's line."""
+    """Return the message of the refusal; check that it is one line."""
     with pytest.raises(UsageError) as caught:
         plan(asked, gpus, gpus_each, **given)
     text = str(caught.value)
@@ -268,7 +268,7 @@ def refusal(asked: PlanQuestion, gpus: int = 2, gpus_each: int = 1, **given: Any
     return text
 
 
-def test_targets_beyond_any_machine_are_refused_with_what_could_be_asked() -> None:
+def test_impossible_targets_are_refused_with_a_suggestion() -> None:
     text = refusal(question("8000x100", "ttft:50 tpot:100"))
     assert text.startswith("--goodput: no number of h100-8b meets it: on an idle worker 0%")
     assert "ask for ttft:" in text
@@ -276,8 +276,8 @@ def test_targets_beyond_any_machine_are_refused_with_what_could_be_asked() -> No
     assert 285 < asked < 400
 
 
-def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> None:
-    # Nineteen in twenty are in time on an idle worker, of the longest tenth nobody ever.
+def test_targets_that_long_prompts_never_meet_are_refused_early() -> None:
+    # On an idle worker nineteen requests in twenty are in time, but no long prompt.
     asked = question(LONGS, "ttft:3000 tpot:8.5")
     with pytest.raises(UsageError) as caught:
         FleetSearch(asked).check()
@@ -288,7 +288,7 @@ def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> 
     FleetSearch(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
 
 
-def test_a_whole_answer_that_no_machine_has_in_time_is_refused_with_what_could_be_asked() -> None:
+def test_impossible_e2el_target_is_refused_with_a_suggestion() -> None:
     asked = question("1500x60", "e2el:100")
     with pytest.raises(UsageError) as caught:
         FleetSearch(asked).check()
@@ -297,16 +297,16 @@ def test_a_whole_answer_that_no_machine_has_in_time_is_refused_with_what_could_b
     FleetSearch(replace(asked, targets=parse([wanted]))).check()
 
 
-def test_targets_that_are_met_each_but_not_together_are_to_be_looser() -> None:
-    # The one tenth has too long a prompt, the other too long an answer.
+def test_targets_that_conflict_are_refused_with_looser_targets() -> None:
+    # Some requests have too long a prompt, others too long an answer.
     asked = question("300x60:0.88,20000x20:0.06,300x600:0.06", "ttft:500 e2el:2000")
     with pytest.raises(UsageError, match=r"; ask for looser targets$"):
         FleetSearch(asked).check()
 
 
 @pytest.mark.parametrize("borne", [True, False])
-def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
-    # About one request in ten can't be in time: it matters whose.
+def test_idle_worker_check_uses_the_requests_of_the_judging_runs(*, borne: bool) -> None:
+    # About one request in ten cannot be in time; the draw decides.
     for seed in range(500):
         search = FleetSearch(question("300x60:0.9,40000x20:0.1", "ttft:250", seed=seed))
         searched, judging = (
@@ -327,81 +327,81 @@ def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
             search.check()
 
 
-def test_who_all_come_at_once_are_no_matter_of_an_idle_worker() -> None:
+def test_idle_worker_check_ignores_bursts() -> None:
     asked = question("1500x60", "ttft:500 tpot:40", burstiness=0.01)
     search = FleetSearch(asked)
     search.check()
-    # One worker is never in time with them, forty are.
+    # Forty workers serve the burst in time, one does not.
     assert search.trials.serves(FleetShape(general=1), 0.2) is None
     assert search.trials.serves(FleetShape(general=40), 0.2) is not None
 
 
-def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
+def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
     text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.1), gpus=1, rate=300.0)
     assert text.startswith("--request-rate 300: 1 GPU of h100-8b can serve ")
     assert 15 <= int(text.partition("--gpus ")[2].split(",")[0]) <= 40
 
 
-def test_too_few_gpus_for_a_worker() -> None:
+def test_too_few_gpus_for_a_worker_are_refused() -> None:
     with pytest.raises(UsageError, match="--gpus 3: a worker of h100-70b-tp4 takes 4; give 4"):
         workers_of(3, 4, "h100-70b-tp4")
 
 
-def test_requests_that_no_worker_holds() -> None:
+def test_requests_beyond_every_context_are_refused() -> None:
     asked = question("140000x10", "ttft:60000")
     assert "100% of the requests are longer than the 131,072 tokens" in refusal(asked)
 
 
-def test_no_targets() -> None:
+def test_missing_targets_are_refused() -> None:
     assert "name the targets" in refusal(question("300x60", ""))
 
 
-def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="vLLM is not installed"):
         planning.require_vllm()
 
 
 @pytest.fixture(scope="module")
-def plainly() -> tuple[PlanQuestion, list[ServedRate]]:
-    """Return a question, and what plain workers answer: short and long are best."""
+def plain_plan() -> tuple[PlanQuestion, list[ServedRate]]:
+    """Return a question and the ranking of the fluid engine: short and long pools are best."""
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
     ranking = FleetSearch(asked).best(2)
     assert families(ranking)[0] == SHORT_LONG
     return asked, ranking
 
 
-def test_real_schedulers_have_the_last_word(
-    plainly: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
+def test_exact_run_overrules_the_fluid_ranking(
+    plain_plan: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slower(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
-        """Play one pool truly, and have all others fail."""
+        """Play one pool exactly, and let all other families fail."""
         if shape.family != ONE_POOL:
             return FlowResult(ClassFigures(arrived=1), {}, 0, 1.0, 1.0, QuantileSketch())
         return truly(search, shape, rate)
 
     truly = planning.play_exactly
-    asked, ranking = plainly
+    asked, ranking = plain_plan
     monkeypatch.setattr(planning, "play_exactly", slower)
     monkeypatch.setattr(planning, "MAX_EXACT_REQUESTS", 300)
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
-    # The best of plain workers was short and long: with real ones it served nothing.
+    # The best family of the fluid engine served nothing with real schedulers.
     assert families(found.ranking) == [ONE_POOL]
     (one_pool,) = (each for each in ranking if each.shape.family == ONE_POOL)
     assert found.best.rate <= one_pool.rate
     assert found.best.run.all.arrived >= 300
     assert found.best.run.all.share >= asked.share
     assert {proof.share for proof in found.exact.values()} > {0.0}
-    # And what one more would serve is measured with the same rule.
+    # The rate of one more GPU is measured with the same rule.
     assert present(found.more).rate > found.best.rate
 
 
-def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are(
+def test_exact_run_uses_fresh_requests_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[str, float]] = []
-    search = FleetSearch(question("300x60", "ttft:500"), lambda *what: told.append(what))
+    seen: list[tuple[str, float]] = []
+    search = FleetSearch(question("300x60", "ttft:500"), lambda *what: seen.append(what))
     draws: list[int] = []
     schedule = PlanQuestion.schedule
 
@@ -413,37 +413,37 @@ def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are
     search.tell("before", 0.7)
     run = planning.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
-    assert draws == [search.question.draws + 1]  # not searched with, and no judge's
-    assert {share for _, share in told} == {0.7}
-    shown = [re.fullmatch(r"exactly: .* at 10/s: (\d+) of 300 requests", what) for what, _ in told]
+    assert draws == [search.question.draws + 1]  # neither a search draw nor a judging draw
+    assert {share for _, share in seen} == {0.7}
+    shown = [re.fullmatch(r"exactly: .* at 10/s: (\d+) of 300 requests", what) for what, _ in seen]
     counts = [int(each[1]) for each in shown if each]
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert counts[-1] > 100
 
 
-def test_real_schedulers_are_asked_of_the_longest_too(
-    plainly: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
+def test_exact_run_judges_long_prompts_too(
+    plain_plan: tuple[PlanQuestion, list[ServedRate]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starving(shape: FleetShape) -> FlowResult:
-        """Let all be in time, but the longest where there are two pools."""
+        """Return a run in time, except for long prompts of two pools."""
         longs = ClassFigures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
         return FlowResult(
             ClassFigures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
         )
 
-    asked, ranking = plainly
+    asked, ranking = plain_plan
     monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
     assert families(found.ranking) == [ONE_POOL]
-    told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
-    assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
+    proofs = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
+    assert proofs == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking[:1])
     assert "of all and of the longest requests in time, at" in refusal(asked, exact=True)
 
 
-def test_what_was_kept_is_counted_as_in_the_search() -> None:
+def test_outcomes_are_counted_as_in_the_search() -> None:
     search = FleetSearch(question(LONGS, "ttft:250 tpot:100", effort=0.1))
     alone_s = search.trials.borne_s(40_000)
     assert alone_s > 0.25
@@ -468,7 +468,7 @@ def test_what_was_kept_is_counted_as_in_the_search() -> None:
     assert not search.trials.enough(run)
 
 
-def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_run_that_serves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
     monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
@@ -486,7 +486,7 @@ LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
 
 @pytest.mark.parametrize("family", LEAST)
 @pytest.mark.parametrize("workers", [1, 2, 3, 40])
-def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) -> None:
+def test_shapes_use_all_workers(family: str, workers: int) -> None:
     tried = list(shapes(family, workers, SEEN, (DEFAULT, BOTH), 50))
     assert len(set(tried)) == len(tried)
     assert bool(tried) == (workers >= LEAST[family])
@@ -509,7 +509,7 @@ def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) 
     ],
     ids=str,
 )
-def test_every_shape_is_a_fleet_that_check_takes(shape: FleetShape, tmp_path: Path) -> None:
+def test_every_shape_is_a_valid_fleet_file(shape: FleetShape, tmp_path: Path) -> None:
     machine, gpus = machine_of("h100-70b-tp4")
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet(machine, "m", gpus)))
@@ -526,7 +526,7 @@ def test_every_shape_is_a_fleet_that_check_takes(shape: FleetShape, tmp_path: Pa
     assert (config.transfer is not None) == bool(shape.prefill)
 
 
-def test_of_equals_the_simplest_is_best() -> None:
+def test_simplest_of_equal_fleets_ranks_first() -> None:
     def served(rate: float, **given: Any) -> ServedRate:
         return ServedRate(FleetShape(**given), rate, NOTHING)
 
@@ -537,8 +537,8 @@ def test_of_equals_the_simplest_is_best() -> None:
     assert rank_fleets([behind, far, equal, plain]) == [plain, equal, far, behind]
 
 
-def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All serve the same. Roughly, who is tried later seems to serve more.
+def test_policy_without_effect_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All rates are equal, but the rough search prefers later shapes.
     after = iter(range(100))
 
     def rough(
@@ -556,14 +556,14 @@ def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert best.shape.policy == DEFAULT
 
 
-def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_policy_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = list[FleetShape]()
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
 
     def served(
         _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
     ) -> Any:
-        # Of a fleet with a pool too small, roughly nothing.
+        # The rate falls with the size of the long pool.
         rate = rates[shape.policy] / (1 + shape.long / 1000)
         return ServedRate(shape, rate, NOTHING) if rate >= least else None
 
@@ -576,13 +576,13 @@ def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     best, *_ = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES)).family(
         SHORT_LONG, 4, (0, 1)
     )
-    # The policies that are not near are not judged; of those that are each has its best.
+    # Only policies close to the best are judged, each with its best shape.
     assert best.shape.policy == CHUNKS
     assert {each.policy for each in judged} == {LONG_PROMPT, CHUNKS, BOTH}
     assert len(judged) <= 5
 
 
-def test_traffic_is_known_by_its_requests() -> None:
+def test_traffic_statistics_match_the_requests() -> None:
     traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
     assert traffic.largest == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
@@ -590,7 +590,7 @@ def test_traffic_is_known_by_its_requests() -> None:
     assert traffic.above(990) == 0
 
 
-def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
+def test_written_fleet_file_has_its_targets_and_command(tmp_path: Path) -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1), 1, 1)
     assert [each.shape.family for each in found.ranking] == [ONE_POOL]
     assert found.fewer is None
@@ -605,7 +605,7 @@ def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [2, 40])
-def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: int) -> None:
+def test_short_trace_is_repeated(tmp_path: Path, lines: int) -> None:
     path = tmp_path / "trace.jsonl"
     entry = {"timestamp": 0, "input_length": 1500, "output_length": 30, "hash_ids": [1, 2]}
     path.write_text("\n".join([json.dumps(entry)] * lines))
@@ -621,14 +621,14 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
 
 
 @pytest.mark.parametrize("targets", ["itl:80", "tpot:100", "ttft:10000"])
-def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
+def test_returned_rate_stays_below_the_compute_bound(targets: str) -> None:
     search = FleetSearch(question("1500x100", targets, policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.trials.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
     served = present(search.judged(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
-    # Nor is more asked of it, where it has to beat another.
+    # No run is played if the required rate exceeds the bound.
     runs = search.trials.runs
     assert search.judged(shape, allowed, least=1.01 * allowed) is None
     assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
@@ -636,7 +636,7 @@ def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
 
 
 @pytest.mark.parametrize(("effort", "gpus_each"), [(1.0, 1), (1 / 3, 4), (0.4, 8)])
-def test_of_what_is_too_large_the_most_that_fits_is_named(
+def test_too_many_gpus_are_refused_with_the_largest_number(
     monkeypatch: pytest.MonkeyPatch, effort: float, gpus_each: int
 ) -> None:
     class BegunError(Exception):
@@ -656,14 +656,14 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
         plan(asked, fits, gpus_each)
     with pytest.raises(UsageError, match=f"plan for {fits:,} at most"):
         plan(asked, fits + gpus_each, gpus_each)
-    # What one worker more would serve is played too.
+    # The plan also plays one more worker.
     search = FleetSearch(asked)
     most = (fits // gpus_each + 1) * search.trials.traffic.most_each
     assert Schedule(source=asked.source, count=search.trials.count(most, fine=True)).count
 
 
-def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
-    # No target sees how long anybody waits for the first token.
+def test_growing_queue_fails_though_no_request_is_late() -> None:
+    # No target limits the time to first token.
     search = FleetSearch(question("1500x100", "itl:80", policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.trials.traffic.most_each
@@ -675,7 +675,7 @@ def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
         assert search.trials.enough(search.trials.play(shape, 0.8 * allowed, fine=fine))
 
 
-def test_what_is_in_caches_need_not_be_computed() -> None:
+def test_prefix_hits_raise_the_compute_bound() -> None:
     plain, cached = (
         FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
         for hit in (0.0, 0.8)
@@ -683,7 +683,7 @@ def test_what_is_in_caches_need_not_be_computed() -> None:
     assert 3 < cached / plain < 5
 
 
-def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
+def test_trace_is_sampled_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "drift.jsonl"
     lines = [(300, 50)] * 4500 + [(20_000, 50)] * 4500
     path.write_text(
@@ -700,14 +700,14 @@ def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
         assert mean == pytest.approx(10_150, rel=0.25)
 
 
-def test_a_run_lasts_longer_than_its_target_however_large_the_fleet() -> None:
+def test_run_lasts_longer_than_its_target() -> None:
     search = FleetSearch(question("1500x30", "ttft:5000", effort=1.0))
     for rate in (1.0, 100.0, 1e6):
         for fine in (False, True):
             assert search.trials.count(rate, fine=fine) >= 20 * rate
 
 
-def test_a_measured_machine_is_planned_with(tmp_path: Path) -> None:
+def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     time = {"decode_fixed_s": 0.02, "prefill_fixed_s": 0.02, "prefill_s": 1e-4}
     path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
