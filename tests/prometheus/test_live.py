@@ -128,9 +128,9 @@ class Fakes(Scene):
             self.send(self.split, chat(model="nobody's")),
             self.send(self.split, request(b"{")),
         ]
-        if number % 2 == 0 and not self.kv.wrongs.get("decode"):
-            self.kv.wrong("prefill", Faults(before=scripts.error(500)))
-            self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
+        if number % 2 == 0 and not self.kv.injected.get("decode"):
+            self.kv.inject("prefill", Faults(before=scripts.error(500)))
+            self.kv.inject("decode", *[Faults(before=lost_transfer)] * 5)
         whole = chat_body(stream=True, max_tokens=8)
         for key in (*[KEY] * 5, *[JOBS] * 2):  # one too many for a minute, however slow this is
             some.append(self.send(self.pairs, request(whole, bearer(key))))

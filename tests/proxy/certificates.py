@@ -1,4 +1,4 @@
-"""Certificates made on the spot."""
+"""Certificates made for a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxy.config import TlsConfig, WorkerTlsConfig
 
 @dataclass
 class Authority:
-    """Somebody who signs, and the files of what was signed."""
+    """A certificate authority and the files that it signed."""
 
     folder: Path
 
@@ -24,28 +24,30 @@ class Authority:
         self.ca.cert_pem.write_to_path(self.ca_file)
 
     def issue(self, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:
-        """Sign a certificate; return its file and its key's."""
-        made = self.ca.issue_cert(host)
+        """Issue a certificate; return its file and its key's file."""
+        issued = self.ca.issue_cert(host)
         cert, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
-        cert.write_bytes(b"".join(each.bytes() for each in made.cert_chain_pems))
-        made.private_key_pem.write_to_path(key)
+        cert.write_bytes(b"".join(cert.bytes() for cert in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(key)
         return cert, key
 
     def port(self, name: str, *, clients: bool = False, host: str = "127.0.0.1") -> TlsConfig:
-        """Describe a port that shows such a certificate."""
+        """Return the TLS settings of a server with a new certificate."""
         cert, key = self.issue(name, host)
         ca = self.ca_file if clients else None
         return TlsConfig(cert_file=cert, key_file=key, client_ca_file=ca)
 
-    def meeting(self, name: str | None = None, *, verify_hostname: bool = True) -> WorkerTlsConfig:
-        """Describe how workers are met that this one signed for."""
+    def worker_tls(
+        self, name: str | None = None, *, verify_hostname: bool = True
+    ) -> WorkerTlsConfig:
+        """Return TLS settings for workers with certificates of this authority."""
         cert, key = self.issue(name) if name else (None, None)
         return WorkerTlsConfig(
             ca_file=self.ca_file, cert_file=cert, key_file=key, verify_hostname=verify_hostname
         )
 
     def client(self, name: str | None = None) -> ssl.SSLContext:
-        """Return what a client believes, and what it shows."""
+        """Return a client's context that trusts this authority, with a certificate if named."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if name is not None:
             context.load_cert_chain(*self.issue(name))

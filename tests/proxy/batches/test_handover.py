@@ -51,7 +51,7 @@ async def test_short_lines_do_not_wait_for_a_prefill_worker_and_long_ones_do(
     client = await here.site.client()
     await client.send(request(chat_body(messages=[{"role": "user", "content": "now " + LONG}])))
     await here.site.fakes["p0"].got(1)
-    here.kv.wrong("d0", Faults(before=scripts.stall))  # somebody decodes meanwhile
+    here.kv.inject("d0", Faults(before=scripts.stall))  # somebody decodes meanwhile
     other = await here.site.client()
     await other.send(request(chat_body()))
     await here.site.fakes["d0"].got(1)

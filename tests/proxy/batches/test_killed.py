@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from tests.present import present
 from tests.proxy.batches.office import ACTIVE, CHAT, lines, texts
 from tests.proxy.certificates import Authority
-from tests.proxy.processes.crew import DEADLINE_S, Crew
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 
@@ -26,7 +26,7 @@ COUNT = 24
 KEY = "an-admin-key-of-many-letters"
 
 
-class BatchCrew(Crew):
+class BatchGroup(RouterGroup):
     """Keeps batches, and speaks TLS."""
 
     def write(self, *workers: str, routing: str = "{}") -> None:
@@ -63,12 +63,12 @@ class BatchCrew(Crew):
 
 
 @pytest.fixture
-async def crews(tmp_path: Path) -> AsyncIterator[list[BatchCrew]]:
+async def groups(tmp_path: Path) -> AsyncIterator[list[BatchGroup]]:
     """Start one, and have room for more."""
-    made = [await asyncio.to_thread(BatchCrew, tmp_path, ["a"])]
+    made = [await asyncio.to_thread(BatchGroup, tmp_path, ["a"])]
     yield made
-    for crew in made:
-        await asyncio.to_thread(crew.close)
+    for group in made:
+        await asyncio.to_thread(group.close)
 
 
 async def seen(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
@@ -84,10 +84,10 @@ async def seen(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
             await asyncio.sleep(0.05)
 
 
-async def admin_statuses(crew: BatchCrew) -> list[int]:
+async def admin_statuses(group: BatchGroup) -> list[int]:
     """Ask the admin API with its key and without."""
-    async with httpx.AsyncClient(verify=crew.authority.client()) as client:
-        url = f"{crew.admin}/admin/workers"
+    async with httpx.AsyncClient(verify=group.authority.client()) as client:
+        url = f"{group.admin}/admin/workers"
         answers = [
             await client.get(url, headers=headers)
             for headers in ({"Authorization": f"Bearer {KEY}"}, {})
@@ -95,30 +95,30 @@ async def admin_statuses(crew: BatchCrew) -> list[int]:
     return [answer.status_code for answer in answers]
 
 
-async def serial(crew: BatchCrew) -> str:
+async def serial(group: BatchGroup) -> str:
     """Return the number of the certificate that a new connection is shown."""
-    _, writer = await asyncio.open_connection("127.0.0.1", crew.port, ssl=crew.authority.client())
+    _, writer = await asyncio.open_connection("127.0.0.1", group.port, ssl=group.authority.client())
     shown = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
     writer.close()
     await writer.wait_closed()
     return str(shown)
 
 
-async def renewed(crew: BatchCrew) -> None:
+async def renewed(group: BatchGroup) -> None:
     """Have the certificate renewed, and wait until every process shows the new one."""
-    before = await serial(crew)
-    crew.authority.issue("router")
-    crew.tell(signal.SIGHUP)
+    before = await serial(group)
+    group.authority.issue("router")
+    group.send_signal(signal.SIGHUP)
     news = 0
     async with asyncio.timeout(DEADLINE_S):
         while news < 12:  # in a row: the kernel says which process gets a connection
-            news = news + 1 if await serial(crew) != before else 0
+            news = news + 1 if await serial(group) != before else 0
 
 
 async def test_each_line_has_one_result_whoever_is_killed(
-    crews: list[BatchCrew], tmp_path: Path
+    groups: list[BatchGroup], tmp_path: Path
 ) -> None:
-    [first] = crews
+    [first] = groups
     fake = await first.worker()
     opening = asyncio.Event()
     fake.then(*[scripts.obey("a")] * 5)
@@ -139,8 +139,8 @@ async def test_each_line_has_one_result_whoever_is_killed(
     await renewed(first)
     await asyncio.to_thread(first.close)  # all of it, and nobody is told
     await fake.stop()
-    second = await asyncio.to_thread(BatchCrew, tmp_path, ["a"])
-    crews.append(second)
+    second = await asyncio.to_thread(BatchGroup, tmp_path, ["a"])
+    groups.append(second)
     after = await second.worker()
     async with second.client() as client:
         done = await seen(client, batch.id, COUNT + 1)

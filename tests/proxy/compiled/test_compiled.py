@@ -16,7 +16,7 @@ import pytest
 from proxy.compiled.locate import SWITCH, hot_names
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, Score, WorkerSpec
-from tests.proxy.processes.crew import Crew
+from tests.proxy.processes.router_group import RouterGroup
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat
 from vllm_sched.cli.main import main
@@ -77,19 +77,19 @@ async def test_one_as_users_start_it_says_so_and_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "1")
-    crew = Crew(tmp_path, ["a"], count=1)
+    group = RouterGroup(tmp_path, ["a"], count=1)
     try:
-        assert crew.says("/v1").rstrip().endswith("; its modules are compiled")
+        assert group.wait_for_line("/v1").rstrip().endswith("; its modules are compiled")
         worker = FakeWorker("a")
-        worker.port = crew.ports["a"]
+        worker.port = group.ports["a"]
         await worker.listen()
-        await crew.up()
-        client = await Client.connect(crew.port)
+        await group.wait_until_up()
+        client = await Client.connect(group.port)
         whole, stream = [await client.ask(chat(stream=stream)) for stream in (False, True)]
         client.close()
         await worker.stop()
     finally:
-        crew.close()
+        group.close()
     assert (whole.status, stream.status) == (200, 200)
     assert b'"choices"' in whole.body
     assert stream.body.endswith(b"data: [DONE]\n\n")

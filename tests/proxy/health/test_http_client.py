@@ -191,7 +191,7 @@ async def test_over_tls_and_with_new_files_over_a_new_connection(tmp_path: Path)
     worker = FakeWorker()
     worker.tls = server_context(authority.port("worker", host="127.0.0.1"))
     await worker.listen()
-    met = authority.meeting()
+    met = authority.worker_tls()
     try:
         with closing(HttpClient(worker.url, None, met)) as asker:
             assert (await asker.get("/health", MOST))[0] == 200
@@ -253,7 +253,7 @@ async def test_a_cancel_in_the_handshake_leaves_nothing_to_write(tmp_path: Path)
         serving = threading.Thread(target=answers_hello, args=(worker, shown, told), daemon=True)
         serving.start()
         url = f"https://127.0.0.1:{worker.getsockname()[1]}"
-        with closing(HttpClient(url, None, authority.meeting())) as asker:
+        with closing(HttpClient(url, None, authority.worker_tls())) as asker:
             asking = asyncio.create_task(asker.get("/health", MOST))
 
             def give_up() -> None:

@@ -131,7 +131,7 @@ async def test_a_worker_that_comes_back_is_connected_again() -> None:
 def failing(kv: Kv, times: int) -> None:
     """Have so many decode legs fail, and the blocks be given back each time."""
     leg, release = Faults(before=scripts.error(500)), Faults()
-    kv.wrong("decode", *[leg, release] * times)
+    kv.inject("decode", *[leg, release] * times)
 
 
 async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
@@ -331,7 +331,7 @@ async def test_a_worker_that_hangs_delays_one_try(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "LEG_TIMEOUT_S", 0.3)
     monkeypatch.setattr(module, "PAUSE_S", 60.0)
     async with stage(decodes=2) as here:
-        here.kv.wrong("d0", Faults(before=scripts.stall))
+        here.kv.inject("d0", Faults(before=scripts.stall))
         async with here.running():
             await eventually(lambda: here.are_warm(("p0", "d1")))
             assert here.counts.warmups == {"failed": 1, "done": 1}
@@ -339,7 +339,7 @@ async def test_a_worker_that_hangs_delays_one_try(monkeypatch: pytest.MonkeyPatc
 
 async def test_it_stops_at_once_though_a_worker_hangs() -> None:
     async with stage() as here:
-        here.kv.wrong("d0", *[Faults(before=scripts.stall)] * 2)
+        here.kv.inject("d0", *[Faults(before=scripts.stall)] * 2)
         async with asyncio.timeout(10.0), here.running():
             await here.fakes["d0"].got(1)
         for each in here.kv.held:  # they expire

@@ -313,7 +313,7 @@ async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
 
     server = await asyncio.start_server(breaks_off, "127.0.0.2", hole.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
-    tls = client_context(authority.meeting())
+    tls = client_context(authority.worker_tls())
     try:
         async with asyncio.timeout(10):
             transport, _ = await connect(asyncio.Protocol, "w0.test", hole.port, tls)
@@ -369,7 +369,7 @@ async def test_certificates_are_for_names(
     resolver: FakeResolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)
-    met = client_context(authority.meeting())
+    met = client_context(authority.worker_tls())
     addresses = (*before, "127.0.0.1")
     resolver.known |= {"w0.test": addresses, "w1.test": addresses}
     fake = FakeWorker()

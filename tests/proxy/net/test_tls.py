@@ -96,10 +96,10 @@ def test_a_key_with_a_password(authority: Authority) -> None:
 
 
 def test_old_tls_is_not_spoken_and_everything_is_verified(authority: Authority) -> None:
-    for context in (server_context(authority.port("a")), client_context(authority.meeting())):
+    for context in (server_context(authority.port("a")), client_context(authority.worker_tls())):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert server_context(authority.port("a", clients=True)).verify_mode is ssl.CERT_REQUIRED
-    for config in (WorkerTlsConfig(), authority.meeting(verify_hostname=False)):
+    for config in (WorkerTlsConfig(), authority.worker_tls(verify_hostname=False)):
         assert client_context(config).verify_mode is ssl.CERT_REQUIRED
         assert client_context(config).check_hostname is config.verify_hostname
 
@@ -120,7 +120,7 @@ def test_failed_renewals_are_kept_out(
 
 
 def test_what_workers_are_met_with_is_read_again_when_it_changes(authority: Authority) -> None:
-    config = authority.meeting("to-worker")
+    config = authority.worker_tls("to-worker")
     first = to_worker(config)
     assert first is not None
     assert to_worker(config) is first
@@ -210,7 +210,7 @@ async def test_a_whole_router_with_tls_everywhere(
     fake = FakeWorker("a")
     fake.tls = server_context(authority.port("worker", clients=True))
     await fake.listen()
-    port, met = authority.port("router"), authority.meeting("to-worker")
+    port, met = authority.port("router"), authority.worker_tls("to-worker")
     tls = json.dumps({"cert_file": str(port.cert_file), "key_file": str(port.key_file)})
     worker_tls = json.dumps(
         {k: str(v) for k, v in met.model_dump(exclude={"verify_hostname"}).items()}

@@ -495,7 +495,7 @@ async def test_both_legs_carry_the_cache_salt_and_no_key(start: Start) -> None:
 async def test_handover_is_billed_and_released_once(start: Start, failing: tuple[str, ...]) -> None:
     here = await start_pairs(start)
     for role, how in zip(failing, (scripts.reset, scripts.error(500)), strict=False):
-        here.kv.wrong(role, Faults(during=how))  # the retry budget covers one reset
+        here.kv.inject(role, Faults(during=how))  # the retry budget covers one reset
     body = chat_body()
     answer = await ask(here, body, bearer())
     assert words(answer) == expected(body)

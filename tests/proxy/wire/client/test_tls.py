@@ -37,21 +37,23 @@ def begin(start: Start, authority: Authority) -> Begin:
     """Return a function that starts a router with a certificate."""
 
     async def begin_tls(
-        *fakes: Fake, shown: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
+        *fakes: Fake, server_tls: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
     ) -> Site:
-        shown = shown or server_context(authority.port("router"))
-        return await start(*(fakes or (worker(authority),)), wire=wire, tls=shown)
+        server_tls = server_tls or server_context(authority.port("router"))
+        return await start(*(fakes or (worker(authority),)), wire=wire, tls=server_tls)
 
     return begin_tls
 
 
 def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
     """Describe a worker that serves HTTPS."""
-    met = more.pop("met", None) or authority.meeting("to-worker" if clients else None)
-    shown = server_context(
+    worker_tls = more.pop("worker_tls", None) or authority.worker_tls(
+        "to-worker" if clients else None
+    )
+    server_tls = server_context(
         authority.port("worker", clients=clients, host=more.pop("host", "127.0.0.1"))
     )
-    return Fake(tls=shown, met=met, **more)
+    return Fake(tls=server_tls, worker_tls=worker_tls, **more)
 
 
 async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
@@ -91,7 +93,7 @@ async def test_plain_http_and_old_tls_versions_are_refused(begin: Begin) -> None
 async def test_client_certificate_is_required(
     begin: Begin, authority: Authority, tmp_path: Path
 ) -> None:
-    site = await begin(shown=server_context(authority.port("strict", clients=True)))
+    site = await begin(server_tls=server_context(authority.port("strict", clients=True)))
     assert (await ask(site, authority.client("client"), get("/health"))).status == 200
     stranger = Authority(tmp_path).issue("stranger")
     context = authority.client()
@@ -107,7 +109,7 @@ async def test_worker_may_require_the_routers_certificate(
 ) -> None:
     site = await begin(
         worker(authority, clients=True, name="w0"),
-        worker(authority, clients=True, name="w1", met=authority.meeting()),
+        worker(authority, clients=True, name="w1", worker_tls=authority.worker_tls()),
     )
     tls = authority.client()
     answers = [await ask(site, tls, chat()) for _ in range(4)]
@@ -119,17 +121,17 @@ async def test_worker_may_require_the_routers_certificate(
 async def test_worker_with_a_wrong_certificate_gets_no_request(
     begin: Begin, authority: Authority, tmp_path: Path, why: str
 ) -> None:
-    met = Authority(tmp_path).meeting() if why == "authority" else authority.meeting()
+    worker_tls = Authority(tmp_path).worker_tls() if why == "authority" else authority.worker_tls()
     host = "worker.example" if why == "name" else "127.0.0.1"
-    site = await begin(worker(authority, met=met, host=host))
+    site = await begin(worker(authority, worker_tls=worker_tls, host=host))
     answer = await ask(site, authority.client(), chat())
     assert answer.status in (502, 503)
     assert site.fake.calls == []
 
 
 async def test_verify_hostname_false_accepts_any_name(begin: Begin, authority: Authority) -> None:
-    met = authority.meeting(verify_hostname=False)
-    site = await begin(worker(authority, met=met, host="worker.example"))
+    worker_tls = authority.worker_tls(verify_hostname=False)
+    site = await begin(worker(authority, worker_tls=worker_tls, host="worker.example"))
     assert (await ask(site, authority.client(), chat())).status == 200
 
 
@@ -145,7 +147,7 @@ async def test_client_handshake_has_a_deadline(begin: Begin, authority: Authorit
 
 
 async def test_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
-    site = await begin(Fake(name="w0", met=authority.meeting()), wire={"connect_s": 0.2})
+    site = await begin(Fake(name="w0", worker_tls=authority.worker_tls()), wire={"connect_s": 0.2})
     answer = await ask(site, authority.client(), chat())
     assert answer.status in (502, 503, 504)
 

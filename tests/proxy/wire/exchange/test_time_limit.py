@@ -245,7 +245,7 @@ async def exceed_limit_of_handover(here: Pairs) -> int:
 
 
 async def test_time_limit_in_the_prefill_leg_ends_the_handover(here: Pairs) -> None:
-    here.kv.wrong("p0", Faults(before=scripts.stall))
+    here.kv.inject("p0", Faults(before=scripts.stall))
     await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     assert await exceed_limit_of_handover(here) == 504
