@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.batches.office import Office
+from tests.proxy.batches.harness import BatchHarness
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import request
 from tests.proxy.wire.site import eventually
@@ -81,9 +81,9 @@ def upload(body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_nothing_that_clients_send_is_a_500(start: Start, tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
-    office = Office(await start(), tmp_path / "batches")
-    await office.open()
-    site, made = office.site, []
+    harness = BatchHarness(await start(), tmp_path / "batches")
+    await harness.open()
+    site, made = harness.site, []
     try:
         for _ in range(60):
             answer = await site.ask(upload(form(dice)))
@@ -110,14 +110,14 @@ async def test_nothing_that_clients_send_is_a_500(start: Start, tmp_path: Path, 
         assert asked
         # Each is over in time: done, or refused line by line.
         for each in asked:
-            batch = await office.client.batches.retrieve(each)
+            batch = await harness.client.batches.retrieve(each)
             async with asyncio.timeout(30.0):
                 while batch.status in ("validating", "in_progress", "finalizing"):
                     await asyncio.sleep(0.02)
-                    batch = await office.client.batches.retrieve(each)
+                    batch = await harness.client.batches.retrieve(each)
             assert batch.status in ("completed", "failed")
         await eventually(lambda: not site.unfinished(), site.unfinished, within=30.0)
     finally:
-        await office.close()
+        await harness.close()
     assert all(call.path == "/v1/chat/completions" for call in site.served())
     assert not any(b"kv_transfer" in call.body for call in site.served())

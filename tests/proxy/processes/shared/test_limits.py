@@ -331,7 +331,7 @@ def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_group:
 
 
 def start_flood(make_group: MakeGroup) -> VirtualGroup:
-    """Let one tenant run and wait in process 0, with 5,000 tokens settled and a million estimated."""
+    """Let a tenant run and wait in process 0, with 5,000 tokens settled and a million estimated."""
     group = group_of(make_group, *map(TenantSpec, ("flood", "small")), max_requests=2)
     leases = [placed(submit(group, 0, "flood")) for _ in range(2)]
     tenant(group, 0, "flood").charge(5000)
