@@ -1,4 +1,4 @@
-"""On which event loops these tests run."""
+"""Event loops of these tests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on those that the module names: to pytest a hook of its own would be no hook."""
+    """Return the loops that the module names. pytest would not call a hook of a module."""
     module = item.getparent(pytest.Module)
-    names = getattr(module and module.obj, "ON", ("asyncio",))
-    return {name: LOOPS[name] for name in names}
+    names = getattr(module and module.obj, "EVENT_LOOPS", ("asyncio",))
+    return {name: FACTORIES[name] for name in names}

@@ -38,17 +38,17 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[list[FakeWorker]]:
-    """Two workers."""
-    made = [FakeWorker("a"), FakeWorker("b")]
-    for each in made:
-        await each.listen()
-    yield made
-    for each in made:
-        await each.stop()
+    """Start two workers."""
+    workers = [FakeWorker("a"), FakeWorker("b")]
+    for worker in workers:
+        await worker.listen()
+    yield workers
+    for worker in workers:
+        await worker.stop()
 
 
-def written(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
-    """Write a fleet file for these workers, with free ports for the router."""
+def write_fleet(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
+    """Write a fleet file for these workers, with free ports."""
     workers = "".join(f"  - {{name: {f.name}, url: '{f.url}'}}\n" for f in fakes)
     router = "router: {port: 0, admin: {port: 0}, drain_s: 60.0, probe: {interval_s: 0.05}}\n"
     path.write_text(f"model: tiny\nworkers:\n{workers}{router}{more}")
@@ -56,7 +56,7 @@ def written(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
 
 
 async def ready(app: App, *names: str) -> None:
-    """Wait until the workers of these names are up."""
+    """Wait until these workers are up."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             if {worker.name for worker in app.fleet if worker.up} == set(names):
@@ -67,7 +67,7 @@ async def ready(app: App, *names: str) -> None:
 @pytest.fixture
 async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
     """Run a router before both workers."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     running = App(load(source), source)
     await running.start()
     await ready(running, "a", "b")
@@ -76,7 +76,7 @@ async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
 
 
 async def ask(app: App, data: bytes) -> int:
-    """Ask once; return the status."""
+    """Send a request; return its status."""
     client = await Client.connect(app.wire.port)
     try:
         return (await client.ask(data)).status
@@ -84,7 +84,7 @@ async def ask(app: App, data: bytes) -> int:
         client.close()
 
 
-async def test_it_serves_and_tells(app: App) -> None:
+async def test_router_serves_clients_admin_and_metrics(app: App) -> None:
     assert await ask(app, chat()) == 200
     assert await ask(app, get("/ready")) == 200
     async with aiohttp.ClientSession() as session:
@@ -99,47 +99,45 @@ async def test_it_serves_and_tells(app: App) -> None:
         assert "\nproxy_log_lines_dropped_total 7\n" in page
 
 
-async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
+async def test_reload_removes_a_worker_and_keeps_its_request(
     app: App, fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
     opening = asyncio.Event()
-    for each in fakes:
-        each.always(scripts.gated(opening, scripts.answer()))
-    asked = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
-    await asyncio.gather(*(each.got() for each in fakes))
-    written(tmp_path / "fleet.yaml", fakes[1])
+    for fake in fakes:
+        fake.always(scripts.gated(opening, scripts.answer()))
+    asking = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
+    await asyncio.gather(*(fake.got() for fake in fakes))
+    write_fleet(tmp_path / "fleet.yaml", fakes[1])
     assert await app.reload() == []
     assert [worker.name for worker in app.fleet] == ["b"]
     opening.set()
-    assert await asyncio.gather(*asked) == [200, 200]
+    assert await asyncio.gather(*asking) == [200, 200]
     fakes[1].always(scripts.answer())
     assert [await ask(app, chat()) for _ in range(3)] == [200] * 3
     assert len(fakes[0].served) == 1
 
 
-async def test_a_reload_before_it_serves_is_as_any_other(
-    tmp_path: Path, fakes: list[FakeWorker]
-) -> None:
-    """It may have to wait for its ports, which an earlier router has yet to let go."""
-    source = written(tmp_path / "fleet.yaml", fakes[0])
-    begun = App(load(source), source)
-    written(tmp_path / "fleet.yaml", *fakes)
-    await begun.reload()
-    assert [worker.name for worker in begun.fleet] == ["a", "b"]
+async def test_reload_before_serving_is_applied(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+    """The router may still wait for its ports."""
+    source = write_fleet(tmp_path / "fleet.yaml", fakes[0])
+    app = App(load(source), source)
+    write_fleet(tmp_path / "fleet.yaml", *fakes)
+    await app.reload()
+    assert [worker.name for worker in app.fleet] == ["a", "b"]
 
 
-async def test_a_reload_with_a_mistake_changes_nothing(
+async def test_invalid_reload_changes_nothing(
     app: App, fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    written(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
+    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
     with pytest.raises(ConfigError, match=r"routing\.policy"):
         await app.reload()
     assert [worker.name for worker in app.fleet] == ["a", "b"]
     assert app.config.routing.policy == "adaptive"
 
 
-async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Path) -> None:
-    """Whoever started the router may know more of it: what workers are launched with, say."""
+async def test_reload_uses_the_same_reader(app: App, tmp_path: Path) -> None:
+    """The starter's reader may check more, e.g. launch settings."""
 
     def read(path: Path) -> FleetConfig:
         raise ConfigError(str(path), [Problem("workers[0].launch.policies", "what is that?")])
@@ -150,42 +148,40 @@ async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Pat
     assert [worker.name for worker in another.fleet] == ["a", "b"]
 
 
-async def test_while_a_file_is_read_again_the_router_serves(
-    fakes: list[FakeWorker], tmp_path: Path
-) -> None:
-    """And of two reloads the one that was asked for last has the last word."""
-    source, began, going_on = written(tmp_path / "fleet.yaml", *fakes), Event(), Event()
+async def test_router_serves_during_a_reload(fakes: list[FakeWorker], tmp_path: Path) -> None:
+    """The last of two reloads wins."""
+    source, started, proceed = write_fleet(tmp_path / "fleet.yaml", *fakes), Event(), Event()
     readings: list[str] = []
 
     def read(path: Path) -> FleetConfig:
         readings.append(path.read_text())
-        began.set()
-        assert going_on.wait(DEADLINE_S)
+        started.set()
+        assert proceed.wait(DEADLINE_S)
         return parse(readings[-1], str(path))
 
     app = App(load(source), source, read=read)
     await app.start()
     await ready(app, "a", "b")
     first = asyncio.create_task(app.reload())
-    await asyncio.to_thread(began.wait, DEADLINE_S)
-    written(source, fakes[1])
+    await asyncio.to_thread(started.wait, DEADLINE_S)
+    write_fleet(source, fakes[1])
     second = asyncio.create_task(app.reload())
     assert await ask(app, chat()) == 200
     assert not first.done()
     assert len(readings) == 1
-    going_on.set()
+    proceed.set()
     await asyncio.gather(first, second)
     assert [worker.name for worker in app.fleet] == ["b"]
     await app.stop()
 
 
-async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> None:
+async def test_reload_returns_settings_that_need_a_restart(app: App, tmp_path: Path) -> None:
     source = tmp_path / "fleet.yaml"
     source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
     assert await app.reload() == ["router.port"]
 
 
-async def test_keys_that_the_file_only_names_are_in_no_log(
+async def test_keys_from_files_and_environment_are_hidden_in_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, file = tmp_path / "fleet.yaml", tmp_path / "pool.key"
@@ -194,21 +190,21 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
         f"discovery: {{pools: [{{name: p, dns: h, port: 1, api_key_file: {file}}}]}}\n"
     )
 
-    def said(app: App) -> bytes:
+    def logged(app: App) -> bytes:
         record = logging.makeLogRecord({"msg": f"{file.read_text()} {os.environ['THE_KEY']}"})
         return app.logs.line_of(record, "").rstrip()
 
     file.write_text("of-the-pool")
     monkeypatch.setenv("THE_KEY", "of-the-operator-1")
     app = App(load(source), source)
-    assert said(app).endswith(b" *** ***")
+    assert logged(app).endswith(b" *** ***")
     file.write_text("another-of-the-pool")
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
     await app.reload()
-    assert said(app).endswith(b" *** ***")
+    assert logged(app).endswith(b" *** ***")
 
 
-async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
+async def test_wait_for_a_worker_uses_the_monotonic_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
@@ -219,22 +215,24 @@ async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
     assert app.fleet.all_told()
 
 
-def test_keys_are_not_shown_where_what_was_read_is() -> None:
+def test_repr_of_secrets_hides_keys() -> None:
     assert "secret" not in repr(SecretKeys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
-async def test_the_key_of_a_worker_that_is_added_is_in_no_log(app: App) -> None:
-    def said() -> bytes:
+async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
+    def logged() -> bytes:
         record = logging.makeLogRecord({"msg": "of-this-worker of-this"})
         return app.logs.line_of(record, "").rstrip()
 
-    assert said().endswith(b" of-this-worker of-this")
+    assert logged().endswith(b" of-this-worker of-this")
     for name, key in (("c", "of-this"), ("d", "of-this-worker")):
         app.add_worker(WorkerConfig(name=name, url=f"http://{name}", api_key=key))
-    assert said().endswith(b" *** ***")
+    assert logged().endswith(b" *** ***")
 
 
-async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: Path) -> None:
+async def test_restart_settings_are_compared_with_the_running_ones(
+    app: App, tmp_path: Path
+) -> None:
     source = tmp_path / "fleet.yaml"
     good = source.read_text()
     source.write_text(good.replace("{port: 0, admin", "{port: 9, admin"))
@@ -245,21 +243,21 @@ async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: P
     assert await app.reload() == ["workers[0].launch"]
 
 
-async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
+async def test_reload_names_a_removed_worker_that_was_launched(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     good = source.read_text()
     source.write_text(good.replace("'}", "', launch: {}}", 1))
-    begun = App(load(source), source)
+    app = App(load(source), source)
     source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
-    assert await begun.reload() == ["workers: a keeps running if `up` started it"]
+    assert await app.reload() == ["workers: a keeps running if `up` started it"]
 
 
-async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
+async def test_follower_logs_requests_served_whole(
     tmp_path: Path, fakes: list[FakeWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = written(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
     text = source.read_text()
     for name, role in (("a", "prefill"), ("b", "decode")):
         text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
@@ -273,7 +271,7 @@ async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
         await app.stop()
 
 
-def test_as_many_files_as_the_system_allows() -> None:
+def test_file_limit_is_raised() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -283,14 +281,14 @@ def test_as_many_files_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None:
+async def test_reload_without_a_file_raises(app: App) -> None:
     app.source = None
     with pytest.raises(ProxyError, match="not started from a file"):
         await app.reload()
 
 
 @pytest.mark.parametrize("which", ["clients'", "operators'"])
-async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
+async def test_start_waits_for_an_occupied_port(
     which: str,
     tmp_path: Path,
     fakes: list[FakeWorker],
@@ -298,11 +296,11 @@ async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", DEADLINE_S)
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = "{port: 0, admin" if which == "clients'" else "admin: {port: 0"
-        source.write_text(source.read_text().replace(said, said.replace("0", str(port))))
+        setting = "{port: 0, admin" if which == "clients'" else "admin: {port: 0"
+        source.write_text(source.read_text().replace(setting, setting.replace("0", str(port))))
         app = App(load(source), source)
         starting = asyncio.create_task(app.start())
         await eventually(lambda: "may still drain" in caplog.text)
@@ -316,11 +314,11 @@ async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
         await app.stop()
 
 
-async def test_a_port_in_use_is_a_clear_error(
+async def test_port_in_use_raises(
     tmp_path: Path, fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.2)
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         source.write_text(source.read_text().replace("{port: 0, admin", f"{{port: {port}, admin"))
@@ -332,51 +330,53 @@ async def test_a_port_in_use_is_a_clear_error(
 async def process(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
-    """Run the router as its users do; give the process and the port."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
-    async with router_process(source) as started:
-        port, _ = await listening(started)
-        yield started, port
+    """Run the router in its own process; return it and the port."""
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
+    async with router_process(source) as running:
+        port, _ = await ports_of(running)
+        yield running, port
 
 
 @asynccontextmanager
 async def router_process(source: Path, *before: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run the router in a process of its own, perhaps by way of another command."""
+    """Run the router in its own process, perhaps through another command."""
     command = [*before, sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
-    started = await asyncio.create_subprocess_exec(
+    running = await asyncio.create_subprocess_exec(
         *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
     try:
-        yield started
+        yield running
     finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
 
 
-async def listening(process: asyncio.subprocess.Process) -> tuple[int, int]:
-    """Read both ports from what the process says, once both workers are up."""
+async def ports_of(process: asyncio.subprocess.Process) -> tuple[int, int]:
+    """Return both ports from the log once both workers are up."""
     assert process.stderr is not None
-    said: list[str] = []
+    lines: list[str] = []
     async with asyncio.timeout(DEADLINE_S):
-        while sum("is up" in line for line in said) < 2 or not any("/v1" in line for line in said):
+        while sum("is up" in line for line in lines) < 2 or not any(
+            "/v1" in line for line in lines
+        ):
             line = (await process.stderr.readline()).decode()
-            assert line, f"it ended: {''.join(said)}"
-            said.append(line)
-    [address] = [line for line in said if "/v1" in line]
+            assert line, f"the router ended: {''.join(lines)}"
+            lines.append(line)
+    [address] = [line for line in lines if "/v1" in line]
     clients, operators = (int(port) for port in re.findall(r"://127\.0\.0\.1:(\d+)", address))
     return clients, operators
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: ", b""])
-async def test_clients_of_the_admin_port_leave_open_files_for_requests(
+async def test_admin_connections_leave_descriptors_for_requests(
     tmp_path: Path, fakes: list[FakeWorker], data: bytes
 ) -> None:
-    """450 connections are more than the process may open files."""
-    source = written(tmp_path / "fleet.yaml", *fakes)
+    """The process may open fewer files than these 450 connections."""
+    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     few = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
-    async with router_process(source, *few) as started:
-        port, admin = await listening(started)
+    async with router_process(source, *few) as running:
+        port, admin = await ports_of(running)
         halves = []
         for _ in range(450):
             halves.append(await Client.connect(admin))
@@ -388,20 +388,20 @@ async def test_clients_of_the_admin_port_leave_open_files_for_requests(
                 client.close()
         operator = await Client.connect(admin)
         assert (await operator.ask(get("/admin/workers"))).status == 200
-        for each in (operator, *halves):
-            each.close()
+        for client in (operator, *halves):
+            client.close()
 
 
-async def any_got(fakes: list[FakeWorker]) -> None:
-    """Wait until one of them has the request."""
-    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
+async def wait_for_request(fakes: list[FakeWorker]) -> None:
+    """Wait until a worker has a request."""
+    arrivals = [asyncio.create_task(fake.got(within=DEADLINE_S)) for fake in fakes]
     _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
 
 
-async def refuses(port: int) -> None:
-    """Wait until nobody listens there any more."""
+async def wait_until_refused(port: int) -> None:
+    """Wait until the port refuses connections."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -414,53 +414,55 @@ async def refuses(port: int) -> None:
 async def test_sigterm_drains(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
 ) -> None:
-    started, port = process
+    running, port = process
     opening = asyncio.Event()
-    for each in fakes:
-        each.always(scripts.gated(opening, scripts.answer()))
+    for fake in fakes:
+        fake.always(scripts.gated(opening, scripts.answer()))
     client = await Client.connect(port)
     await client.send(chat())
-    await any_got(fakes)
-    started.send_signal(signal.SIGTERM)
-    await refuses(port)
-    assert started.returncode is None
+    await wait_for_request(fakes)
+    running.send_signal(signal.SIGTERM)
+    await wait_until_refused(port)
+    assert running.returncode is None
     opening.set()
     assert (await client.answer()).status == 200
     client.close()
-    assert await asyncio.wait_for(started.wait(), DEADLINE_S) == 0
+    assert await asyncio.wait_for(running.wait(), DEADLINE_S) == 0
 
 
-async def test_a_second_signal_stops_at_once(
+async def test_second_signal_stops_at_once(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
 ) -> None:
-    started, port = process
-    for each in fakes:
-        each.always(scripts.stall)
+    running, port = process
+    for fake in fakes:
+        fake.always(scripts.stall)
     client = await Client.connect(port)
     await client.send(chat())
-    await any_got(fakes)
-    started.send_signal(signal.SIGINT)
-    await refuses(port)  # the first has been heeded: two at once may be one
-    assert started.returncode is None
-    started.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(started.wait(), DEADLINE_S / 2) == 130  # a drain takes twice that
+    await wait_for_request(fakes)
+    running.send_signal(signal.SIGINT)
+    await wait_until_refused(port)  # the first signal is handled; two at once may merge
+    assert running.returncode is None
+    running.send_signal(signal.SIGINT)
+    assert (
+        await asyncio.wait_for(running.wait(), DEADLINE_S / 2) == 130
+    )  # a drain takes twice as long
     client.close()
 
 
 async def test_sighup_reloads(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    started, port = process
-    written(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
-    started.send_signal(signal.SIGHUP)
-    assert started.stderr is not None
+    running, port = process
+    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
+    running.send_signal(signal.SIGHUP)
+    assert running.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
-        while b"was not reloaded" not in await started.stderr.readline():
+        while b"was not reloaded" not in await running.stderr.readline():
             pass
-    written(tmp_path / "fleet.yaml", fakes[0])
-    started.send_signal(signal.SIGHUP)
+    write_fleet(tmp_path / "fleet.yaml", fakes[0])
+    running.send_signal(signal.SIGHUP)
     async with asyncio.timeout(DEADLINE_S):
-        while b"yaml: 1 workers" not in await started.stderr.readline():
+        while b"yaml: 1 workers" not in await running.stderr.readline():
             pass
     client = await Client.connect(port)
     assert [(await client.ask(chat())).status for _ in range(3)] == [200] * 3
@@ -468,7 +470,7 @@ async def test_sighup_reloads(
     assert not fakes[1].served
 
 
-def written_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
+def write_pair_fleet(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
     """Write a fleet file for a prefill and a decode worker."""
     roles = zip(("prefill", "decode"), fakes, strict=True)
     workers = "".join(f"  - {{name: {f.name}, url: '{f.url}', role: {r}}}\n" for r, f in roles)
@@ -478,13 +480,11 @@ def written_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") ->
     return path
 
 
-async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
-    tmp_path: Path, fakes: list[FakeWorker]
-) -> None:
+async def test_pair_is_warmed_up_and_hands_over(tmp_path: Path, fakes: list[FakeWorker]) -> None:
     kv = Kv()
     for role, fake in zip(("prefill", "decode"), fakes, strict=True):
         fake.always(kv.worker(fake, role))
-    source = written_pair(tmp_path / "fleet.yaml", fakes)
+    source = write_pair_fleet(tmp_path / "fleet.yaml", fakes)
     app = App(load(source), source)
     await app.start()
     try:
@@ -492,10 +492,10 @@ async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
         await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
         assert await ask(app, chat("hello " * 50)) == 200
         assert kv.ends() == ["read", "read"]
-        [entry] = app.recent.newest(9)  # of the warm-up nothing is to be seen
+        [entry] = app.recent.newest(9)  # the warm-up is not shown
         assert (entry.prefill_worker, entry.worker) == ("a", "b")
         await eventually(lambda: [shown.model for shown in app.balance.shown()] == ["tiny"])
-        written_pair(source, fakes, "lmcache")
+        write_pair_fleet(source, fakes, "lmcache")
         assert await app.reload() == ["transfer"]
         assert app.wire.connector is not None
         assert app.wire.connector.name == "nixl"
