@@ -26,9 +26,9 @@ from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
 from tests.fleet.test_handover import ABOVE, Ends, connected, listed
 from tests.fleet.test_router import PORTS, Router, port_of, routing
-from tests.prometheus.corners import counted, unseen
+from tests.prometheus.rare_cases import excused_queries, query_for
 from tests.prometheus.scene import fake
-from tests.prometheus.server import Prometheus, exhausted
+from tests.prometheus.server import Prometheus, retry_until_empty
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
@@ -261,11 +261,11 @@ def questions(workers: Mapping[str, str]) -> dict[str, str]:
     asked = {
         f'proxy_requests_total{{reason="{reason}",{real}}}'
         if reason in PLACED
-        else counted(reason): f"reason {reason}"
+        else query_for(reason): f"reason {reason}"
         for reason in Reason
     }
     whether = {f'proxy_handover_decisions_total{{why="{why}"}}': why for why in WHETHER}
-    return {each: what for each, what in asked.items() if each not in unseen()} | whether
+    return {each: what for each, what in asked.items() if each not in excused_queries()} | whether
 
 
 async def test_every_reason_is_brought_about_with_real_workers_and_seen(
@@ -308,8 +308,8 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
             "worker": [worker.port for worker in ends.values()],
         }
         await prometheus.begin(stack, targets)
-        missing = await exhausted(partial(prometheus.unanswered, questions(urls)))
+        missing = await retry_until_empty(partial(prometheus.unanswered, questions(urls)))
         assert not missing, missing
-        excuses = unseen()
+        excuses = excused_queries()
         assert await prometheus.unanswered(dict(excuses)) == excuses, "has data: no excuse"
-        await prometheus.is_well()
+        await prometheus.check_healthy()
