@@ -26,5 +26,5 @@ def test_each_metric_has_a_row_and_a_description() -> None:
     assert len({family.name for family in families}) == len(families) > 100
     assert [family.name for family in families if len(family.help) < 10 or "|" in family.help] == []
     text = reference.FILE.read_text()
-    assert all(f"\n| `{reference.name(each)}` |" in text for each in families)
+    assert all(f"\n| `{reference.name(family)}` |" in text for family in families)
     assert all(f"`vllm_sched_fit_{name}`" in text for name in COEFFICIENTS)

@@ -421,7 +421,7 @@ async def test_tls_handshake_times_out(
 
 @contextmanager
 def limit_descriptors(spare: int = 0) -> Any:
-    """Limit this process to so many new descriptors."""
+    """Limit this process to this number of new descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = socket.socket()
     first = held.fileno()

@@ -95,7 +95,7 @@ async def test_failed_lines_are_in_the_error_file(harness: BatchHarness) -> None
     done = await harness.until(await harness.begin([line("x", "bad"), line("y", "good")]))
     assert done.status == "completed"
     assert present(done.request_counts).model_dump() == {"total": 2, "completed": 1, "failed": 1}
-    assert [each["custom_id"] for each in await harness.lines_of(done.output_file_id)] == ["y"]
+    assert [line["custom_id"] for line in await harness.lines_of(done.output_file_id)] == ["y"]
     [failed] = await harness.lines_of(done.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
 
@@ -144,7 +144,7 @@ async def test_restart_leaves_one_result_for_each_line(harness: BatchHarness) ->
     done = await harness.until(batch)
     assert done.status == "completed"
     results = await harness.lines_of(done.output_file_id)
-    assert [each["custom_id"] for each in results] == [f"r{n}" for n in range(40)]
+    assert [line["custom_id"] for line in results] == [f"r{n}" for n in range(40)]
     assert present(done.request_counts).model_dump() == {"total": 40, "completed": 40, "failed": 0}
     # Every line ran at least once.
     assert {text for text, _ in Counter(texts(fake.served)).items()} == {f"r{n}" for n in range(40)}
@@ -184,7 +184,7 @@ async def test_cancel_drops_running_lines_and_keeps_results(harness: BatchHarnes
     assert len(await harness.lines_of(done.output_file_id)) == 1
     left = await harness.lines_of(done.error_file_id)
     assert len(left) == 19
-    assert {each["error"]["code"] for each in left} == {"batch_cancelled"}
+    assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
     await asyncio.gather(*(call.lost.wait() for call in fake.served[1:]))
     await harness.site.settled()
     with pytest.raises(openai.ConflictError, match="Cannot cancel"):
@@ -205,7 +205,7 @@ async def test_batch_expires_after_its_window(harness: BatchHarness) -> None:
     assert (done.status, done.expired_at is None) == ("expired", False)
     assert len(await harness.lines_of(done.output_file_id)) == 1
     left = await harness.lines_of(done.error_file_id)
-    assert [each["error"]["code"] for each in left] == ["batch_expired"] * 2
+    assert [line["error"]["code"] for line in left] == ["batch_expired"] * 2
 
 
 async def test_interactive_requests_go_before_lines(start: Start, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def groups(tmp_path: Path) -> AsyncIterator[list[BatchGroup]]:
 
 
 async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
-    """Wait until a batch has ended or has so many completed lines."""
+    """Wait until a batch has ended or has this number of completed lines."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:

@@ -133,7 +133,7 @@ async def test_failed_work_is_removed(maintenance: Maintenance) -> None:
 
 
 def new_batch(store: Store, count: int) -> Batch:
-    """Add a batch with so many lines."""
+    """Add a batch with this number of lines."""
     content = "\n".join(map(json.dumps, lines(count))).encode()
     file = store.add_file("t", "in", "batch", content, NOW)
     batch = batch_of("batch_1", "t", file.id)

@@ -116,7 +116,7 @@ class ApiServer:
         self.drop()
 
     async def wait_for_watches(self, times: int) -> None:
-        """Wait until so many watches are open."""
+        """Wait until this number of watches is open."""
         async with asyncio.timeout(DEADLINE_S), self._changed:
             await self._changed.wait_for(lambda: len(self.watches) >= times)
 

@@ -44,7 +44,7 @@ class ProbedWorker:
         return self.prober.fleet
 
     async def probe_times(self, probes: int) -> list[bool]:
-        """Probe so many times; return whether the worker is up after each probe."""
+        """Probe this number of times; return whether the worker is up after each probe."""
         states = []
         for _ in range(probes):
             await self.probe.once()

@@ -129,7 +129,7 @@ async def test_restarted_worker_is_warmed_again() -> None:
 
 
 def fail_legs(kv: Kv, times: int) -> None:
-    """Let so many decode legs fail; their blocks are released."""
+    """Let this number of decode legs fail; their blocks are released."""
     leg, release = Faults(before=scripts.error(500)), Faults()
     kv.inject("decode", *[leg, release] * times)
 

@@ -38,7 +38,7 @@ class WorkerDouble:
         return sum(seen == path for seen, _ in self.seen)
 
     async def probed(self, times: int) -> None:
-        """Wait for so many requests for /health."""
+        """Wait for this number of requests for /health."""
         async with self._probed:
             await self._probed.wait_for(lambda: self.count("/health") >= times)
 

@@ -47,7 +47,7 @@ class TenantLoad:
         self._end_turn()
 
     def run(self, seconds: float) -> None:
-        """Keep the numbers of waiting requests for so many seconds."""
+        """Keep the numbers of waiting requests for this time."""
         group, start = self.group, self.group.now
         self.served.clear()
         for step in range(round(seconds * 1000)):

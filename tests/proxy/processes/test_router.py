@@ -71,7 +71,7 @@ async def send_requests(client: Client, count: int) -> list[int]:
 
 
 async def wait_for_requests(fakes: dict[str, FakeWorker], count: int) -> None:
-    """Wait until workers have so many requests."""
+    """Wait until workers have this number of requests."""
     await eventually(
         lambda: sum(len(fake.served) for fake in fakes.values()) >= count, within=DEADLINE_S
     )

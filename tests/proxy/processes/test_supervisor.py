@@ -39,7 +39,7 @@ DEADLINE_S = 60.0
 
 
 def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
-    """Return a config of so many processes."""
+    """Return a config with this number of processes."""
     return parse(
         "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
         f"router: {{port: {port}, admin: {{port: 0}}, processes: {processes}}}\n",

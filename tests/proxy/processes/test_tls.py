@@ -74,7 +74,7 @@ def group(tmp_path: Path) -> Iterator[TlsGroup]:
     group.close()
 
 
-async def test_renewed_certificate_is_used_by_all_processes_and_a_bad_one_by_none(
+async def test_all_processes_use_a_renewed_certificate_and_none_a_bad_one(
     group: TlsGroup,
 ) -> None:
     first = group.serial()

@@ -126,8 +126,8 @@ def test_second_result_of_a_line_is_ignored(store: Store) -> None:
     store.end(batch.id, Status.COMPLETED, NOW)
     ended = present(store.batch("t", batch.id))
     assert (ended.completed, ended.failed) == (1, 1)
-    assert [each["id"] for each in content(store, ended.output)] == ["q1"]
-    assert [each["id"] for each in content(store, ended.error)] == ["q2"]
+    assert [row["id"] for row in content(store, ended.output)] == ["q1"]
+    assert [row["id"] for row in content(store, ended.error)] == ["q2"]
 
 
 def test_jobs_have_bodies_and_exclude_done_lines(store: Store) -> None:
@@ -175,7 +175,7 @@ def test_saved_data_survives_a_kill(store: Store, tmp_path: Path) -> None:
     store.save([result(batch, 1)])
     another = Store(tmp_path, KEEP_S)  # the first store was not closed
     assert [job.number for job in another.jobs(batch, 0, 9)] == [2, 3]
-    assert [each.completed for each in another.active()] == [1]
+    assert [batch.completed for batch in another.active()] == [1]
     another.close()
 
 
@@ -185,7 +185,7 @@ def test_tenant_sees_only_its_own_data(store: Store) -> None:
     assert store.cancel("other", batch.id, NOW) is None
     assert store.file("t", file.id) is None
     assert not store.delete_file("t", file.id)
-    assert [each.id for each in store.files("other", ListPage())] == [file.id]
+    assert [listed.id for listed in store.files("other", ListPage())] == [file.id]
     assert store.batches("other", ListPage()) == []
 
 
@@ -228,11 +228,11 @@ def test_full_disk_rolls_back(store: Store) -> None:
         store.add_file("t", "big", "batch", b"x" * 1_000_000, NOW)
     with pytest.raises(StoreFullError):
         store.save([result(batch, 1), result(batch, 2, body=orjson.dumps("x" * 1_000_000))])
-    assert [each.completed for each in store.active()] == [0]
+    assert [batch.completed for batch in store.active()] == [0]
     assert len(store.jobs(batch, 0, 9)) == 2
     store.connection.execute("PRAGMA max_page_count = 1000000")
     store.save([result(batch, 1)])
-    assert [each.completed for each in store.active()] == [1]
+    assert [batch.completed for batch in store.active()] == [1]
 
 
 def test_large_results_are_read_in_pieces(store: Store) -> None:
@@ -241,7 +241,7 @@ def test_large_results_are_read_in_pieces(store: Store) -> None:
     store.save([result(batch, n, body=body) for n in range(1, 5)])
     store.end(batch.id, Status.COMPLETED, NOW)
     ended = present(store.batch("t", batch.id))
-    assert [each["id"] for each in content(store, ended.output)] == ["q1", "q2", "q3", "q4"]
+    assert [row["id"] for row in content(store, ended.output)] == ["q1", "q2", "q3", "q4"]
 
 
 def test_response_body_is_kept_on_one_line(store: Store) -> None:
@@ -265,7 +265,7 @@ def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     assert store.file("t", expired.input) is None
     assert store.file("t", running.input) is not None  # input of an active batch
     assert rows(store) == {"files": 1, "batches": 1, "lines": 1, "results": 0}
-    assert [each.id for each in store.active()] == [running.id]
+    assert [batch.id for batch in store.active()] == [running.id]
 
 
 def test_purge_works_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_used_bytes_of_a_tenant_follow_its_rows(store: Store) -> None:
     assert store._used()["other"] == 3 * ROW_BYTES + 3 + len("in[]") + 2 * len("c1") + len("tiny")
     purge(store, NOW + 3 * KEEP_S)
     assert store._used()["t"] == 0
-    assert [each.tenant for each in store.active()] == ["other"]
+    assert [batch.tenant for batch in store.active()] == ["other"]
 
 
 def test_results_count_towards_the_tenants_limit(store: Store) -> None:

@@ -134,7 +134,7 @@ async def test_slow_reader_gets_the_whole_stream(start: Start) -> None:
 
 
 async def test_client_that_stops_reading_is_dropped_after_idle_s(start: Start) -> None:
-    """Otherwise the worker would hold the request's blocks for ever."""
+    """Otherwise the worker would never free the request's blocks."""
     site = await start(wire={"idle_s": 0.3})
     site.fake.always(flood())
     await site.send(chat(stream=True), limit=1024, rcvbuf=8192)

@@ -242,7 +242,7 @@ async def test_pipelined_requests_are_served_after_a_broken_stream(site: Site, e
 
 
 async def test_pipelined_requests_are_dropped_after_a_broken_body(site: Site) -> None:
-    """Later bytes could not be told apart from the promised body."""
+    """A client would read later bytes as part of the promised body."""
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
     site.fake.then(scripts.raw(head + b"{", end="reset"))
     client = await site.send(chat() + chat())

@@ -70,7 +70,7 @@ def last_event(path: str, usage: dict[str, Any]) -> bytes:
 
 
 def answer_with_usage(path: str, cached: int) -> Script:
-    """Answer with a usage of so many cached tokens."""
+    """Answer with a usage that has this number of cached tokens."""
     usage = USAGES[path](cached)
 
     async def run(call: Call) -> None:
